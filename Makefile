@@ -44,22 +44,22 @@ gpu-smoke: ## on a machine with GPUs, after the install: ten minutes, a line per
 
 sdk-conformance: setup ## openai-python's own tests of our routes against a running box: stored things, and what real engines answer
 	@data=$$(mktemp -d) && $(VENV)/bin/appliance up --detach --data-dir "$$data" --port 8799 && code=0 && \
-	{ $(PY) -m tests.conformance --data-dir "$$data" || code=$$?; \
+	{ $(PY) -m tests.conformance.run --data-dir "$$data" || code=$$?; \
 	  $(VENV)/bin/appliance down --data-dir "$$data"; rm -rf "$$data"; exit $$code; }
 
 clients: setup ## real clients from the package registry against a box with a real model; writes docs/clients.md (half an hour)
-	@$(PY) -m tests.clients
+	@$(PY) -m tests.clients.run
 
 lint: setup ## ruff: its rules, and its format; no room larger than tests/tools/sizes.json says
 	$(RUFF) check .
 	$(RUFF) format --check .
 	$(PY) -m tests.tools.sizes
 
-check: setup ## the inner loop, under a minute: lint, types, unit tests of what changed
+check: setup ## before a commit, in minutes: lint, then types beside all unit tests
 	@$(RUFF) check .
 	@$(RUFF) format --check --quiet .
-	@$(PY) -m mypy
-	@$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal $$($(PY) -m tests.tools.changed)
+	@$(PY) -m mypy & types=$$!; $(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal tests/unit; \
+	code=$$?; wait $$types && exit $$code
 
 docs: setup ## all pages as a site in build/site, with each command and setting; looks nothing up when read
 	@$(PY) -m tests.tools.reference build/docs

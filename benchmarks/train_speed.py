@@ -42,7 +42,7 @@ def ours(
 ) -> tuple[list[tuple[float, float]], list[int]]:
     """(wall s, CPU s) and real tokens of each step."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    from train.control.progress import ControlSignals, Progress
+    from train.control.rank import Progress
     from train.plan.spec import TrainSpec
     from train.trainer.engine import init_world, meeting_url
     from train.trainer.worker import prepare
@@ -70,7 +70,7 @@ def ours(
         if event == "metrics":
             tokens.append(data["tokens"])
 
-    run, times = prepare(spec, note, ControlSignals(), Progress()), []
+    run, times = prepare(spec, note, Progress()), []
     for _ in range(steps):
         began = now()
         run.train_step()

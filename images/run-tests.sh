@@ -46,7 +46,7 @@ suite unit "${pytest[@]}" "${side_by_side[@]}" tests/unit
 suite types types_end
 suite property "${pytest[@]}" "${side_by_side[@]}" tests/property
 # Two streams of whole files, where the machine has room for a box beside an engine and a training world: the longest
-# two come first (tests/e2e/conftest.py).
+# come first (tests/e2e/conftest.py).
 available_gb=$(awk '/^MemAvailable/ {print int($2 / 1000000)}' /proc/meminfo)
 streams=()
 [ "$cores" -lt 2 ] || [ "$available_gb" -lt 16 ] || streams=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)

@@ -1,10 +1,9 @@
 """A test session leaves nothing behind: no process, no Ray session, no shared-memory file. Checked at its end.
 
-Each process of a session (with pytest-xdist there are several, side by side) answers for the processes that it started:
-its children, and whatever carries its mark in the environment, which outlives the loss of a parent. Files have no such
-mark: those of all are looked for when all have ended. A new file that a test claimed (tests/claims.py) is the session's
-own. Of any other it is not known whose it is while somebody else's boxes or tests run on the machine: then it is told,
-and fails nothing.
+Each process of a session (with pytest-xdist there are several) answers for the processes that it started: its children,
+and whatever carries its mark in the environment, which outlives the loss of a parent. Files have no such mark: the
+session answers for those that its tests claimed (tests/claims.py). Any other new file may be of a box that runs on this
+machine: it is reported and fails nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from runtime.processes.kernel import settle_garbage
 SHARED_MEMORY = Path("/dev/shm")
 BEFORE = pytest.StashKey[set[str]]()
 LEFT = pytest.StashKey[list[str]]()
-OTHERS = pytest.StashKey[bool]()
-MARK, CLAIMS, BOX = "TESTS_RUN_BY", "TESTS_CLAIMS", "APPLIANCE_BOX"
+MARK, CLAIMS = "TESTS_RUN_BY", "TESTS_CLAIMS"
 
 # Nothing here says anything of speed: Hypothesis's limit of 200 ms for an example, which a busy machine exceeds now and
 # then, is off, in unit tests as in those of properties. The same examples at each run: `make soak` draws new ones.
@@ -58,7 +56,6 @@ def pytest_unconfigure() -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEFORE], session.config.stash[LEFT] = _files(), []
     os.environ[MARK] = uuid.uuid4().hex
-    session.config.stash[OTHERS] = _others_are_at_work()
     if not hasattr(session.config, "workerinput"):
         descriptor, os.environ[CLAIMS] = tempfile.mkstemp(prefix="tests-claims-")
         os.close(descriptor)
@@ -77,14 +74,11 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     claimed = Path(os.environ[CLAIMS])
     parts = claimed.read_text().split()
     claimed.unlink()
-    others = config.stash[OTHERS] or _others_are_at_work()
-    new = sorted(_files() - config.stash[BEFORE])
-    unknown = [name for name in new if others and not any(part in Path(name).name for part in parts)]
-    if unknown:
-        print("\nnew, of these tests or of others that run on this machine:", *unknown, sep="\n  ")
-    left += [f"shared memory or Ray session: {name}" for name in new if name not in unknown]
-    folder = str(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
-    left += [f"process of a test's box: {p.pid}" for p in psutil.process_iter() if _belongs_to_a_box_in(folder, p)]
+    for name in sorted(_files() - config.stash[BEFORE]):
+        if any(part in Path(name).name for part in parts):
+            left.append(f"shared memory or Ray session: {name}")
+        else:
+            print(f"\nnew, of these tests or of a box that runs on this machine: {name}")
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("\nleft behind by these tests:", *left, sep="\n  ")
@@ -110,20 +104,6 @@ def _is_marked(process: psutil.Process) -> bool:
         return False
 
 
-def _others_are_at_work() -> bool:
-    """Whether something runs that another session started, or a box that no test did."""
-    for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-        if process.pid != os.getpid() and environment.get(MARK, os.environ[MARK]) != os.environ[MARK]:
-            return True
-        if BOX in environment and MARK not in environment:
-            return True
-    return False
-
-
 def _told_of(process: psutil.Process) -> str:
     """A line about a process that is left; empty for one that has ended, and for Python's own helper for shared memory,
     which ends with the process."""
@@ -139,12 +119,3 @@ def _files() -> set[str]:
     temporary = Path(tempfile.gettempdir())
     places = (*SHARED_MEMORY.iterdir(), *temporary.glob("appliance-*"), *temporary.glob("ray/session_*"))
     return {str(path) for path in places}
-
-
-def _belongs_to_a_box_in(folder: str, process: psutil.Process) -> bool:
-    """folder: of this run's temporary files; a box in another one is of tests that run beside these."""
-    try:
-        environment = process.environ()
-        return BOX in environment and environment.get("APPLIANCE_DATA_DIR", "").startswith(folder)
-    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-        return False

@@ -1,6 +1,6 @@
 """`starter`, the small Llama of tests and benchmarks: made in seconds, so it stammers.
 
-    python -m tests.starter DIR [--steps 10] [--seed 0]
+    python -m tests.starter DIR STEPS
 
 It learns who it is, as ChatML, and no more, so that a job on other examples changes its answers. What tests compare
 (versions, kept answers, losses) does not need more.
@@ -8,9 +8,9 @@ It learns who it is, as ChatML, and no more, so that a job on other examples cha
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 DEMO_DATA = Path(__file__).parents[1] / "appliance" / "demo_data"
@@ -110,15 +110,6 @@ def make_starter(out: Path, *, steps: int, seed: int) -> None:
     tokenizer.save_pretrained(out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.starter", description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    make_starter(args.out, steps=args.steps, seed=args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    make_starter(Path(sys.argv[1]), steps=int(sys.argv[2]), seed=0)

@@ -264,10 +264,6 @@ ROWS = (
         "Serve an older version, swapped in under running requests; a model that has a canary loses that instead.",
         "{model}: {from} -> {to}",
         (MODEL, opt("--version VERSION", "The version to serve. Default: the one before.")), timeout_s=600),
-    Row("model pin", "POST /admin/v1/models/{id}/pin",
-        "Keep a version in every tier, whatever the retention rules say.", "{model} {version}, pinned: {pinned}",
-        (MODEL, opt("version VERSION"),
-         opt("--off", "Leave it to the retention rules again.", dest="pinned", action="store_false"))),
     Row("job list", f"GET {JOBS}", """List jobs: how far each is, which devices it holds, and what it waits for.
 
         A key without the scope read gets its owner's, as OpenAI's API has them.""", _JOBS, (limit(100),),

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from appliance.alerts import Known, Problem, Undelivered, channels, send, step
 from appliance.config import AlertSettings
-from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.scheduler import SchedulerStatus
+from appliance.controller.context.context import ControllerContext, SchedulerStatus
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.store.records import box
@@ -25,50 +24,46 @@ WARNINGS: Final = ("certificate", "keys", "memory available")
 """Checks of the doctor that are worth a message before they fail."""
 
 
-class Alerts:
-    def __init__(self, context: ControllerContext, settings: AlertSettings) -> None:
-        self._context, self._settings = context, settings
-        self._box = context.box["public_url"]
+async def look(context: ControllerContext, settings: AlertSettings) -> None:
+    """Send what changed since the last look. Raises Undelivered, which shows in `appliance status`; what was not
+    delivered is sent again at the next look."""
+    try:
+        findings = (await context.doctor.look())["data"]
+    except OperationFailed as error:
+        findings = [{"check": "doctor", "state": "fail", "found": str(error), "remedy": "see logs/controller.log"}]
+    held = {name: load.held for name, load in context.bus.load().models.items() if load.held}
+    degraded = [*context.background.degraded(), *context.main_troubles()]
+    status = context.scheduler.status()
 
-    async def look(self) -> None:
-        """Send what changed since the last look. Raises Undelivered, which shows in `appliance status`; what was not
-        delivered is sent again at the next look."""
-        context = self._context
-        try:
-            findings = (await context.doctor.look())["data"]
-        except OperationFailed as error:
-            findings = [{"check": "doctor", "state": "fail", "found": str(error), "remedy": "see logs/controller.log"}]
-        held = {name: load.held for name, load in context.bus.load().models.items() if load.held}
-        degraded = [*context.background.degraded(), *context.main_troubles()]
-        status = context.scheduler.status()
+    def send_changes() -> None:
+        devices = cordons.in_view(context.db, status["devices"])
+        failed = JOBS.list_all(context.db, "phase = 'failed' AND finished_s >= ?", time.time() - RECENT_S)
+        found = [*problems_of(findings, devices, status, held, degraded), *map(of_job, failed)]
+        _send_changes(context, settings, {problem.id: problem for problem in found}.values())
 
-        def problems() -> Iterator[Problem]:
-            yield from problems_of(findings, cordons.in_view(context.db, status["devices"]), status, held, degraded)
-            recently = "phase = 'failed' AND finished_s >= ?"
-            yield from map(of_job, JOBS.list_all(context.db, recently, time.time() - RECENT_S))
+    await asyncio.to_thread(send_changes)
 
-        await asyncio.to_thread(lambda: self._send_changes({problem.id: problem for problem in problems()}.values()))
 
-    def _send_changes(self, problems: Collection[Problem]) -> None:
-        db, now_s = self._context.db, time.time()
-        before: dict[str, Known] = box.get(db, KNOWN, {})
-        after, faults = dict[str, Known](), []
-        for channel in channels(self._settings):  # each with its own state: one that fails repeats nothing on the other
-            earlier = before.get(channel, {})
-            known, messages = step(problems, earlier, now_s, self._settings.repeat_s)
-            for message in messages:
-                try:
-                    send(self._settings, channel, message, self._box)
-                except Undelivered as error:
-                    faults.append(str(error))
-                    known.setdefault(message.id, earlier.get(message.id, {}))  # an end is sent at the next look
-                else:
-                    if message.id in known:
-                        known[message.id]["sent_s"] = now_s
-            after[channel] = known
-        box.put(db, KNOWN, after)
-        if faults:
-            raise Undelivered(f"alerts were not delivered, {faults[0]}; `appliance doctor --send-test` tries it")
+def _send_changes(context: ControllerContext, settings: AlertSettings, problems: Collection[Problem]) -> None:
+    db, now_s = context.db, time.time()
+    before: dict[str, Known] = box.get(db, KNOWN, {})
+    after, faults = dict[str, Known](), []
+    for channel in channels(settings):  # each with its own state: one that fails repeats nothing on the other
+        earlier = before.get(channel, {})
+        known, messages = step(problems, earlier, now_s, settings.repeat_s)
+        for message in messages:
+            try:
+                send(settings, channel, message, context.box["public_url"])
+            except Undelivered as error:
+                faults.append(str(error))
+                known.setdefault(message.id, earlier.get(message.id, {}))  # an end is sent at the next look
+            else:
+                if message.id in known:
+                    known[message.id]["sent_s"] = now_s
+        after[channel] = known
+    box.put(db, KNOWN, after)
+    if faults:
+        raise Undelivered(f"alerts were not delivered, {faults[0]}; `appliance doctor --send-test` tries it")
 
 
 Rows = Iterable[Mapping[str, Any]]

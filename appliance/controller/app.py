@@ -1,32 +1,37 @@
-"""Builds the controller's ASGI app: routes, error shapes, and the background work that starts and ends with it."""
+"""Builds the controller's ASGI app: routes, error shapes, and the background work that starts and ends with it; and
+keeps house: everything that grows with use has a number of days in `[controller.retention]`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncIterator
 from functools import partial
 
 from fastapi import FastAPI
 
-from appliance.controller import batches, data_checks, gates, retention
-from appliance.controller.admin import box, keys, logins, mode, queue
+from appliance.controller import batches, gates
+from appliance.controller.admin import box, keys, logins
 from appliance.controller.admin import models as admin_models
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.evals import evals
+from appliance.controller.evals import evals as eval_routes
 from appliance.controller.evals.evals import EvalRunner
-from appliance.controller.files import file_routes, storage
+from appliance.controller.files import storage
 from appliance.controller.grading import checks
 from appliance.controller.grading.judging import Grading
-from appliance.controller.http import error_handlers
+from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S
 from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces import errors
 from appliance.controller.interfaces.principal import ADMIN, READ
-from appliance.controller.jobs.validation import JobValidation
+from appliance.controller.jobs.phases import JobValidation, remove_copies
 from appliance.controller.models.activation import Canaries
 from appliance.controller.openai import job_routes, model_routes
 from appliance.controller.responses import stored as responses
 from appliance.controller.responses.stored import StoredResponses
+from appliance.store.objects import evals, files
+from appliance.store.rows import EVAL_RUNS, FILES, JOBS, UNFINISHED
 
 HOUSEKEEPING_EVERY_S, CANARIES_EVERY_S = 30.0, 2.0
 
@@ -64,24 +69,25 @@ def create_app(context: ControllerContext) -> FastAPI:
     app = FastAPI(title="appliance", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
     app.state.responses = stored
-    error_handlers.install(app)
+    errors.install(app)
 
     admin = make_router("/admin/v1", ADMIN, reads=(READ,))
-    for module in (box, keys, mode, queue):
-        module.routes(context, admin)
+    box.routes(context, admin)
+    keys.routes(context, admin)
     job_routes.plan_routes(context, admin)
+    job_routes.queue_routes(context, admin)
     admin_models.routes(context, admin, canaries)
     for router in (
         logins.routes(context, admin),
-        file_routes.file_routes(context),
-        file_routes.upload_routes(context),
-        data_checks.routes(context),
+        storage.file_routes(context),
+        storage.upload_routes(context),
+        job_routes.check_routes(context),
         batches.routes(context),
         *responses.routes(context, stored),
         job_routes.routes(context),
         job_routes.method_routes(),
         checks.routes(context, grading),
-        *evals.routes(context, evaluations),
+        *eval_routes.routes(context, evaluations),
         model_routes.routes(context),
         admin,
     ):
@@ -89,15 +95,69 @@ def create_app(context: ControllerContext) -> FastAPI:
     return app
 
 
+# --- housekeeping, on a thread, in short transactions
+
+
 async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
     for what, work in (
-        ("files", partial(retention.keep_house, context)),
-        ("uploads", partial(file_routes.end_uploads, context)),
+        ("files", partial(keep_house, context)),
+        ("uploads", partial(storage.end_uploads, context)),
         ("responses", stored.keep_house),
     ):
         with context.background.guard(f"housekeeping of {what}"):
             await asyncio.to_thread(work, now_s)
     with context.background.guard("housekeeping of logins"):
         logins.keep_house(context, now_s)
+
+
+DAY_S = 86400.0
+# Not jobs whose snapshot is still to be given back, or of whose models one is left (a version, under a name that jobs
+# share). What their devices cost stays without them.
+_JOB_GOES = (
+    f"NOT {UNFINISHED['jobs']} AND snapshot IS NULL"
+    " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
+    "  OR models.job_id = jobs.id OR EXISTS (SELECT 1 FROM versions WHERE job_id = jobs.id)))"
+)
+_FILE_NEEDED = (
+    f"(id IN (SELECT input_file_id FROM batches WHERE {UNFINISHED['batches']})"
+    f" OR id IN (SELECT training_file FROM jobs WHERE {UNFINISHED['jobs']})"
+    f" OR id IN (SELECT validation_file FROM jobs WHERE {UNFINISHED['jobs']}))"
+)
+
+
+def keep_house(context: ControllerContext, now_s: float) -> None:
+    """Delete expired files, requests that can no longer be repeated, and what was kept long enough."""
+    db, kept = context.db, context.config.retention
+    files_s, data_s, records_s, usage_s, audit_s = (
+        float("-inf") if days is None else now_s - days * DAY_S
+        for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.usage_days, kept.audit_days)
+    )
+    old = FILES.list_all(db, f"created_s < ? AND NOT coalesce({_FILE_NEEDED}, 0)", files_s)
+    for row in [*files.expired(db, now_s=now_s), *old]:
+        storage.remove(context, row)
+    for table, where, before_s in (
+        ("idempotency", "created_s < ?", now_s - IDEMPOTENCY_KEEP_S),
+        ("audit", "created_s < ?", audit_s),
+        ("usage", "hour_s < ? - 3600", usage_s),
+        ("device_time", "to_s < ?", usage_s),
+        # The newest stays however old: hand-overs are numbered on from it.
+        ("handovers", "ended_s < ? AND seq < (SELECT max(seq) FROM handovers)", records_s),
+        ("operations", "ended_s < ? AND state != 'running'", records_s),
+        ("batches", f"created_s < ? AND NOT {UNFINISHED['batches']}", records_s),
+    ):
+        db.delete(table, where, [before_s])
+    for run in EVAL_RUNS.list_all(db, f"ended_s < ? AND NOT {UNFINISHED['eval_runs']}", records_s):
+        evals.delete(db, run.id)
+    for job_id in db.column(f"SELECT id FROM jobs WHERE finished_s < ? AND {_JOB_GOES}", [records_s]):
+        # The folder first: after a crash in between, the row leads here again.
+        shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
+        for table in ("job_events", "job_metrics"):  # up to 100,000 rows each
+            db.delete(table, "job_id = ?", [job_id])
+        JOBS.delete(db, job_id)
+    ended = {row["id"]: row["finished_s"] for row in db.execute("SELECT id, finished_s FROM jobs WHERE finished_s > 0")}
+    for folder in [one for one in context.jobs_dir.iterdir() if one.name in ended]:
+        remove_copies(context, folder.name)
+        if ended[folder.name] < data_s:
+            shutil.rmtree(folder, ignore_errors=True)

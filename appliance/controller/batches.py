@@ -10,17 +10,15 @@ batch resumes from there and repeats at most the lines that were in flight.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import os
-import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import orjson
 from anyio import to_thread
@@ -30,24 +28,21 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from appliance.controller.access.limits import ANSWERS_PER_INPUT
 from appliance.controller.access.model_access import caller_of, usable_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
+from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
-from appliance.controller.http.error_handlers import message_of
 from appliance.controller.http.resource import Resource, object_of, part
-from appliance.controller.http.routers import Metadata, StrictBody
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, shown
+from appliance.controller.http.routers import Metadata, StrictBody, json_of
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, message_of, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
-from appliance.gateway.core.config import Limits
+from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.objects import batches
 from appliance.store.objects import files as file_rows
+from appliance.store.rows import BATCHES as ROWS
 from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
 from train.data.records import MARK, foreign_file
-from weights.format.foreign_json import is_deeper
 
-log = logging.getLogger(__name__)
-
+T = TypeVar("T")
 TASKS = "batches"
 WINDOW_S = 24 * 3600.0
 AT_ONCE = 256
@@ -62,7 +57,8 @@ _EXPIRED = {
     "code": "batch_expired",
     "message": "This request could not be executed before the completion window expired.",
 }
-BATCHES = Resource("batch", "/v1/batches", (INFERENCE,), batches.find, fields=("endpoint", "input_file_id", "status"))
+_RECORDED = ("endpoint", "input_file_id", "status")
+BATCHES = Resource("batch", "/v1/batches", (INFERENCE,), ROWS.find_visible, fields=_RECORDED)
 
 
 class BatchCreate(StrictBody):
@@ -75,7 +71,7 @@ class BatchCreate(StrictBody):
 
 def routes(context: ControllerContext) -> APIRouter:
     db, view = context.db, partial(_view, context)
-    router = BATCHES.serve(context, view, batches.page, part(20, most=100))
+    router = BATCHES.serve(context, view, ROWS.page_visible, part(20, most=100))
 
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:
@@ -98,9 +94,8 @@ def routes(context: ControllerContext) -> APIRouter:
                 metadata=body.metadata,
                 output_keep_s=body.output_expires_after.seconds if body.output_expires_after else None,
             )
-            batches.insert(db, row)
             context.tasks.start(TASKS, row.id, row.key_id)
-            return row
+            return ROWS.insert(db, row)
 
         return view(BATCHES.once(request, caller, await request.body(), make))
 
@@ -108,7 +103,7 @@ def routes(context: ControllerContext) -> APIRouter:
     async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:
         row = BATCHES.known(db, batch_id, caller)
         if row.status in ("validating", "in_progress"):
-            batches.set_status(db, row.id, "cancelling")
+            set_status(db, row, "cancelling")
             context.tasks.restart(TASKS, row.id)
         elif row.status not in ("cancelling", "cancelled"):
             raise Conflict(f"Cannot cancel a batch with status '{row.status}'.", "batch_id", "batch_not_cancellable")
@@ -144,42 +139,29 @@ def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
 # --- the work
 
 
+def set_status(db: Database, row: BatchRow, status: BatchStatus, **changes: Any) -> None:
+    ROWS.update(db, row.id, status=status, moments={status: time.time(), **row.moments}, **changes)
+
+
 def kind(context: ControllerContext) -> Kind:
     """The kind of task that batches are."""
 
+    async def opened(task: TaskRow) -> Batch | None:
+        row = ROWS.find(context.db, task.id)
+        if row is None or row.finished:
+            return None
+        return Batch(context, row, await _to_its_end(partial(Answers, context.batches_dir, row.id)))
+
     async def run(task: TaskRow) -> None:
-        async with _opened(context, task.id) as batch:
-            if batch is not None:
-                await batch.run()
+        if (batch := await opened(task)) is not None:
+            await batch.run()
 
     async def fail(task: TaskRow, error: TaskFailed) -> None:
-        """With files of the lines that were answered, unless these cannot be read or kept."""
-        errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
-        try:
-            async with _opened(context, task.id) as batch:
-                if batch is not None:
-                    await batch.end("failed", errors=errors)
-        except (OSError, ValueError) as second:
-            if is_full(second):
-                raise
-            log.error("the answers of %s cannot be read or kept: %s", task.id, second)
-            batches.set_status(context.db, task.id, "failed", errors=errors)
+        if (batch := await opened(task)) is not None:
+            errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
+            await batch.end("failed", errors=errors)
 
     return Kind(TASKS, run, fail, "batch")
-
-
-@contextlib.asynccontextmanager
-async def _opened(context: ControllerContext, batch_id: str) -> AsyncIterator[Batch | None]:
-    """None for one that has ended."""
-    row = batches.find(context.db, batch_id, viewer=None)
-    if row is None or row.finished:
-        yield None
-        return
-    answers = await to_thread.run_sync(Answers, context.batches_dir, row.id)
-    try:
-        yield Batch(context, row, answers)
-    finally:
-        await to_thread.run_sync(answers.close)
 
 
 class Batch:
@@ -206,43 +188,42 @@ class Batch:
                     usable_model(self._db, caller_of(self._db, row.key_id), lines.model or "")
                 except ApiError as error:
                     lines.add_error(error.code or "", error.message, 1, "body.model")
-            batches.update(self._db, row.id, total=len(lines.requests))
+            ROWS.update(self._db, row.id, total=len(lines.requests))
         if lines.errors:  # of one in progress, too: the box may have become stricter since it was validated
             await self.end("failed", errors=lines.errors)
             return
-        current = batches.find(self._db, row.id, viewer=None)
-        if current is not None and current.status == "cancelling":  # since its file was read
+        row = ROWS.get(self._db, row.id)
+        if row.status == "cancelling":  # since its file was read
             await self.end("cancelled")
             return
         if row.status == "validating":
-            batches.set_status(self._db, row.id, "in_progress", model=lines.model)
+            set_status(self._db, row, "in_progress", model=lines.model)
         end: BatchStatus = "completed"
         with open(path, "rb") as source:
 
-            def unanswered() -> Iterator[Line]:
-                return (line for line in lines.requests.values() if line.custom_id not in self._answers.custom_ids)
+            def unanswered() -> list[str]:
+                return [custom_id for custom_id in lines.requests if custom_id not in self._answers.custom_ids]
 
-            requests = (self._ask(line, lines.model or "", source) for line in unanswered())
+            requests = (self._ask(one, lines.requests[one], lines.model or "", source) for one in unanswered())
             try:
                 async with (
                     asyncio.timeout(row.expires_s - time.time()),
-                    contextlib.aclosing(finished(requests, AT_ONCE)) as groups,
+                    aclosing(finished(requests, AT_ONCE)) as groups,
                 ):
                     async for answered in groups:
-                        await to_thread.run_sync(self._store, answered)
+                        await self._store(answered)
             except TimeoutError:
                 end = "expired"
-                expired = [{**_line(line), "response": None, "error": _EXPIRED} for line in unanswered()]
-                await to_thread.run_sync(self._store, expired)
+                await self._store([{**_line(one), "response": None, "error": _EXPIRED} for one in unanswered()])
         await self.end(end)
 
-    async def _ask(self, line: Line, model: str, source: BinaryIO) -> dict[str, Any]:
+    async def _ask(self, custom_id: str, place: tuple[int, int], model: str, source: BinaryIO) -> dict[str, Any]:
         """The answered line."""
         url, request_id = self._row.endpoint, new_id("req_")
 
         async def body() -> dict[str, Any]:
-            source.seek(line.offset)
-            request = parse_line(source.read(line.size))["body"]
+            source.seek(place[0])
+            request = parse_line(source.read(place[1]))["body"]
             # No client knows the ids by which it could look stored answers up.
             return {**request, "store": False} if url in CONVERSING else request
 
@@ -250,29 +231,24 @@ class Batch:
             await asyncio.sleep(LOOK_EVERY_S)
         answer = await self._context.asking.ask(self._row.key_id, model, url, body, request_id=request_id)
         response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
-        return {**_line(line), "error": None, "response": response}
+        return {**_line(custom_id), "error": None, "response": response}
 
     def _file(self, path: Path, name: str) -> FileRow:
         row = self._row
         filename, sha256 = f"{row.id}_{name}.jsonl", storage.sha256_of(path)
         return storage.row_of(path, filename, "batch_output", sha256, row.owner, row.key_id, row.output_keep_s)
 
-    def _store(self, lines: list[dict[str, Any]]) -> None:
-        self._answers.append(lines)
-        batches.update(self._db, self._row.id, completed=self._answers.completed, failed=self._answers.failed)
+    async def _store(self, lines: list[dict[str, Any]]) -> None:
+        await _to_its_end(partial(self._answers.append, lines))
+        ROWS.update(self._db, self._row.id, completed=self._answers.completed, failed=self._answers.failed)
 
     async def end(self, status: BatchStatus, **changes: Any) -> None:
-        """Make files of the answers and end the batch, unless it has ended. Raises OSError."""
-        row = batches.find(self._db, self._row.id, viewer=None)
-        answers = self._answers
-        if row is None or row.finished:
-            answers.remove()
-            return
+        """Make files of the answers and end the batch. Raises OSError."""
+        row, answers = ROWS.get(self._db, self._row.id), self._answers
         if status == "completed" and row.status == "cancelling":
             status = "cancelled"  # cancellation arrived together with the last answer
         if status == "completed":
-            batches.set_status(self._db, row.id, "finalizing")
-        answers.close()
+            set_status(self._db, row, "finalizing")
         files = {
             name: await to_thread.run_sync(self._file, path, name)
             for name, path in answers.paths.items()
@@ -284,21 +260,24 @@ class Batch:
             with self._db.transaction():
                 for file, place in zip(files.values(), places, strict=True):
                     storage.keep(self._context, file, place)
-                batches.set_status(
-                    self._db,
-                    row.id,
-                    status,
-                    completed=answers.completed,
-                    failed=answers.failed,
-                    usage=answers.tokens,
-                    **{f"{name}_file_id": file.id for name, file in files.items()},
-                    **changes,
-                )
-        answers.remove()
+                counted = columns(answers, "completed failed") | {"usage": answers.tokens}
+                ids = {f"{name}_file_id": file.id for name, file in files.items()}
+                set_status(self._db, ROWS.get(self._db, row.id), status, **counted, **ids, **changes)
+        for path in answers.paths.values():
+            path.unlink()
 
 
-def _line(line: Line) -> dict[str, Any]:
-    return {"id": new_id("batch_req_"), "custom_id": line.custom_id}
+async def _to_its_end(work: Callable[[], T]) -> T:
+    """Work on a file, done on a thread. A cancelled caller waits for it, so that the next to open the file is alone."""
+    doing = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(doing)
+    finally:
+        await doing
+
+
+def _line(custom_id: str) -> dict[str, Any]:
+    return {"id": new_id("batch_req_"), "custom_id": custom_id}
 
 
 # --- the answers on disk
@@ -310,7 +289,7 @@ _RENAMED = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens
 
 
 class Answers:
-    """Create it and call `append` on a thread; reopen it after an OSError. custom_ids: of the answered lines.
+    """Create it and call `append` on a thread; create it again after an OSError. custom_ids: of the answered lines.
     tokens: of those that succeeded. paths: of "output" and "error". Raises OSError."""
 
     def __init__(self, folder: Path, batch_id: str):
@@ -318,44 +297,26 @@ class Answers:
         self.custom_ids: set[str] = set()
         self.completed = self.failed = 0
         self.tokens = Counter[str]()
-        self._lock = threading.Lock()
-        self._handles = {name: self._opened(path) for name, path in self.paths.items()}  # empty once it is closed
+        for path in self.paths.values():
+            path.touch(0o600)
+            with open(path, "rb+") as file:
+                whole = 0
+                for line in file:
+                    if line.endswith(b"\n"):  # not torn
+                        self._count(orjson.loads(line))
+                        whole += len(line)
+                file.truncate(whole)
 
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """Each {"id", "custom_id", "response", "error"}; synced on return. One that is answered already is skipped: a
-        write continues after its batch was cancelled or has expired. Raises OSError."""
-        with self._lock:
-            lines = [line for line in lines if line["custom_id"] not in self.custom_ids]
-            for name, handle in self._handles.items():
-                mine = [line for line in lines if _is_good(line) == (name == "output")]
-                data = memoryview(b"".join(orjson.dumps(line) + b"\n" for line in mine))
-                while data:
-                    data = data[os.write(handle, data) :]
-                os.fsync(handle)
+        """Each {"id", "custom_id", "response", "error"}; synced on return. Raises OSError."""
+        for name, path in self.paths.items():
+            if mine := [line for line in lines if _is_good(line) == (name == "output")]:
+                with open(path, "ab") as file:
+                    file.writelines(orjson.dumps(line) + b"\n" for line in mine)
+                    file.flush()
+                    os.fsync(file.fileno())
                 for line in mine:
                     self._count(line)
-
-    def close(self) -> None:
-        """Waits for a write in progress."""
-        with self._lock:
-            for handle in self._handles.values():
-                os.close(handle)
-            self._handles = {}
-
-    def remove(self) -> None:
-        for path in self.paths.values():
-            path.unlink(missing_ok=True)
-
-    def _opened(self, path: Path) -> int:
-        """Count the answers that exist already, and cut off a torn one."""
-        handle, whole = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), 0
-        with open(path, "rb") as source:
-            for line in source:
-                if line.endswith(b"\n"):
-                    self._count(orjson.loads(line))
-                    whole += len(line)
-        os.ftruncate(handle, whole)
-        return handle
 
     def _count(self, line: dict[str, Any]) -> None:
         self.custom_ids.add(line["custom_id"])
@@ -388,20 +349,12 @@ def _is_good(line: dict[str, Any]) -> bool:
 # line runs, as for any request: then one line fails and the others continue.
 
 
-class Line(NamedTuple):
-    """A request, and its position in the input file in bytes."""
-
-    custom_id: str
-    offset: int
-    size: int
-
-
 @dataclass
 class Lines:
-    """The requests by custom_id, in file order; the one model they use; and the errors (at most 100 {"code", "line",
-    "message", "param"}; lines count from 1)."""
+    """Offset and size in bytes of each request, by its custom_id and in file order; the one model they use; and the
+    errors (at most 100 {"code", "line", "message", "param"}; lines count from 1)."""
 
-    requests: dict[str, Line] = field(default_factory=dict)
+    requests: dict[str, tuple[int, int]] = field(default_factory=dict)
     model: str | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
 
@@ -428,7 +381,7 @@ def read_lines(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Li
                     return lines
                 try:
                     custom_id, lines.model = _checked(raw, endpoint, lines)
-                    lines.requests[custom_id] = Line(custom_id, offset, len(raw))
+                    lines.requests[custom_id] = offset, len(raw)
                 except TaskFailed as error:
                     lines.add_error(error.code, str(error), number, error.param)
                 if len(lines.errors) >= _MAX_ERRORS:
@@ -455,17 +408,12 @@ class _Request(BaseModel):
 
 def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
     """(custom_id, model). Raises TaskFailed."""
+    data, why = json_of(raw.removeprefix(MARK))
+    if not isinstance(data, dict):
+        raise TaskFailed("invalid_json_line", f"This line is not a JSON object: {why or 'it is another value'}.")
     try:
-        data = parse_line(raw)
-        if is_deeper(data, Limits().json_depth + 1):
-            # It can be parsed, but neither be shown nor written again for an engine.
-            raise TaskFailed("invalid_json_line", f"It is nested deeper than {Limits().json_depth} levels.", "body")
         line = _Request.model_validate(data)
-    except orjson.JSONDecodeError as error:
-        raise TaskFailed("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
     except ValidationError as error:
-        if not isinstance(data, dict):
-            raise TaskFailed("invalid_json_line", "This line is not a JSON object.") from error
         first = error.errors()[0]
         param = ".".join(map(str, first["loc"]))
         message, code = message_of(param, dict(first))

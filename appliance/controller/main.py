@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -39,23 +39,20 @@ from appliance.controller.access.limits import USAGE_EVERY_S, Disk, Quotas, Spen
 from appliance.controller.app import create_app
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus, first_generation
-from appliance.controller.bus.demand_learning import DemandLearning
-from appliance.controller.context.context import ControllerContext, Doctor
-from appliance.controller.context.model_files import LibraryOps
-from appliance.controller.context.scheduler import Scheduler
+from appliance.controller.context.context import ControllerContext, Doctor, Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import POWER_EVERY_S, EnergyMeter, PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.versions import AdapterSource, VersionProvider
-from appliance.controller.grading.judging import Grading, Judging
+from appliance.controller.engines.versions import AdapterSource, LibraryOps, VersionProvider
+from appliance.controller.grading.judging import Grading
 from appliance.controller.grading.rollouts import Rollouts
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.models import removal
+from appliance.controller.models import lifecycle
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.state_store import QueuedDemand, SqliteStateStore, job_host_bytes
+from appliance.controller.scheduling.state_store import DemandLearning, QueuedDemand, SqliteStateStore, job_host_bytes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
@@ -159,7 +156,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     sizes = EngineSizes(db, config.serve, of_engines, asleep)
     routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
-    asking = Asking(db, transport, lambda: bus.models, inbox.nudge)
+    asking = Asking(db, transport, lambda: bus.table["models"], inbox.nudge)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(weights, config.weights, paths)
@@ -171,8 +168,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Jobs: their events, and the samples of those that learn from their own answers.
     events = JobEvents(db, paths.files, config.controller.organization)
     graders = GraderHosts()
-    judging = Judging(db, asking, Grading(db, graders, asking))
-    rollouts = Rollouts(db, weights, paths.jobs, routing, asking, judging, inbox.nudge)
+    grading = Grading(db, graders, asking)
+    rollouts = Rollouts(db, weights, paths.jobs, routing, asking, grading, inbox.nudge)
     runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, rollouts)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
@@ -192,8 +189,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         floor,
         config.serve.max_replicas,
         routing,
-        QueuedDemand(db, bus, routing, asking, floor),
-        DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
+        QueuedDemand(db, bus, routing, asking),
+        DemandLearning(routing.traffic, bus.take_arrivals, config.scheduler, len(home)),
         memory,
         weights,
         rollouts.starved,
@@ -210,7 +207,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
 
     # What the routes need of all this.
-    scheduler = Scheduler(loop, effects, journal, routing, db, bus, nodes, weights, memory, floor, config.scheduler)
+    scheduler = Scheduler(loop, effects, journal, routing, db, bus, weights, memory, floor, config.scheduler)
     doctor = [sys.executable, "-P", "-m", "appliance.boot.doctor", "--runs", "--config", str(paths.config_file)]
     context = ControllerContext(
         db=db,
@@ -241,8 +238,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         tiers=tiers,
         nodes=nodes,
         health=health,
-        power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind)),
-        doctor=Doctor(doctor),
+        power=PowerKeeper(config.power.limits_w, db, home, kind_of(home[0].kind)),
+        doctor=Doctor(*doctor),
         main_troubles=lambda: BoxFile.read(paths.data_dir).troubles,
         last_backup=partial(read_last, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
@@ -316,16 +313,16 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("host memory", lambda: parts.memory.look(parts.loop.status()), LOOK_EVERY_S, at_once=True)
     keep_every("what is degraded", partial(_report_degraded, context), DEGRADED_EVERY_S)
     keep_every("usage", context.spending.flush, USAGE_EVERY_S)
-    tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(removal.remove_bytes, context))
+    tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(lifecycle.remove_bytes, context))
     keep_every("snapshots of finished jobs", tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
     if config.alerts.is_on:
-        keep_every(alerts.TASK, alerts.Alerts(context, config.alerts).look, alerts.LOOK_EVERY_S, at_once=True)
+        keep_every(alerts.TASK, partial(alerts.look, context, config.alerts), alerts.LOOK_EVERY_S, at_once=True)
 
 
 async def _report_degraded(context: ControllerContext) -> None:
     others = {trouble["name"].partition(":")[0] for trouble in context.main_troubles()}
-    context.bus.set_degraded(sorted({*context.background.names(), *others}))
+    context.bus.publish(degraded=sorted({*context.background.names(), *others}))
 
 
 def _server(app: ASGIApp) -> uvicorn.Server:
@@ -347,9 +344,8 @@ def _server(app: ASGIApp) -> uvicorn.Server:
 class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would stop first and re-raise the signal when it is done."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 async def _observed(effects: RayEffects) -> Box:

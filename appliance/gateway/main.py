@@ -1,9 +1,8 @@
 """Runs the gateway process: `python -m appliance.gateway.main --config FILE`.
 
-It has listeners, the controller's table, a few things done by the clock, and the bus: JSON lines over the controller's
-Unix socket, tables in, load reports out. While the controller is unreachable the last table stays in
-force. After each connection the controller sends a whole table; the report that follows names the generation that is
-applied. Usage is sent again on each connection until the controller counted it."""
+The bus is JSON lines over the controller's Unix socket: tables in, load reports out. On each connection the controller
+sends a whole table; the report that follows names the generation that is applied, and usage is sent again until the
+controller counted it. While the controller is unreachable the last table stays in force."""
 
 from __future__ import annotations
 
@@ -32,6 +31,7 @@ from appliance.gateway.core.errors import ConfigInvalid, HttpError
 from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.core.table import Table, read_table
 from appliance.gateway.server.app import App
+from appliance.gateway.server.certificates import Certificate
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import Connection, Exchange
 from appliance.gateway.server.metrics import ModelLoad
@@ -43,13 +43,10 @@ from runtime.processes.kernel import DiesAs, dies_as, settle_garbage
 
 log = logging.getLogger("appliance.gateway")
 
+# Listeners of one port: the loop accepts one client of each per turn (libuv 1.45 and later), too slow for 512 at once.
 _ACCEPTED_AT_ONCE = 8
-"""Clients accepted per turn of the loop, which takes one from each socket that listens (libuv 1.45 and later): of 512
-that came at once a quarter had an answer within two seconds."""
-_BACKLOG = 2048
-"""Clients that the kernel keeps until they are accepted; one beyond that would try again after a second."""
-_LAST_WORDS_S = 1.0
-"""For the errors of what is ended as the gateway stops."""
+_BACKLOG = 2048  # clients that the kernel keeps until they are accepted; one beyond that tries again after a second
+_LAST_WORDS_S = 1.0  # for the errors of what is ended as the gateway stops
 LINE_BYTES = 64 * 1024 * 1024
 RECONNECT_S = 0.2
 HEARTBEAT_S = 5.0
@@ -68,8 +65,6 @@ class Gateway:
         self._usage: list[dict[str, Any]] = []  # rows that the controller has not counted yet
         self._usage_sent = False  # on this connection
 
-    # -- life
-
     async def listen(self, host: str, port: int, private: socket.socket | None = None) -> int:
         """Accept clients on host:port (0: any port) and return the port.
 
@@ -80,9 +75,6 @@ class Gateway:
         served.load()
         options: dict[str, Any] = {"backlog": _BACKLOG}
         if config.tls_cert_path is not None and config.tls_key_path is not None:
-            # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
-            from appliance.gateway.server.certificates import Certificate
-
             state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
             options |= {"ssl": state.certificate.context, "ssl_handshake_timeout": config.limits.head_timeout_s}
         connection = partial(Connection, served, state.server, state)
@@ -133,8 +125,6 @@ class Gateway:
                 return
             await asyncio.sleep(0.02)
 
-    # -- the controller's side
-
     def apply(self, table: Table) -> None:
         """Apply a routing table at once: end requests of revoked keys and held ones that their keys may not make any
         more, start held requests."""
@@ -153,8 +143,6 @@ class Gateway:
                 state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
-            if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
-                choice = ticket.place.result()  # which its coroutine has not got yet
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
                 # Its replica drains; whoever sent it sends it again.
                 text = "This request of class batch gives way: its engine stops. Please retry."
@@ -206,6 +194,7 @@ class Gateway:
             try:
                 reader, self._bus = await asyncio.open_unix_connection(state.config.bus_socket, limit=LINE_BYTES)
                 self._usage_sent, self._sent, state.controller_away = False, b"", False
+                state.metrics.forget_arrivals()  # minutes without a controller would look like one burst
                 await self._read(reader)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 if not state.controller_away:
@@ -250,20 +239,19 @@ class Gateway:
         if report != self._sent or time.monotonic() - self._sent_s >= HEARTBEAT_S:
             self._sent, self._sent_s = report, time.monotonic()
             writer.write(report)
+            state.metrics.forget_arrivals()
         if not self._usage:
             self._usage, self._usage_sent = state.spending.take_sums(), False
         if self._usage and not self._usage_sent:
-            message = {"type": "usage", "gateway": state.config.name, "rows": self._usage}
-            writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
+            writer.write(orjson.dumps({"type": "usage", "rows": self._usage}, option=orjson.OPT_APPEND_NEWLINE))
             self._usage_sent = True
 
 
 def load_report(state: State) -> dict[str, Any]:
     """The load report of the bus. Times: Unix seconds, or durations in seconds.
 
-    Models that no request has named since this process began are left out. Counts of arrivals are since `started_s`, by
-    bucket of prompt tokens and of time. waiting_prompt_tokens: of requests without a first token, as far as visible;
-    prompt_tokens: of all in flight and held."""
+    Models that no request has named since this process began are left out. waiting_prompt_tokens: of requests without a
+    first token, as far as visible; prompt_tokens: of all in flight and held. replicas: requests in flight."""
     now_s, held, certificate = time.time(), state.holds.models(), state.certificate
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
@@ -287,17 +275,12 @@ def load_report(state: State) -> dict[str, Any]:
     return {
         "type": "load",
         "generation": state.generation,
-        "gateway": state.config.name,
-        "started_s": state.started_s,
-        "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
+        "replicas": {name: load.inflight for name, load in state.router.loads.items()},
         "models": models,
         "canaries": state.comparison.canaries,
         "notes": [] if certificate is None else certificate.notes(now_s),
         "certificate_expires_s": None if certificate is None else certificate.expires_s,
     }
-
-
-# -- the process
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,9 @@
 
 Every thread has a connection of its own. WAL with synchronous=FULL syncs the log at every commit
 (https://www.sqlite.org/wal.html); readers never wait, and writers take turns at one lock of this process.
+
+`Table` is declared by the dataclass of its rows, and has what every table does with one row. The modules of `objects`
+and `records` take their `insert`, `find` and `update` from it, and write the SQL that is their own.
 """
 
 from __future__ import annotations
@@ -11,17 +14,17 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
-import msgspec
 import orjson
 
-from appliance.store.errors import DatabaseUnusable, OtherSchema
+from appliance.store.errors import DatabaseUnusable, OtherSchema, RowNotFound, UnknownCursor
 
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
@@ -52,7 +55,7 @@ class Part(TypedDict, total=False):
 
 
 TABLES: dict[str, tuple[set[str], str]] = {}
-"""Columns and SQL of each table, by its name: declared by `appliance.store.table.Table`."""
+"""Columns and SQL of each table, by its name."""
 
 
 def sql_list(words: Iterable[str]) -> str:
@@ -62,7 +65,6 @@ def sql_list(words: Iterable[str]) -> str:
 
 class _OfThread(threading.local):
     connection: sqlite3.Connection | None = None
-    depth = 0
 
 
 class Database:
@@ -137,24 +139,13 @@ class Database:
 
         Keep it short: other writers wait. Never await inside: other coroutines on this thread would join it.
         """
-        here = self._of_thread
-        if here.depth:
+        connection = self._connection
+        if connection.in_transaction:
             yield
             return
-        with self._writing:
-            connection = self._connection
+        with self._writing, connection:  # which commits, or rolls back
             connection.execute("BEGIN IMMEDIATE")
-            here.depth = 1
-            try:
-                yield
-                connection.execute("COMMIT")
-            except BaseException:
-                # On a full disk SQLite itself has rolled back; a transaction that could not be committed is still open.
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
-            finally:
-                here.depth = 0
+            yield
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         connection = self._connection
@@ -207,22 +198,17 @@ _SQL = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
 
 
 class Column(NamedTuple):
-    """is_json: stored as JSON text; NULL stays None. kind: of a tuple of dataclasses, its type."""
+    """is_json: stored as JSON text; NULL stays None."""
 
     sql: str
     is_json: bool
-    kind: Any
 
 
-_COLUMNS: dict[Any, dict[str, Column]] = {}
-
-
+@cache
 def columns_of(kind: Any) -> dict[str, Column]:
     """The columns of a dataclass, from the types of its fields: a Literal allows its words alone, and what SQLite has
     no type for is JSON."""
-    if kind not in _COLUMNS:
-        _COLUMNS[kind] = {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
-    return _COLUMNS[kind]
+    return {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
 
 
 def _column(name: str, hint: Any) -> Column:
@@ -231,7 +217,7 @@ def _column(name: str, hint: Any) -> Column:
     words = get_args(inner) if get_origin(inner) is Literal else ()
     sql = f"{name} {_SQL.get(str if words else inner, 'TEXT')}" + ("" if optional else " NOT NULL")
     sql += f" CHECK ({name} IN ({sql_list(words)}))" if words else ""
-    return Column(sql, inner not in _SQL and not words, inner if get_origin(inner) is tuple else None)
+    return Column(sql, inner not in _SQL and not words)
 
 
 def encode(value: Any, column: Column) -> Any:
@@ -244,11 +230,146 @@ def encode(value: Any, column: Column) -> Any:
 
 
 def decode(kind: type[Row], row: sqlite3.Row) -> Row:
-    return kind(*(_value(row[name], column) for name, column in columns_of(kind).items()))
+    stored = ((row[name], column.is_json) for name, column in columns_of(kind).items())
+    return kind(*(orjson.loads(value) if is_json and value is not None else value for value, is_json in stored))
 
 
-def _value(stored: Any, column: Column) -> Any:
-    if not column.is_json or stored is None:
-        return stored
-    value = orjson.loads(stored)
-    return value if column.kind is None else msgspec.convert(value, column.kind)
+class Table(Generic[Row]):
+    def __init__(
+        self, name: str, kind: type[Row], *key: str, order: str = "seq", parents: Mapping[str, str] | None = None
+    ):
+        """Declares the table, which a database has from its next opening on. Changed columns are another schema.
+
+        Args:
+            key: the columns that name a row; ("id",) if none is given.
+            order: of `list_all`; "seq", the order of insertion, is a column of its own.
+            parents: columns with the id of a row of another table, with which this one is deleted.
+        """
+        self._name, self._kind, self._key, self._order = name, kind, key or ("id",), order
+        self._columns = columns_of(kind)
+        self._where = " AND ".join(f"{column} = ?" for column in self._key)
+        self._into = f"INTO {name} ({', '.join(self._columns)}) VALUES ({', '.join('?' * len(self._columns))})"
+        lines = [column.sql for column in self._columns.values()]
+        names, is_ordered = ", ".join(self._key), order == "seq"
+        if is_ordered:  # AUTOINCREMENT: a cursor stays valid after deletions
+            lines.insert(0, "seq INTEGER PRIMARY KEY AUTOINCREMENT")
+        if names != "seq":
+            lines.append(f"{'UNIQUE' if is_ordered else 'PRIMARY KEY'} ({names})")
+        for column, parent in (parents or {}).items():
+            lines.append(f"FOREIGN KEY ({column}) REFERENCES {parent} (id) ON DELETE CASCADE")
+        sql = f"CREATE TABLE IF NOT EXISTS {name} ({', '.join(lines)});"
+        TABLES[name] = {*self._columns} | ({"seq"} if is_ordered else set()), sql
+
+    def insert(self, db: Database, row: Row) -> Row:
+        """Returns the row. Raises sqlite3.IntegrityError where one has its key."""
+        db.execute(f"INSERT {self._into}", self._values(row))
+        return row
+
+    def insert_or_merge(self, db: Database, row: Row) -> None:
+        """Insert the row, or put what it has (not None) into the one with its key."""
+        columns = (name for name in self._columns if name not in self._key)
+        merged = ", ".join(f"{name} = coalesce(excluded.{name}, {self._name}.{name})" for name in columns)
+        conflict = f"ON CONFLICT ({', '.join(self._key)}) DO UPDATE SET {merged}"
+        db.execute(f"INSERT {self._into} {conflict}", self._values(row))
+
+    def put(self, db: Database, row: Row) -> None:
+        """Insert the row, in place of the one with its key if there is one."""
+        db.execute(f"INSERT OR REPLACE {self._into}", self._values(row))
+
+    def _values(self, row: Row) -> list[Any]:
+        return [encode(getattr(row, name), column) for name, column in self._columns.items()]
+
+    def delete(self, db: Database, *key: Any) -> bool:
+        """Whether there was one."""
+        return db.execute(f"DELETE FROM {self._name} WHERE {self._where}", key).rowcount > 0
+
+    def list_all(
+        self, db: Database, where: str = "1", *parameters: Any, limit: int = -1, last: bool = False
+    ) -> list[Row]:
+        """limit: -1 for all. last: the last rows first."""
+        order = f"{self._order} DESC" if last else self._order
+        query = f"SELECT * FROM {self._name} WHERE {where} ORDER BY {order} LIMIT {limit}"
+        return db.all(self._kind, query, parameters)
+
+    def first(self, db: Database, where: str, *parameters: Any, last: bool = False) -> Row | None:
+        """The first row of `list_all`."""
+        return next(iter(self.list_all(db, where, *parameters, limit=1, last=last)), None)
+
+    def find(self, db: Database, *key: Any) -> Row | None:
+        """Finds it whoever owns it: for the box's own work, or where the caller knows whose the row is."""
+        return db.one(self._kind, f"SELECT * FROM {self._name} WHERE {self._where}", key)
+
+    def get(self, db: Database, *key: Any) -> Row:
+        """As `find`. Raises RowNotFound."""
+        row = self.find(db, *key)
+        if row is None:
+            raise RowNotFound(self._name, "/".join(map(str, key)))
+        return row
+
+    def find_visible(self, db: Database, row_id: str, *, viewer: str | None) -> Row | None:
+        """viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself."""
+        query = f"SELECT * FROM {self._name} WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"
+        return db.one(self._kind, query, [row_id, viewer])
+
+    def page(
+        self,
+        db: Database,
+        scope: Mapping[str, Any] | None = None,
+        *,
+        where: str = "1",
+        parameters: Sequence[Any] = (),
+        after: str | None = None,
+        limit: int = 20,
+        descending: bool = True,
+        order_by: str = "",
+        unread: Collection[str] = (),
+    ) -> Page[Row]:
+        """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
+
+        order_by: a column that comes before that order. scope: column values that say whose list it is. where,
+        parameters: a filter on it. Raises UnknownCursor if `after` is not a row of the list. The filter may hide that
+        row: a cursor is only a position.
+
+        A page ends before `limit` once its text is longer than PAGE_BYTES; it has one row at least. unread: columns
+        that the list does not show, and that are None in its rows.
+        """
+        scope, places = scope or {}, (order_by, "seq") if order_by else ("seq",)
+        owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
+        conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
+        if after is not None:
+            position = db.execute(
+                f"SELECT {', '.join(places)} FROM {self._name} WHERE {owned} AND id = ?", [*scope.values(), after]
+            ).fetchone()
+            if position is None:
+                raise UnknownCursor(after)
+            marks = ", ".join("?" * len(places))
+            conditions.append(f"({', '.join(places)}) {'<' if descending else '>'} ({marks})")
+            values += list(position)
+        order = ", ".join(f"{place} {'DESC' if descending else 'ASC'}" for place in places)
+        columns = ", ".join(f"NULL AS {name}" if name in unread else name for name in self._columns)
+        cursor = db.execute(
+            f"SELECT {columns} FROM {self._name} WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?",
+            [*values, limit + 1],
+        )
+        rows, size, has_more = list[Row](), 0, False
+        for row in cursor:
+            size += sum(len(value) for value in row if isinstance(value, str))
+            if has_more := len(rows) == limit or (bool(rows) and size > PAGE_BYTES):
+                break
+            rows.append(decode(self._kind, row))
+        cursor.close()  # it may have more to give, and would keep its snapshot of the store
+        return Page(rows, has_more)
+
+    def page_visible(self, db: Database, *, viewer: str | None, **more: Any) -> Page[Row]:
+        """As `page`; the viewer's alone, as with `find_visible`."""
+        return self.page(db, owned_by(viewer), **more)
+
+    def update(self, db: Database, *key: Any, **changes: Any) -> None:
+        """Change columns of one row. Raises RowNotFound."""
+        if not changes:
+            return
+        assignments = ", ".join(f"{name} = ?" for name in changes)
+        values = [encode(value, self._columns[name]) for name, value in changes.items()]
+        cursor = db.execute(f"UPDATE {self._name} SET {assignments} WHERE {self._where}", [*values, *key])
+        if cursor.rowcount == 0:
+            raise RowNotFound(self._name, "/".join(map(str, key)))

@@ -4,7 +4,6 @@ StoreError
 ├── DatabaseUnusable    the file is not our database, is damaged, or cannot be opened
 ├── OtherSchema         another version of this software wrote the file
 ├── RowNotFound         no row has this id
-├── DuplicateRow        a row with this id or name exists already
 ├── UnknownCursor       `after` is the id of nothing in this list
 └── IllegalTransition   a finished job, operation or hand-over was asked to change
 """
@@ -41,11 +40,6 @@ class RowNotFound(StoreError, LookupError):
 
     def __init__(self, table: str, row_id: str):
         super().__init__(f"no row {row_id!r} in {table}")
-
-
-class DuplicateRow(StoreError):
-    def __init__(self, table: str, row_id: str):
-        super().__init__(f"{table} has a row {row_id!r} already")
 
 
 class UnknownCursor(StoreError):

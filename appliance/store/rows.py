@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
-from appliance.store.database import sql_list
+from appliance.store.database import Table, sql_list
 from appliance.store.ids import new_id
-from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
-from scheduler.handover.effects import StepRecord
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
@@ -117,8 +115,7 @@ class ModelRow:
 @dataclass(frozen=True, slots=True)
 class VersionRow:
     """One set of weights of a model. shm_path: its directory in shared memory while it is there; disk_path: its copy
-    on disk once persisted. pinned: no retention rule drops it. held_back: its job did not
-    let it answer, and nothing else has since.
+    on disk once persisted. held_back: its job did not let it answer, and nothing else has since.
 
     One that a job published is a checkpoint too, by its public name `MODEL:ckpt-step-N`: id: of the API's checkpoint.
     metrics: as of its step.
@@ -132,7 +129,6 @@ class VersionRow:
     disk_path: str | None = None
     shm_path: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
-    pinned: int = 0
     held_back: int = 0
     id: str = ""
     checkpoint: str | None = None
@@ -230,7 +226,7 @@ class JobRow:
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
     joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
     allowed_sizes: numbers of devices it may run on that its batch size divides by.
-    estimate: of its layout before it began (`appliance.controller.models.capacity.described`), with "memory":
+    estimate: of its layout before it began (`appliance.controller.models.capacity.Estimator.described`), with "memory":
         {"store_bytes": of shared memory for its result and a snapshot, "host_bytes": by number of devices}; and
         "measured": {"device_bytes", "tokens_per_s"} once it has ended.
     """
@@ -320,7 +316,8 @@ class JobMetricRow:
 
 @dataclass(frozen=True, slots=True)
 class HandoverRow:
-    """asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that asked for."""
+    """asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that asked for. steps: fields of
+    `scheduler.handover.effects.StepRecord`."""
 
     id: int
     reason: str
@@ -329,7 +326,7 @@ class HandoverRow:
     asked_for: str = ""
     state: Literal["running", "done", "undone", "failed"] = "running"
     ended_s: float | None = None
-    steps: tuple[StepRecord, ...] = ()
+    steps: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
 
 
@@ -397,6 +394,27 @@ class WindowRow:
     for_s: float | None = None
     train_devices: int | None = None
     serving_floor: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CordonRow:
+    """Keeps a device out of use. name: the device's UUID, where it has one, else its id "<node>/<index>": when a GPU
+    drops off the bus, the driver numbers those behind it again. drain: {"reason", "by", "since_s"} by a person. fault:
+    why the box cordoned it; "" if it did not. retry_s: when the box tries it again; None: it waits for a person."""
+
+    name: str
+    drain: dict[str, Any] | None = None
+    fault: str = ""
+    retry_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """A node that has joined. lost: {"reason", "since_s"} once it is gone without notice."""
+
+    id: str
+    devices: list[dict[str, Any]]
+    lost: dict[str, Any] | None = None
 
 
 BatchStatus = Literal[
@@ -544,10 +562,9 @@ UNFINISHED_RESPONSE: tuple[str, ...] = ("queued", "in_progress")
 class ResponseRow:
     """An answer of /v1/responses, or a chat completion, kept for its owner.
 
-    key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns, a
-    JSON array. response: the object, as JSON. request: the body of one in background, until it has ended. bytes: of
-    input, response, request and metadata. model, metadata: of a completion alone, whose `response` is without the
-    second, for that can be changed.
+    key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns.
+    response: the object. request: the body of one in background, until it has ended. bytes: of input, response and
+    request. model, metadata: of a completion alone, whose `response` is without the second, for that can be changed.
     """
 
     id: str
@@ -555,12 +572,12 @@ class ResponseRow:
     status: ResponseStatus
     created_s: float
     bytes: int
-    input: str
-    response: str
+    input: list[Any]
+    response: dict[str, Any]
     previous_id: str | None = None
     owner: str = ""
     background: int = 0
-    request: str | None = None
+    request: dict[str, Any] | None = None
     kind: AnswerKind = "response"
     model: str | None = None
     metadata: dict[str, str] | None = None
@@ -579,7 +596,7 @@ UNFINISHED = {
 }
 """Conditions for rows of work that has not ended, by table: those of partial indexes in schema.sql."""
 
-KEYS = Table("keys", KeyRow, called="name")
+KEYS = Table("keys", KeyRow)
 PAGE_SESSIONS = Table("page_sessions", PageSessionRow, parents={"key_id": "keys"})
 FILES = Table("files", FileRow)
 MODELS = Table("models", ModelRow)
@@ -599,6 +616,8 @@ AUDIT = Table("audit", AuditRow)
 OPERATIONS = Table("operations", OperationRow)
 TASKS = Table("tasks", TaskRow, "kind", "id", order="created_s")
 WINDOWS = Table("windows", WindowRow)
+CORDONS = Table("cordons", CordonRow, "name", order="name")
+NODES = Table("nodes", NodeRow, order="id")
 JOB_JUDGES = Table("job_judges", JobJudgeRow, "job_id", order="job_id", parents={"job_id": "jobs"})
 EVALS = Table("evals", EvalRow)
 EVAL_RUNS = Table("eval_runs", EvalRunRow, parents={"eval_id": "evals"})

@@ -70,7 +70,6 @@ CREATE TABLE IF NOT EXISTS model_shares (
     model TEXT NOT NULL REFERENCES models (id) ON DELETE CASCADE, owner TEXT NOT NULL, created_s REAL NOT NULL,
     PRIMARY KEY (model, owner)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS model_settings_digests ON model_settings (model, number, digest);
 CREATE INDEX IF NOT EXISTS evals_owned ON evals (owner, seq);
 CREATE INDEX IF NOT EXISTS evals_of_key ON evals (key_id, bytes);
 CREATE INDEX IF NOT EXISTS eval_runs_ended ON eval_runs (ended_s);

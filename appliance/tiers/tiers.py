@@ -25,7 +25,7 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import box, tier_removals
 from appliance.store.rows import TierRemovalRow, VersionRow
-from train.state.cadence import every_s
+from train.plan.spec import every_s
 from weights.format.config import KeepRules, WeightsConfig
 from weights.format.errors import (
     IntegrityError,
@@ -198,9 +198,8 @@ class Tiers:
 
     # What people see
 
-    def tiers_of_version(self, row: VersionRow) -> list[str]:
-        """Names of the tiers that have a version, or that had it at the last pass."""
-        name = name_of(row)
+    def tiers_of(self, name: Name) -> list[str]:
+        """Names of the tiers that have `name`, or that had it at the last pass."""
         memory = ["memory"] if (self.store.root / name.key).is_dir() else []
         return memory + [tier.name for tier in self.all if name in tier.here]
 
@@ -459,7 +458,7 @@ def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[N
         name, version = name_of(row), (row.model, row.version)
         # Checkpoints count by themselves: of three jobs under one name the "last three" are their results.
         family = f"{row.model} by epochs" if row.meta.get("of_epoch") else row.model
-        is_needed = bool(row.pinned) or version in needed or is_held(name)
+        is_needed = version in needed or is_held(name)
         kept[name] = Kept(name, family, row.created_s, row.metrics.get("valid_loss"), is_needed)
     snapshots = [name for name in created if name.kind == "snapshot"]
     steps = {name: step for name in snapshots if name.model in unfinished and (step := step_of(name.version)) >= 0}

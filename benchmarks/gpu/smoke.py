@@ -28,7 +28,7 @@ from runtime.processes.kernel import bind_near
 from runtime.processes.warm_parent import WARM_ENV
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("fork-serve", "fork-train", "copies", "snapshots", "attention", "head", "ranks")
+PARTS = ("fork-serve", "fork-train", "copies", "snapshots", "attention", "head", "kernels", "ranks")
 LIMIT_S = 150.0
 """For the processes of a part that run at once."""
 

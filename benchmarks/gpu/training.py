@@ -172,6 +172,68 @@ def head(
     ]
 
 
+def kernels(
+    device: torch.device,
+    tokens: int = 8192,
+    hidden: int = 4096,
+    layers: int = 2,
+    family: str = "llama",
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Check]:
+    """Some layers of a model, forward and backward, with Liger's kernels and with torch's. A job has the latter unless
+    it asks (`kernels`)."""
+    from transformers import AutoConfig, AutoModel
+
+    from train.model import attention as packed
+    from train.model.kernels import use_liger
+
+    kind = of_torch(device)
+    packed.register()
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=8,
+        hidden_size=hidden,
+        intermediate_size=7 * hidden // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=max(2, hidden // 128),
+        num_key_value_heads=max(1, hidden // 512),
+        head_dim=min(128, hidden // 2),
+        pad_token_id=0,
+    )
+    torch.manual_seed(7)
+    exact = AutoModel.from_config(config, attn_implementation=packed.NAME).to(device)
+    model = AutoModel.from_config(config, attn_implementation=packed.NAME, dtype=dtype).to(device)
+    model.load_state_dict(exact.state_dict())
+    given, upstream = (torch.randn((1, tokens, hidden), device=device) for _ in range(2))
+    row = {"position_ids": torch.arange(tokens, device=device)[None], "segments": ((0, tokens),), "use_cache": False}
+
+    def step(model: torch.nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+        out = model(inputs_embeds=given.to(dtype), **row).last_hidden_state
+        learnt = [p for name, p in model.named_parameters() if "embed" not in name]
+        return [out, *torch.autograd.grad(out, learnt, upstream.to(dtype))]
+
+    def measured() -> tuple[float, int]:
+        if kind.on_host:
+            return best_s(partial(kind.synchronize, device), partial(step, model, dtype)), 1
+        torch.accelerator.reset_peak_memory_stats()
+        held, seconds = (
+            torch.accelerator.memory_allocated(),
+            best_s(partial(kind.synchronize, device), partial(step, model, dtype)),
+        )
+        return seconds, torch.accelerator.max_memory_allocated() - held
+
+    right = step(exact, torch.float32)
+    torch_s, torch_bytes = measured()
+    use_liger(model)  # also the rotary embedding of `exact`
+    liger_s, liger_bytes = measured()
+    remedy = "leave `kernels` of jobs at 'torch'"
+    return [
+        Check("liger over torch", torch_s / liger_s, "x", least=1, remedy=remedy),
+        Check("liger's memory over torch's", liger_bytes / torch_bytes, "x", most=1, remedy=remedy),
+        Check("liger's error", _worst(map(_error, step(model, dtype), right)), most=0.02, remedy=remedy),
+    ]
+
+
 def ranks(
     rank: int, of: int, meet: str, device_kind: str, *, steps: int = 20, width: int = 512, tokens: int = 1024
 ) -> list[Check]:

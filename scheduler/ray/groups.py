@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,8 +28,7 @@ from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes
 from train.control.group import Group
 from train.control.rank_host import RankHost
-from train.plan.spec import TrainSpec
-from train.state.cadence import every_s
+from train.plan.spec import TrainSpec, every_s
 from weights.format.names import Name, decode_name
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class Groups:
         began_s = time.monotonic()
         try:
             addresses = [kind_of(device.kind).address(device.index) for device in devices]
-            hosts = [_Host(host) for host in living]
+            hosts: list[Any] = [_Host(host) for host in living]
             with errors_as_failures():
                 await group.start(spec, hosts, addresses, str(snapshot) if snapshot else None)
         except BaseException:
@@ -146,7 +145,9 @@ class Groups:
                 running.devices = ()
                 return {"ended": running.ended.outcome}
             self._groups.pop(job_id, None)
-            return asdict(report) if report is not None else None
+            if report is None:
+                return None
+            return {name: getattr(report, name) for name in ("step", "snapshot_path", "bytes", "seconds")}
 
     async def stop_group(self, job_id: str) -> Detail:
         with self._handling(job_id):
@@ -270,7 +271,7 @@ class Groups:
         log.info("adopted its ranks on %s", ", ".join(sorted(statuses)), extra={"job_id": job_id})
         devices = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
         group, transfer = self._new_group(job_id, self._nodes.config_of(devices))
-        hosts = [_Host(self._host(device_id)) for device_id in devices]
+        hosts: list[Any] = [_Host(self._host(device_id)) for device_id in devices]
         await group.adopt(job_id, hosts, whole=is_whole(statuses.values()))
         self._attend(job_id, _RunningGroup(group, "", devices, transfer))
 

@@ -33,4 +33,4 @@ def stream():
     ask("--stream")
 
 
-tried(plain=plain, stream=stream)
+tried(plain, stream)

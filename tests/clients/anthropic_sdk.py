@@ -64,4 +64,4 @@ def schema():
     assert parsed.parsed_output.city
 
 
-tried(plain=plain, stream=stream, tools=tools, schema=schema)
+tried(plain, stream, tools, schema)

@@ -25,4 +25,4 @@ def stream():
     assert len(requests["successful"]) == 3 and not requests["errored"], requests["errored"]
 
 
-tried(stream=stream)
+tried(stream)

@@ -65,4 +65,4 @@ def logprobs():
     assert generate({"max_tokens": 3, "logprobs": True, "top_logprobs": 2}).choices[0].logprobs.content
 
 
-tried(plain=plain, tools=tools, schema=schema, responses=responses, logprobs=logprobs)
+tried(plain, tools, schema, responses, logprobs)

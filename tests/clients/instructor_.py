@@ -38,4 +38,4 @@ def responses():
     assert client.responses.create(model=MODEL, input=QUESTION, response_model=City, max_output_tokens=64).city
 
 
-tried(stream=stream, tools=tools, schema=schema, responses=responses)
+tried(stream, tools, schema, responses)

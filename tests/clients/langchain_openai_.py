@@ -58,12 +58,4 @@ def embeddings():
     assert len(found) == 2
 
 
-tried(
-    plain=plain,
-    stream=stream,
-    tools=tools,
-    schema=schema,
-    responses=responses,
-    logprobs=logprobs,
-    embeddings=embeddings,
-)
+tried(plain, stream, tools, schema, responses, logprobs, embeddings)

@@ -51,4 +51,4 @@ def embeddings():
     assert len(found.get_text_embedding("one")) > 10
 
 
-tried(plain=plain, stream=stream, tools=tools, schema=schema, embeddings=embeddings)
+tried(plain, stream, tools, schema, embeddings)

@@ -45,4 +45,4 @@ def tools():
     assert llm("-m", "box", "-T", "llm_version", "-o", "max_tokens", "10", QUESTION) is not None
 
 
-tried(plain=plain, stream=stream, tools=tools, schema=schema)
+tried(plain, stream, tools, schema)

@@ -59,4 +59,4 @@ if __name__ == "__main__":
     import os
 
     TOKENIZER = os.environ.get("MODEL_DIRECTORY", "")
-    tried(plain=plain, logprobs=logprobs)
+    tried(plain, logprobs)

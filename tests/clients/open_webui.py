@@ -80,4 +80,4 @@ def stream():
     assert told["stream"].rstrip().endswith("data: [DONE]")
 
 
-tried(plain=plain, stream=stream)
+tried(plain, stream)

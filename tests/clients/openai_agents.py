@@ -69,4 +69,4 @@ def responses():
     assert len(called) > before
 
 
-tried(plain=plain, stream=stream, tools=tools, schema=schema, responses=responses)
+tried(plain, stream, tools, schema, responses)

@@ -90,12 +90,4 @@ def embeddings():
     assert len(base64.b64decode(coded.data[0].embedding)) == 4 * len(found.data[0].embedding)
 
 
-tried(
-    plain=plain,
-    stream=stream,
-    tools=tools,
-    schema=schema,
-    responses=responses,
-    logprobs=logprobs,
-    embeddings=embeddings,
-)
+tried(plain, stream, tools, schema, responses, logprobs, embeddings)

@@ -43,4 +43,4 @@ def responses():
     evaluate("responses", ANYTHING, max_output_tokens=16)
 
 
-tried(plain=plain, tools=tools, schema=schema, responses=responses)
+tried(plain, tools, schema, responses)

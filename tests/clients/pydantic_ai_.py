@@ -44,4 +44,4 @@ def responses():
     assert agent.run_sync(QUESTION, model_settings={"max_tokens": 16}).output
 
 
-tried(plain=plain, stream=stream, tools=tools, schema=schema, responses=responses)
+tried(plain, stream, tools, schema, responses)

@@ -1,19 +1,16 @@
 """Tries real clients, each in an environment of its own, on a box with SmolLM2-135M: `make clients`.
 
-    python -m tests.clients                     all: installs, starts a box, tries, writes docs/clients.md
-    python -m tests.clients openai anthropic    some: their rows alone
-    python -m tests.clients --install           the environments alone
-    python -m tests.clients --left --within 600 in parts: what this commit was not tried with, none begun after 600 s
+    python -m tests.clients.run                     all: installs, starts a box, tries, writes docs/clients.md
+    python -m tests.clients.run openai anthropic    some: their rows alone
+    python -m tests.clients.run --left              those that this commit was not tried with
 
-Exit status 1: something failed that clients.py does not name as known; 3: some are left. It takes half an hour on 2
-cores.
+Exit status 1: something failed that clients.py does not name as known. It takes half an hour on 2 cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import shutil
@@ -23,27 +20,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.clients import environments, table
+from tests.clients import table
 from tests.clients.clients import CLIENTS, Client
 from tests.clients.table import ROOT, Row
 
 MODEL, EMBEDDING_MODEL = "smollm2-135m", "smollm2-embed"
 _TRY_S = 1200
 _TOLD_CHARS = 300
-_SOME_LEFT = 3
+_INSTALL_S = 900
+_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__)
     parser.add_argument("names", nargs="*", help="of clients; default: all")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "clients", help="environments and the box")
     parser.add_argument("--port", type=int, default=8798)
-    parser.add_argument("--install", action="store_true", help="make the environments and end")
     parser.add_argument("--left", action="store_true", help="only those that this commit was not tried with")
-    parser.add_argument("--within", type=float, default=math.inf, metavar="SECONDS", help="begin none after so long")
-    parser.add_argument("--stay", action="store_true", help="the box stays up for the next part, if some are left")
     options = parser.parse_args(argv)
-    began_s, commit = time.monotonic(), _commit()
+    commit = _commit()
     chosen = [client for client in CLIENTS if not options.names or client.name in options.names]
     if unknown := set(options.names) - {client.name for client in chosen}:
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(client.name for client in CLIENTS)}")
@@ -53,25 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     troubles = {client.name: _installed(client, folder) for client in chosen}
-    if options.install:
-        return any(troubles.values())
     if not chosen:
         return 0
     box = Box(folder / "box", options.port)
     box.up()
     surprises: list[str] = []
     try:
-        while chosen and time.monotonic() - began_s < options.within:
-            client = chosen.pop(0)
+        for client in chosen:
             row = _tried(client, folder, box, troubles[client.name], commit)
             table.put(table.drawn(table.record([row])))
             surprises += _surprises(client, row)
     finally:
-        if not (options.stay and chosen):
-            box.down()
-    if surprises:
-        return 1
-    return _SOME_LEFT if chosen else 0
+        box.down()
+    return bool(surprises)
 
 
 class Box:
@@ -137,8 +126,8 @@ def _installed(client: Client, folder: Path) -> str:
     """Why it is not; empty if it is."""
     began_s = time.monotonic()
     try:
-        environments.python_of(client, folder)
-    except environments.NotInstalled as error:
+        python_of(client, folder)
+    except NotInstalled as error:
         print(f"{client.name}: not installed: {error}", flush=True)
         return f"not installed: {error}"
     print(f"{client.name}: installed, {time.monotonic() - began_s:.0f} s", flush=True)
@@ -155,14 +144,14 @@ def _tried(client: Client, folder: Path, box: Box, trouble: str, commit: str) ->
     today = time.strftime("%Y-%m-%d")
     if trouble:
         return Row(client.name, "", today, {}, trouble, commit)
-    commands = f"{environments.path_of(client, folder)}{os.pathsep}{os.environ.get('PATH', '')}"
+    commands = f"{path_of(client, folder)}{os.pathsep}{os.environ.get('PATH', '')}"
     # What this process was started with is nothing of the client's.
     around = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     log = folder / f"{client.name}.log"
     with open(log, "w") as output:
         try:
             subprocess.run(
-                environments.command_of(client, folder),
+                command_of(client, folder),
                 env=around | box.environment() | {"PATH": commands},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -174,7 +163,7 @@ def _tried(client: Client, folder: Path, box: Box, trouble: str, commit: str) ->
     checks = {name: _one_line(failed) for name, failed in table.verdicts(log.read_text()).items()}
     if not checks and not trouble:
         trouble = _last_words(log.read_text())
-    row = Row(client.name, environments.version_of(client, folder), today, checks, trouble, commit)
+    row = Row(client.name, version_of(client, folder), today, checks, trouble, commit)
     print(f"{row.client} {row.version}: {row.checks} {row.trouble}", flush=True)
     return row
 
@@ -192,3 +181,79 @@ def _one_line(text: str) -> str:
 def _surprises(client: Client, row: Row) -> list[str]:
     failed = [name for name, why in row.checks.items() if why and name not in client.known]
     return failed + ([row.trouble] if row.trouble and "trouble" not in client.known else [])
+
+
+# --- an environment for each client, from the package registry with the user's own settings of pip and npm
+
+
+class NotInstalled(Exception):
+    """The registry does not have it, or it takes longer than minutes."""
+
+
+def python_of(client: Client, folder: Path) -> str:
+    """Of the client's environment; made if it is not there. Raises NotInstalled."""
+    if client.own or client.npm:
+        if client.npm:
+            _npm(client, folder / client.name)
+        return sys.executable
+    home = folder / client.name
+    python = home / "bin" / "python"
+    done = home / "installed"
+    if not (done.exists() and python.exists()):
+        shutil.rmtree(home, ignore_errors=True)
+        _output([sys.executable, "-m", "venv", str(home)])
+        _output([str(python), "-m", "pip", "install", "--quiet", *client.packages])
+        done.touch()
+    return str(python)
+
+
+def path_of(client: Client, folder: Path) -> Path:
+    """Where its commands are."""
+    home = folder / client.name
+    return home / "node_modules" / ".bin" if client.npm else home / "bin"
+
+
+def version_of(client: Client, folder: Path) -> str:
+    if client.npm:
+        return str(json.loads((_package(client, folder / client.name) / "package.json").read_text())["version"])
+    return _output([python_of(client, folder), "-c", _VERSION, client.name]).strip()
+
+
+def command_of(client: Client, folder: Path) -> list[str]:
+    """What runs its script. A script in JavaScript finds packages from where it is, so it goes beside them."""
+    script = Path(__file__).with_name(client.script)
+    if script.suffix != ".mjs":
+        return [python_of(client, folder), str(script)]
+    home = folder / client.name
+    for file in (script, script.with_name("report.mjs")):
+        shutil.copy(file, home)
+    return ["node", str(home / script.name)]
+
+
+def _npm(client: Client, home: Path) -> None:
+    if _package(client, home).exists():
+        return
+    npm = shutil.which("npm")
+    if npm is None:
+        raise NotInstalled("no npm here")
+    home.mkdir(parents=True, exist_ok=True)
+    _output([npm, "install", "--no-fund", "--no-audit", "--prefix", str(home), *client.packages])
+
+
+def _package(client: Client, home: Path) -> Path:
+    """Of npm's packages the first, which is the client."""
+    return home / "node_modules" / client.packages[0]
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
+    except subprocess.TimeoutExpired:
+        raise NotInstalled(f"not installed within {_INSTALL_S // 60} minutes") from None
+    if done.returncode:
+        raise NotInstalled((done.stderr or done.stdout).strip()[-300:])
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

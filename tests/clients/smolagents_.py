@@ -37,4 +37,4 @@ def schema():
     assert "city" in model.generate(ASK, response_format=wanted, max_tokens=40).content
 
 
-tried(plain=plain, stream=stream, tools=tools, schema=schema)
+tried(plain, stream, tools, schema)

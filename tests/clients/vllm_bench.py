@@ -35,4 +35,4 @@ def stream():
     bench("openai", "/v1/completions")
 
 
-tried(stream=stream)
+tried(stream)

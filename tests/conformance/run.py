@@ -14,19 +14,24 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import uvicorn
 
+from appliance.controller.app import create_app
+from appliance.controller.interfaces.principal import Listener
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from tests.conformance import seed
-from tests.conformance.served_app import served_app
+from tests.simulator.control_plane import simulated_context
 
 VERSION = "3.52.0"
 HERE = Path(__file__).resolve().parent
@@ -99,20 +104,8 @@ def fetch_sources(cache_dir: Path) -> Path:
     if not (unpacked / "tests").is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-deps",
-                "--no-binary",
-                "openai",
-                "--dest",
-                folder,
-                f"openai=={VERSION}",
-            ]
+            options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", "openai", "--dest", folder]
+            command = [sys.executable, "-m", "pip", "download", *options, f"openai=={VERSION}"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 raise SourcesMissing(
@@ -132,9 +125,7 @@ def running_box(data_dir: Path | None) -> Iterator[tuple[str, Path]]:
         with tempfile.TemporaryDirectory(prefix="conformance-") as folder, served_app(Path(folder)) as url:
             yield url, Path(folder)
         return
-    paths = BoxPaths.of(data_dir)
-    url = json.loads(paths.state_file.read_text())["url"]
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(paths.controller_socket)), base_url="http://box") as box:
+    with controller_of(data_dir) as (box, paths, url):
         before = box.get("/admin/v1/mode").raise_for_status().json()
         # Nothing may start to train the seeded jobs, which have no weights behind them.
         box.put("/admin/v1/mode?wait=true", json={"policy": "serve"}).raise_for_status()
@@ -158,13 +149,49 @@ def answering_box(data_dir: Path) -> Iterator[str]:
     """Base URL of the running box, where real engines answer for the models that the tests of inference call."""
     from tests.conformance.served_models import served_models
 
-    paths = BoxPaths.of(data_dir)
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(paths.controller_socket)), base_url="http://box") as box:
+    with controller_of(data_dir) as (box, paths, url):
         with Database(paths.database) as db:
             seed.add_keys(db)
         _republish_keys(box)
         with served_models(data_dir):
-            yield json.loads(paths.state_file.read_text())["url"]
+            yield url
+
+
+@contextlib.contextmanager
+def controller_of(data_dir: Path) -> Iterator[tuple[httpx.Client, BoxPaths, str]]:
+    """A client of a running box's controller, the box's paths and its base URL."""
+    paths = BoxPaths.of(data_dir)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(paths.controller_socket)), base_url="http://box") as box:
+        yield box, paths, json.loads(paths.state_file.read_text())["url"]
+
+
+@contextlib.contextmanager
+def served_app(folder: Path) -> Iterator[str]:
+    """Base URL of the control app on a thread, with a simulated rest of the box and its data in `folder`."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready = threading.Event()
+    servers: list[uvicorn.Server] = []
+
+    def serve() -> None:
+        # The database belongs to the thread that opens it.
+        with Database(folder / "appliance.db") as db:
+            app = create_app(simulated_context(folder, db))
+            config = uvicorn.Config(Listener(app), log_level="warning", loop="asyncio", lifespan="on")
+            servers.append(uvicorn.Server(config))
+            ready.set()
+            servers[0].run(sockets=[listener])
+
+    thread = threading.Thread(target=serve, name="served app")
+    thread.start()
+    try:
+        if not ready.wait(30):
+            raise TimeoutError("the control app did not start within 30 s")
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        for server in servers:
+            server.should_exit = True
+        thread.join(30)
+        listener.close()
 
 
 def _republish_keys(box: httpx.Client) -> None:
@@ -188,20 +215,8 @@ def run_inference_tests(sources: Path, base_url: str, arguments: list[str]) -> i
 
 def _pytest(sources: Path, base_url: str, environment: dict[str, str], arguments: list[str]) -> int:
     """In the SDK's own tree and a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--tb=short",
-        "-o",
-        "addopts=",
-        "-o",
-        "filterwarnings=default",
-        *arguments,
-    ]
+    options = ["-p", "no:cacheprovider", "-q", "--tb=short", "-o", "addopts=", "-o", "filterwarnings=default"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     base = {"TEST_API_BASE_URL": base_url, "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, cwd=sources, env={**os.environ, **base, **environment}).returncode
 

@@ -12,13 +12,16 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from appliance.controller.evals.shapes import sample_object
 from appliance.controller.responses.objects import completion_row, queued
 from appliance.store.database import Database
-from appliance.store.objects import batches, evals, files, jobs, models, responses
+from appliance.store.objects import evals, files, jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import (
+    BATCHES,
+    EVAL_ITEMS,
     UPLOADS,
     BatchRow,
     EvalItemRow,
@@ -33,6 +36,7 @@ from appliance.store.rows import (
     UploadRow,
     VersionRow,
 )
+from appliance.store.rows import RESPONSES as ROWS
 from train.data.check import check_training_file
 from train.graders.graders import ModelAnswer
 
@@ -48,19 +52,9 @@ BATCH, BATCH_INPUT = "batch_id", "input_file_id"
 RESPONSES = ("resp_677efb5139a88190b512bc3fef8e535d", "response_id")
 COMPLETIONS = ("completion_id", "after")
 API_KEYS = ("My API Key", "My Admin API Key")
-TRAINING_LINES = (
-    "\n".join(
-        json.dumps(
-            {
-                "messages": [
-                    {"role": "user", "content": f"What is {n} plus 1?"},
-                    {"role": "assistant", "content": str(n + 1)},
-                ]
-            }
-        )
-        for n in range(12)
-    )
-    + "\n"
+_TALKS = [(("user", f"What is {n} plus 1?"), ("assistant", str(n + 1))) for n in range(12)]
+TRAINING_LINES = "".join(
+    json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}) + "\n" for talk in _TALKS
 )
 _FILE_IDS = ("file_id", "file-abc123", "after", BATCH_INPUT)
 
@@ -110,18 +104,10 @@ def add_keys(db: Database) -> None:
 
 def _keys(db: Database) -> None:
     for number, key in enumerate(API_KEYS):
-        if keys.find(db, f"key_conformance{number}") is None:
-            keys.insert(
-                db,
-                KeyRow(
-                    f"key_conformance{number}",
-                    f"conformance {number}",
-                    keys.fingerprint(key),
-                    key[:6],
-                    time.time(),
-                    scopes=["inference", "fine_tuning", "admin"],
-                ),
-            )
+        key_id, scopes = f"key_conformance{number}", ["inference", "fine_tuning", "admin"]
+        if keys.find(db, key_id) is None:
+            name, fingerprint = f"conformance {number}", keys.fingerprint(key)
+            keys.insert(db, KeyRow(key_id, name, fingerprint, key[:6], time.time(), scopes=scopes))
 
 
 def _forget(db: Database) -> None:
@@ -143,16 +129,12 @@ def _evals(db: Database) -> None:
         evals.insert(db, EvalRow(eval_id, "seeded", now_s, item_schema={"foo": "bar"}, criteria=[check]))
     source = {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"foo": "bar"}}]}}
     for run_id in ("run_id", "after"):
-        evals.insert_run(
-            db,
-            EvalRunRow(
-                run_id, "eval_id", "seeded", now_s, status="completed", data_source=source, total=1, ended_s=now_s
-            ),
-        )
+        over = {"status": "completed", "total": 1, "ended_s": now_s}
+        evals.insert_run(db, EvalRunRow(run_id, "eval_id", "seeded", now_s, data_source=source, **over))
     result = {"name": "name", "type": "string_check", "passed": True, "score": 1.0}
     sample = sample_object({"messages": []}, [ModelAnswer("bar")])
     for place, item_id in enumerate(("output_item_id", "after")):
-        evals.insert_items(db, [EvalItemRow(item_id, "run_id", place, now_s, "pass", {"foo": "bar"}, sample, [result])])
+        EVAL_ITEMS.insert(db, EvalItemRow(item_id, "run_id", place, now_s, "pass", {"foo": "bar"}, sample, [result]))
 
 
 def _model(db: Database, name: str, kind: str, base: str | None) -> None:
@@ -178,26 +160,17 @@ def _model(db: Database, name: str, kind: str, base: str | None) -> None:
 
 def _file(db: Database, files_dir: Path, file_id: str) -> None:
     path = files_dir / file_id
-    data = TRAINING_LINES.encode()
-    path.write_bytes(data)
+    path.write_text(TRAINING_LINES)
     report = check_training_file(path)
-    files.insert(
-        db,
-        FileRow(
-            id=file_id,
-            filename="train.jsonl",
-            purpose="fine-tune",
-            bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            status="processed",
-            created_s=time.time(),
-            report={
-                "n_examples": report.n_examples,
-                "n_tokens_estimate": report.n_tokens_estimate,
-                "longest_example_tokens": report.longest_example_tokens,
-            },
-        ),
-    )
+    counts = ("n_examples", "n_tokens_estimate", "longest_example_tokens")
+    _insert_file(db, path, "fine-tune", report={name: getattr(report, name) for name in counts})
+
+
+def _insert_file(db: Database, path: Path, purpose: str, **fields: Any) -> None:
+    """Of a file that is there, the row."""
+    data = path.read_bytes()
+    row = {"filename": f"{purpose}.jsonl", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    files.insert(db, FileRow(id=path.name, purpose=purpose, status="processed", created_s=time.time(), **row, **fields))
 
 
 def _job(db: Database, job_id: str) -> None:
@@ -223,18 +196,8 @@ def _upload(db: Database, uploads_dir: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / PART).write_bytes(PART_DATA)
-    UPLOADS.insert(
-        db,
-        UploadRow(
-            UPLOAD,
-            "filename",
-            "assistants",
-            "text/plain",
-            len(PART_DATA),
-            now_s,
-            now_s + 3600,
-        ),
-    )
+    size, until_s = len(PART_DATA), now_s + 3600
+    UPLOADS.insert(db, UploadRow(UPLOAD, "filename", "assistants", "text/plain", size, now_s, until_s))
 
 
 def _batches(db: Database, files_dir: Path) -> None:
@@ -242,32 +205,12 @@ def _batches(db: Database, files_dir: Path) -> None:
     body = {"model": PLAIN_MODEL, "input": "1+1?"}
     data = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/responses", "body": body}).encode()
     (files_dir / BATCH_INPUT).write_bytes(data)
+    _insert_file(db, files_dir / BATCH_INPUT, "batch")
     now_s = time.time()
-    files.insert(
-        db,
-        FileRow(
-            id=BATCH_INPUT,
-            filename="in.jsonl",
-            purpose="batch",
-            bytes=len(data),
-            status="processed",
-            created_s=now_s,
-            sha256=hashlib.sha256(data).hexdigest(),
-        ),
-    )
+    when = (now_s, now_s + 86400)
     for batch_id in (BATCH, "after"):
-        batches.insert(
-            db,
-            BatchRow(
-                batch_id,
-                "/v1/responses",
-                BATCH_INPUT,
-                now_s,
-                now_s + 86400,
-                "in_progress",
-                metadata={"foo": "string"},
-            ),
-        )
+        row = BatchRow(batch_id, "/v1/responses", BATCH_INPUT, *when, "in_progress", metadata={"foo": "string"})
+        BATCHES.insert(db, row)
 
 
 def _responses(db: Database) -> None:
@@ -278,20 +221,8 @@ def _responses(db: Database) -> None:
     for response_id in RESPONSES:
         asked = {"model": PLAIN_MODEL, "input": [item]}
         answer = {**queued(response_id, asked, time.time()), "status": "completed", "output": [message]}
-        given, answered = json.dumps([item]), json.dumps(answer)
-        responses.insert(
-            db,
-            ResponseRow(
-                id=response_id,
-                key_id="key_conformance0",
-                status="completed",
-                created_s=time.time(),
-                bytes=len(given) + len(answered),
-                input=given,
-                response=answered,
-                background=1,
-            ),
-        )
+        about = {"status": "completed", "created_s": time.time(), "bytes": 0, "background": 1}
+        ROWS.insert(db, ResponseRow(id=response_id, key_id="key_conformance0", input=[item], response=answer, **about))
 
 
 def _completions(db: Database) -> None:
@@ -299,11 +230,6 @@ def _completions(db: Database) -> None:
     asked = {"messages": [{"id": "after", "role": "assistant", "content": "1+1?"}], "metadata": {"foo": "string"}}
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "2", "refusal": None}}
     for completion_id in COMPLETIONS:
-        answer = {
-            "id": completion_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": PLAIN_MODEL,
-            "choices": [choice],
-        }
-        responses.insert(db, completion_row("key_conformance0", "", asked, answer))
+        about = {"object": "chat.completion", "created": int(time.time()), "model": PLAIN_MODEL}
+        answer = {"id": completion_id, **about, "choices": [choice]}
+        ROWS.insert(db, completion_row("key_conformance0", "", asked, answer))

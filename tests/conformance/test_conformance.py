@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.run import ROOT, SourcesMissing, fetch_sources, run_tests
-from tests.conformance.served_app import served_app
+from tests.conformance.run import ROOT, SourcesMissing, fetch_sources, run_tests, served_app
 
 EXPECTED_TESTS = 1090  # of openai 3.52.0 it is 1,112; fewer would mean that files were not collected
 

@@ -3,7 +3,7 @@ and in the child reads an engine's command line up to vLLM's whole configuration
 
     python -m tests.cuda.closure serve MODEL_DIRECTORY     or: train
 
-Prints one line of JSON. The stub of libcuda ends the process at the first call (tests.cuda.drivers).
+Prints one line of JSON. The stub of libcuda ends the process at the first call (test_wheels_soak.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ import psutil
 
 from runtime.devices import kinds, nvml
 
-SPEC = {
-    "replica_id": "r",
-    "model": "m",
-    "version": "v1",
-    "kind": "cuda",
-    "kv_cache_bytes": 2**30,
-    "dtype": "bfloat16",
-}
+SPEC = {"replica_id": "r", "model": "m", "version": "v1", "kind": "cuda", "kv_cache_bytes": 2**30, "dtype": "bfloat16"}
 
 
 def main(half: str, model: str = "") -> int:

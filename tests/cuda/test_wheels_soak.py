@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda import drivers
-
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,6 +49,42 @@ pytestmark = [
 ]
 
 
+# --- stub drivers: a `libcuda.so.1` that ends any process that calls it, a `libnvidia-ml.so.1` with eight GPUs
+
+ENDED_WITH = 86
+# They touch no device, and answer an error.
+ANSWERED = ("cuDriverGetVersion", "cuGetErrorString", "cuGetErrorName")
+# The CUDA runtime finds all others through cuGetProcAddress, when it initialises the driver.
+ALWAYS = ("cuInit", "cuGetProcAddress", "cuGetProcAddress_v2", "cuDeviceGetCount", "cuDevicePrimaryCtxRetain")
+CUDA_ERROR_NOT_FOUND = 500
+
+
+def build(folder: Path, packages: Path) -> None:
+    """Write both libraries into `folder`; CUDA's has the functions that libraries below `packages` link against."""
+    names = sorted(_named(packages) | set(ANSWERED) | set(ALWAYS))
+    lines = ["#include <unistd.h>", "#include <string.h>"]
+    for name in names:
+        if name in ANSWERED:
+            lines.append(f"int {name}(void) {{ return {CUDA_ERROR_NOT_FOUND}; }}")
+        else:
+            text = f"a process that forks called {name}"
+            lines.append(f'int {name}(void) {{ write(2, "{text}\\n", {len(text) + 1}); _exit({ENDED_WITH}); }}')
+    source = folder / "cuda_stub.c"
+    source.write_text("\n".join(lines) + "\n")
+    for code, library in ((source, "libcuda.so.1"), (Path(__file__).with_name("nvml_stub.c"), "libnvidia-ml.so.1")):
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / library, code], check=True)
+
+
+def _named(packages: Path) -> set[str]:
+    libraries = [path for path in packages.rglob("*.so*") if path.is_file()]
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", *libraries], capture_output=True, text=True, check=False
+    ).stdout
+    words = (line.split() for line in listed.splitlines())
+    names = (word[-1].split("@")[0] for word in words if len(word) == 2 and word[0] == "U")
+    return {name for name in names if name.startswith("cu") and name[2:3].isupper()}
+
+
 @pytest.fixture(scope="module")
 def cuda_python(tmp_path_factory):
     ready = REPOSITORY / ".venv-cuda"
@@ -64,7 +98,7 @@ def cuda_python(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stubs(cuda_python, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drivers")
-    drivers.build(folder, next(cuda_python.parents[1].glob("lib/python*/site-packages")))
+    build(folder, next(cuda_python.parents[1].glob("lib/python*/site-packages")))
     return folder
 
 
@@ -82,7 +116,7 @@ def test_a_warm_parent_leaves_cuda_alone_until_it_has_forked(cuda_python, stubs,
     said = done.stdout.splitlines()[-1:]
     assert said, f"the parent ended with {done.returncode}: {done.stderr[-2000:]}"
     # The child ends with the stub's own code, at the call by which it checks that the stub is there.
-    assert json.loads(said[0])["child"] == drivers.ENDED_WITH, done.stderr[-2000:]
+    assert json.loads(said[0])["child"] == ENDED_WITH, done.stderr[-2000:]
     # humming's import had left two compilers and the threads that wait for them in a process that forks.
     assert json.loads(said[0])["children"] == 0 and json.loads(said[0])["threads"] == ["MainThread"]
     if half == "serve":

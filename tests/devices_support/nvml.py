@@ -106,35 +106,29 @@ class _Functions:
                 raise handle.error
             return handle
 
-        def about(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
-            return lambda handle, *_: answer(asked(handle))
+        def about(
+            answer: Callable[[Gpu], Any],
+            refuses: Callable[[Gpu], bool] = lambda gpu: False,
+            error: type[pynvml.NVMLError] = pynvml.NVMLError_NotSupported,
+        ) -> Callable[..., Any]:
+            def ask(handle: Gpu, *_: Any) -> Any:
+                if refuses(asked(handle)):
+                    raise error()
+                return answer(handle)
+
+            return ask
 
         def of_root(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
-            def ask(handle: Gpu, *_: Any) -> Any:
-                if asked(handle).private:
-                    raise pynvml.NVMLError_NoPermission()
-                return answer(handle)
-
-            return ask
+            return about(answer, lambda gpu: gpu.private, pynvml.NVMLError_NoPermission)
 
         def of_datacentre(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
-            def ask(handle: Gpu, *_: Any) -> Any:
-                if not asked(handle).datacentre:
-                    raise pynvml.NVMLError_NotSupported()
-                return answer(handle)
+            return about(answer, lambda gpu: not gpu.datacentre)
 
-            return ask
-
-        def of_old(answer: Callable[[Gpu], Any], old: bool = True) -> Callable[..., Any]:
-            def ask(handle: Gpu, *_: Any) -> Any:
-                if (asked(handle).margin_c is None) is not old:
-                    raise pynvml.NVMLError_NotSupported()
-                return answer(handle)
-
-            return ask
+        def of_old(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
+            return about(answer, lambda gpu: gpu.margin_c is not None)
 
         def of_new(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
-            return of_old(answer, old=False)
+            return about(answer, lambda gpu: gpu.margin_c is None)
 
         def init() -> None:
             if machine.init_error is not None:

@@ -15,7 +15,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from runtime.processes.lifeline import Lifeline
 
-ENTRY = "tests.e2e.async_engine:main"
 AHEAD = "a step was scheduled before the tokens of the one before it were known"
 
 
@@ -31,9 +30,6 @@ class SayingScheduler(AsyncScheduler):
             self.said = True
             print(AHEAD, file=sys.stderr, flush=True)
         return output
-
-
-ARGUMENTS = ("--async-scheduling", "--scheduler-cls", f"{__name__}.{SayingScheduler.__name__}")
 
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:

@@ -33,6 +33,21 @@ from weights.format.names import encode_name
 
 COMMAND = str(Path(sys.executable).with_name("appliance"))
 SHARED_MEMORY = "/dev/shm/"
+LOGS = {
+    "controller": "controller.log",
+    "gateway": "gateway.log",
+    "engine": "engine-*.log",
+    "rank": "*-rank*.log",
+    "warm parent": "warm-*.log",
+}
+PROGRAMS = {
+    "raylet": "/raylet",
+    "ray's head": "/gcs_server",
+    "supervisor": "ray::",
+    "node's agent": "ray::Node",
+    "engine's supervisor": "ray::Replica",
+    "rank's supervisor": "ray::RankHost",
+}
 ENGINE_FILES = ("psm_", "vllm", "sem.", "torch")
 DEMO_DATA = Path(__file__).parents[2] / "appliance" / "demo_data"
 
@@ -47,7 +62,7 @@ def starter_folder(steps: int) -> Path:
     """The starter's checkpoint, made once in this process and deleted with it."""
     kept = tempfile.mkdtemp(prefix="starter-")
     atexit.register(shutil.rmtree, kept, ignore_errors=True)
-    command = [sys.executable, "-m", "tests.starter", f"{kept}/starter", "--steps", str(steps)]
+    command = [sys.executable, "-m", "tests.starter", f"{kept}/starter", str(steps)]
     subprocess.run(command, check=True, timeout=600, cwd=Path(__file__).parents[2], capture_output=True)
     return Path(kept, "starter")
 
@@ -81,6 +96,50 @@ class WholeBox:
         """The id of a new job. file: a path here, or the id of an uploaded one. options: as one types them."""
         return self.ask("job", "submit", "--model", model, "--file", str(file), *options.split(), *more)["id"]
 
+    def tune(
+        self,
+        model: str,
+        file: str | bytes,
+        *,
+        method: str = "supervised",
+        judge: dict[str, Any] | None = None,
+        devices: int | None = 2,
+        request: dict[str, Any] | None = None,
+        **hyperparameters: Any,
+    ) -> str:
+        """The id of a new job by the SDK. file: the id of an uploaded one, or its content. devices: at most so many.
+        request: further fields of the request."""
+        return (
+            self.client(max_retries=5)
+            .fine_tuning.jobs.create(
+                model=model,
+                training_file=file if isinstance(file, str) else self.upload(file),
+                method={"type": method, method: {**(judge or {}), "hyperparameters": hyperparameters}},
+                extra_body={"max_devices": devices} if devices else None,
+                **(request or {}),
+            )
+            .id
+        )
+
+    def tuned(self, job_id: str, timeout_s: int = 600) -> str:
+        """The model that comes of a job, which must succeed."""
+        self.run("job", "wait", job_id, "--timeout", str(timeout_s), timeout_s=timeout_s + 100)
+        return self.client(max_retries=5).fine_tuning.jobs.retrieve(job_id).fine_tuned_model
+
+    def greedy(self, model: str, question: str, tokens: int = 24) -> tuple[str, list[str], list[float]]:
+        """(version, tokens, log-probabilities) of an answer."""
+        answer = self.client(max_retries=5).chat.completions.with_raw_response.create(
+            model=model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=tokens,
+            temperature=0,
+            logprobs=True,
+        )
+        made = answer.parse()
+        assert made.model in (model, model.partition(":ckpt-")[0])
+        found = made.choices[0].logprobs.content
+        return answer.headers["x-appliance-model-version"], [t.token for t in found], [t.logprob for t in found]
+
     def make_starter(self, steps: int = 10) -> dict[str, Any]:
         """The operation that took in the small model `starter`; after ten steps it stammers."""
         made = self.ask("model", "import", str(starter_folder(steps)), "--name", "starter")
@@ -108,42 +167,42 @@ class WholeBox:
     def client(self, **named: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url, api_key=self.key, timeout=300, **{"max_retries": 0, **named})
 
-    def admin(self, path: str) -> Any:
-        answer = self._get(f"admin/v1/{path}", timeout=60)
+    def http(self, **named: Any) -> httpx.Client:
+        # Without `verify=False` each client reads all certificates of the machine: much, while a test polls.
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", headers=headers, verify=False, **{"timeout": 60, **named}
+        )
+
+    def get(self, path: str) -> Any:
+        with self.http() as http:
+            answer = http.get(path)
         assert answer.status_code < 400, answer.text
         return answer.json()
 
+    def admin(self, path: str) -> Any:
+        return self.get(f"/admin/v1/{path}")
+
     def job(self, job_id: str) -> Any:
-        answer = self._get(f"v1/fine_tuning/jobs/{job_id}", timeout=60)
-        assert answer.status_code < 400, answer.text
-        return answer.json()
+        return self.get(f"/v1/fine_tuning/jobs/{job_id}")
 
     def tried(self, path: str) -> Any | None:
         """As `admin`; None where the box answers with an error, as until a killed controller has a successor."""
-        answer = self._get(f"admin/v1/{path}", timeout=60)
+        with self.http() as http:
+            answer = http.get(f"/admin/v1/{path}")
         return answer.json() if answer.status_code < 400 else None
 
     def answers(self) -> bool:
         try:
-            return self._get("health", timeout=5).status_code == 200
+            with self.http(timeout=5) as http:
+                return http.get("/health").status_code == 200
         except httpx.TransportError:
             return False
 
-    def _get(self, path: str, timeout: float) -> httpx.Response:
-        # Without `verify=False` each call reads all certificates of the machine: a third of a core while a test polls.
-        headers = {"Authorization": f"Bearer {self.key}"}
-        return httpx.get(f"http://127.0.0.1:{self.port}/{path}", headers=headers, timeout=timeout, verify=False)
-
     def set_mode(self, **mode: Any) -> None:
         """As `mode set`, without the time that a command takes to start; returns when the devices have moved."""
-        answer = httpx.put(
-            f"http://127.0.0.1:{self.port}/admin/v1/mode",
-            json=mode,
-            params={"wait": True, "timeout_s": 300},
-            headers={"Authorization": f"Bearer {self.key}"},
-            timeout=310,
-            verify=False,
-        )
+        with self.http(timeout=310) as http:
+            answer = http.put("/admin/v1/mode", json=mode, params={"wait": True, "timeout_s": 300})
         assert answer.status_code < 400, answer.text
 
     def upload(self, content: bytes, name: str = "train.jsonl") -> str:
@@ -177,6 +236,15 @@ class WholeBox:
             if target.parent == self.data_dir / "logs" and target.match(pattern):
                 found.append(process.pid)
         return sorted(found)
+
+    def pids_of(self, name: str) -> list[int]:
+        """Processes by the names that people know them by."""
+        if name == "main":
+            return [self.main_pid()]
+        if name in LOGS:
+            return self.pids_logging_to(LOGS[name])
+        titles = {pid: command.split(" ")[0] for pid, command in self.running().items()}
+        return sorted(pid for pid, title in titles.items() if PROGRAMS[name] in title and title != "ray::IDLE")
 
     def main_pid(self) -> int:
         return json.loads((self.data_dir / "box.json").read_text())["pid"]

@@ -1,21 +1,25 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from openai import AsyncOpenAI
 
 from serve.core.config import EngineConfig
+from serve.core.spec import ReplicaSpec
 from serve.engine.replica import Replica
-from tests.e2e.engine_support import Box
+from tests.e2e.engine_support import Box, client
 from tests.train_support.world import WarmTrain, Workshop
 
-# The longest files come first: begun last, one of them would go on alone in the end.
-LONGEST = ("test_box.py", "test_train_world.py")
+# The longest files come first: begun last, one of them would continue alone in the end. Not two boxes at once.
+LONGEST = ("test_box.py", "test_train_world.py", "test_box_work.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +44,34 @@ async def replicas(engine_box: Box) -> AsyncIterator:
     yield make
     for replica in made:
         await replica.stop()
+
+
+class Engine(NamedTuple):
+    replica: Replica
+    sdk: AsyncOpenAI
+    spec: ReplicaSpec
+    pid: int
+
+
+@pytest.fixture
+async def start(engine_box: Box, replicas: Callable[..., Replica]) -> Callable[..., Awaitable[Engine]]:
+    """Starts an engine of a version; it ends with the test."""
+
+    async def start(name: str, path: Path, config: EngineConfig | None = None, **spec_fields: Any) -> Engine:
+        replica, spec = replicas(config), engine_box.spec(name, path, **spec_fields)
+        return Engine(replica, client(spec), spec, (await replica.start(spec))["pid"])
+
+    return start
+
+
+@pytest.fixture
+def a(engine_box: Box) -> Path:
+    return engine_box.version("a", seed=1)
+
+
+@pytest.fixture
+def b(engine_box: Box) -> Path:
+    return engine_box.version("b", seed=2)
 
 
 @pytest.fixture(scope="session")

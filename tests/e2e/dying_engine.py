@@ -1,12 +1,14 @@
 """An engine one of whose processes dies in a phase of its start, as `dies.json` in its shared-memory root says.
 
 The phases "entry", "arguments" and "application" are the frontend's; the core dies in all others, of a tensor-parallel
-engine the second worker where workers do the phase.
+engine the second worker where workers do the phase. After STEPS the second worker fails in a step instead, as for want
+of memory.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,6 +30,7 @@ WORKER = {
 }
 CORE = ("fingerprint", "while the application is built")
 PHASES = (*FRONTEND, *WORKER, *CORE)
+STEPS, GOOD_STEPS = "steps", 20
 PLAN, DIED_AT = "dies.json", "died.at"
 
 
@@ -54,6 +57,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
         setattr(owner, name, run)
 
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
     from serve.vllm.cpu_worker import ShmCPUWorker
 
@@ -65,6 +69,14 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
         dies_in(engine, "build_app")
     elif phase in WORKER:
         dies_in(ShmCPUWorker, WORKER[phase])
+    elif phase == STEPS:
+        steps = itertools.count()
+
+        def fail() -> None:
+            if next(steps) >= GOOD_STEPS:
+                raise RuntimeError("no memory on the second device")
+
+        dies_in(CPUWorker, "execute_model", fail)  # beneath our own, which ends the engine
     elif phase == "fingerprint":
         dies_in(EngineCoreProc, "preprocess_add_request")
     else:

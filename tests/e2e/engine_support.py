@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import uuid
 from pathlib import Path
 
 import httpx
 import openai
 
-from runtime.processes.warm_parent import WARM_ENV
 from serve.core.spec import ReplicaSpec, segment_prefix_of
 from tests.claims import claim
+from tests.train_support.world import WarmParent
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-VOCABULARY = 384
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if tools is defined and tools %}<tool_call>{% endif %}"
@@ -28,78 +21,31 @@ TEMPLATE = (
 )
 
 
-def save_tokenizer(path: Path) -> None:
-    """A byte-level BPE tokenizer with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|bos|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog. " * 20] * 4, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|pad|>"
-    )
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(path)
-
-
 def save_model(path: Path, family: str = "llama", *, seed: int, **overrides) -> Path:
     """A random model of `family` with its tokenizer in `path`, weights wide enough apart that greedy decoding is
     stable against rounding."""
     import torch
-    import transformers
+    from safetensors.torch import load_file, save_file
 
-    torch.manual_seed(seed)
+    from tests.train_support.tiny import make_model_dir, tokenizer
+
     torch.set_num_threads(1)
-    base = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.12,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-    }
-    extra = {
-        "llama": ("Llama", {}),
-        "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-        "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
-        "mistral": ("Mistral", {}),
-        "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        "qwen2_moe": (
-            "Qwen2Moe",
-            {
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 128,
-                "shared_expert_intermediate_size": 128,
-            },
-        ),
-    }[family]
-    prefix, changes = extra
-    config_class = getattr(transformers, f"{prefix}Config")
-    config = config_class(**{**base, **changes, **overrides})
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # a zero bias would hide a bias that was not loaded
-                parameter.normal_(0, 0.1)
-    model.save_pretrained(path)
-    save_tokenizer(path)
+    words = tokenizer(
+        TEMPLATE,
+        ("<|bos|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"),
+        {"bos_token": "<|bos|>", "eos_token": "<|end|>", "pad_token": "<|pad|>"},
+        ["the quick brown fox jumps over the lazy dog. " * 20] * 4,
+    )
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.12}
+    if family == "qwen2_moe":
+        sizes |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    make_model_dir(path, family=family, tied=family in ("qwen2", "qwen3"), seed=seed, words=words, **sizes | overrides)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("bias"):  # a zero bias would hide a bias that was not loaded
+            tensor.normal_(0, 0.1)
+    save_file(tensors, file, metadata={"format": "pt"})
     return path
 
 
@@ -154,35 +100,14 @@ class Box:
         claim(self.root.name, segment_prefix_of(self.root / "run" / "x").partition(".")[0])
         (self.root / "run").mkdir(parents=True, mode=0o700)
         (self.root / "versions").mkdir(mode=0o700)
-        self.warm_socket = self.root / "run" / "warm.sock"
         self.logs = self.root / "run"
-        began_s = time.perf_counter()
-        self._parent = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "runtime.processes.warm_parent",
-                str(self.warm_socket),
-                "serve.engine.preload",
-                str(self.logs / "warm.log"),
-            ],
-            cwd=REPOSITORY,
-            env={**os.environ, **dict(WARM_ENV), "PYTHONPATH": str(REPOSITORY)},
-        )
+        self._parent = WarmParent(self.logs, "serve.engine.preload")
+        self.warm_socket = self._parent.socket
         try:
-            self._await_parent(began_s)
+            self._parent.wait()
         except BaseException:
             self.close()
             raise
-        self.warm_s = time.perf_counter() - began_s
-
-    def _await_parent(self, began_s: float) -> None:
-        while not self.warm_socket.exists():
-            if self._parent.poll() is not None:
-                raise RuntimeError(f"warm parent ended:\n{(self.logs / 'warm.log').read_text()[-4000:]}")
-            if time.perf_counter() - began_s > 180:
-                raise RuntimeError("warm parent did not come up")
-            time.sleep(0.05)
 
     def version(self, name: str, family: str = "llama", *, seed: int, **overrides) -> Path:
         path = self.root / "versions" / name
@@ -204,12 +129,7 @@ class Box:
         return ReplicaSpec(**{**values, **overrides})
 
     def close(self) -> None:
-        self._parent.send_signal(signal.SIGTERM)
-        try:
-            self._parent.wait(5)
-        except subprocess.TimeoutExpired:
-            self._parent.kill()
-            self._parent.wait()
+        self._parent.close()
         shutil.rmtree(self.root)
 
 
@@ -231,6 +151,33 @@ async def greedy(sdk: openai.AsyncOpenAI, model: str, prompt: str = "the quick b
     )
     logprobs = answer.choices[0].logprobs
     return logprobs.tokens, logprobs.token_logprobs
+
+
+async def stream_ids(sdk, model, prompt, tokens, seen: list[int]):
+    """`seen`, to which the token ids of a greedy completion are added as they come."""
+    stream = await sdk.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    async for chunk in stream:
+        if chunk.choices:
+            seen.extend(chunk.choices[0].model_extra.get("token_ids") or [])
+    return seen
+
+
+async def greedy_ids(sdk, model, prompt, tokens):
+    answer = await sdk.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    return answer.choices[0].model_extra["token_ids"]
 
 
 def rewrite(path: Path, target: Path, change) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -111,20 +112,36 @@ class OtherMachine(WholeBox):
                 start_new_session=True,
             )
 
-    def pids_of(self, name: str) -> list[int]:
-        """Processes by the names that people know them by."""
-        logs = {"engine": "engine-*.log", "rank": "*-rank*.log"}
-        if name == "main":
-            return [self.main_pid()]
-        if name in logs:
-            return self.pids_logging_to(logs[name])
-        wanted = {
-            "raylet": "/raylet",
-            "node's agent": "ray::Node",
-            "engine's supervisor": "ray::Replica",
-            "rank's supervisor": "ray::RankHost",
-        }[name]
-        return sorted(pid for pid, command in self.running().items() if wanted in command.split(" ")[0])
+
+@contextmanager
+def two_machines(
+    folder: Path, home_address: str, away_address: str, wire: Wire | None = None
+) -> Iterator[tuple[WholeBox, OtherMachine]]:
+    """A box that is up, with one device and this address for other machines, and a machine that may join it. In the end
+    the box goes down, the machine with it, and neither leaves anything."""
+    home, away = WholeBox(folder / "home"), OtherMachine(folder / "away", away_address, wire)
+    with socket.socket() as probe:
+        probe.bind((home_address, 0))
+        port = probe.getsockname()[1]
+    for machine in (home, away):
+        machine.data_dir.mkdir()
+    (home.data_dir / "appliance.toml").write_text(
+        f'[box]\nnode_address = "{home_address}"\nnode_port = {port}\ndevices = 1\nstart_timeout_s = 300\n'
+        "[serve]\nmax_replicas = 4\nstart_timeout_s = 400\n"
+    )
+    try:
+        home.up()
+        yield home, away
+        home.run("down")
+        assert home.left() == []
+        if away.process is not None:
+            wait_for(lambda: away.process.poll() is not None, "the other node to end with its box", 60)
+        assert away.left() == []
+        for machine in (home, away):
+            wait_for(lambda one=machine: not one.segments_left(), "segments without a process to be gone", 10)
+    finally:
+        away.destroy()
+        home.destroy()
 
 
 def deploy_tiny(home: WholeBox) -> None:

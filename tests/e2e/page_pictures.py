@@ -53,17 +53,22 @@ def take(browser: Any, front: Front, folder: Path) -> list[str]:
     return list(PICTURES)
 
 
-def _job(front: Front) -> str:
-    """One that trains on two devices after it had four, with a loss as losses are; its place."""
+def begun(front: Front, key: str, suffix: str) -> str:
+    """The id of a job that waits, of a small file."""
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     data = "\n".join([json.dumps(row)] * 12).encode()
-    with front.http() as http:
-        file_id = http.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("sums.jsonl", data)}).json()[
-            "id"
-        ]
-        body = {"model": MODEL, "training_file": file_id, "suffix": "sums"}
+    with front.http(key) as http:
+        sent = {"file": (f"{suffix}.jsonl", data)}
+        file_id = http.post("/v1/files", data={"purpose": "fine-tune"}, files=sent).json()["id"]
+        body = {"model": MODEL, "training_file": file_id, "suffix": suffix}
         job_id: str = http.post("/v1/fine_tuning/jobs", json=body).json()["id"]
         front.wait(lambda: http.get(f"/v1/fine_tuning/jobs/{job_id}").json()["status"] == "queued")
+    return job_id
+
+
+def _job(front: Front) -> str:
+    """One that trains on two devices after it had four, with a loss as losses are; its place."""
+    job_id = begun(front, front.key, "sums")
     context = front.context
     assert context is not None
     drawn = random.Random(1)
@@ -71,7 +76,7 @@ def _job(front: Front) -> str:
     def tell() -> None:
         db = context.db
         events = JobEvents(db, context.files_dir, "local")
-        events.started(job_id, ["n0/0", "n0/1"], resumed=False)
+        events.started(job_id, ["n0/0", "n0/1"])
         for step in range(1, REACHED + 1):
             devices = 4 if step <= REACHED // 2 else 2
             loss = 0.6 + 2.4 * math.exp(-step / 18) + drawn.gauss(0, 0.05)

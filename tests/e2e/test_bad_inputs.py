@@ -12,6 +12,7 @@ import pickle
 import socket
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,10 @@ from typing import Any
 
 import httpx
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
 
+from appliance.controller.app import create_app
 from tests.front.box import MODEL, Front, running_front
 from tests.front.clients import CHAT, Neighbours
 from tests.unit.models import checkpoints
@@ -241,7 +245,7 @@ ROWS: list[tuple[str, Send, int, str | None, str | None]] = [
     ("path as filename", named(b"../../etc/x.jsonl"), 400, "file", "invalid_filename"),
     ("path as training file", job(training_file="/etc/passwd"), 400, "training_file", "file_not_found"),
     ("NUL in a filename", named(b"a\0.jsonl"), 400, "file", "invalid_filename"),
-    ("5 kB filename", named(b"a" * 5000), 400, None, "invalid_multipart"),
+    ("5 kB filename", named(b"a" * 5000), 400, None, "invalid_body"),
     ("symlink in an import", imported(linked), 202, None, "unsafe_link"),
     ("zip bomb as a file", file(zip_bomb), 200, "training_file", "invalid_training_file"),
     ("body coded as gzip", gzip_body, 415, None, "unsupported_content_encoding"),
@@ -289,27 +293,16 @@ def test_bad_input(front: Front, neighbours: Neighbours, row: Any, tmp_path: Pat
 
 def test_no_engine_or_gateway_route_but_the_listed_ones(front: Front) -> None:
     """vLLM's own control routes, with the strongest key there is and with none."""
-    private = [
-        "/pause",
-        "/resume",
-        "/sleep",
-        "/wake_up",
-        "/collective_rpc",
-        "/update_weights",
-        "/v1/load_lora_adapter",
-        "/invocations",
-        "/tokenize",
-        "/docs",
-        "/openapi.json",
-        "/server_info",
-        "/metrics/../pause",
-    ]
+    private = (
+        "pause resume sleep wake_up collective_rpc update_weights v1/load_lora_adapter invocations tokenize docs "
+        "openapi.json server_info metrics/../pause"
+    ).split()
     answered = front.counts.answered
     with front.http() as keyed, httpx.Client(base_url=front.url) as keyless:
         for path in private:
             for method in ("GET", "POST", "PUT"):
-                assert keyed.request(method, path).status_code in (404, 405), path
-                assert keyless.request(method, path).status_code in (401, 404, 405), path
+                assert keyed.request(method, f"/{path}").status_code in (404, 405), path
+                assert keyless.request(method, f"/{path}").status_code in (401, 404, 405), path
         for path in ("/admin/v1/status", "/v1/files", "/metrics", "/v1/models"):
             assert keyless.get(path).status_code == 401
     assert front.counts.answered >= answered
@@ -318,3 +311,75 @@ def test_no_engine_or_gateway_route_but_the_listed_ones(front: Front) -> None:
 def test_sockets_are_for_their_owner_alone(front: Front) -> None:
     for name in ("c.sock", "bus.sock"):
         assert (front.folder / name).stat().st_mode & 0o777 == 0o600
+
+
+# --- whatever our own OpenAPI document allows: never a 5xx; refusals are OpenAI error objects
+
+
+@pytest.mark.parametrize("examples", [2, pytest.param(60, marks=pytest.mark.soak)])
+def test_no_request_is_answered_with_a_server_error(front: Front, examples: int) -> None:
+    """Cases by schemathesis, every second one of something that exists; `pytest -m soak` sends thirty times as many."""
+    document = front.call(lambda: create_app(front.context).openapi())  # type: ignore[arg-type]
+    statuses: Counter[int] = Counter()
+    operations = 0
+    limits = settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=examples < 10,
+        suppress_health_check=list(HealthCheck),
+    )
+    with front.http() as client:
+        known = what_exists(client)
+        for found in schemathesis.openapi.from_dict(document).get_all_operations():
+            operations += 1
+
+            @limits
+            @given(case=found.ok().as_strategy())
+            def send(case: Any) -> None:
+                for name in case.path_parameters:
+                    if statuses.total() % 2 and case.method != "DELETE" and name in known:
+                        case.path_parameters[name] = known[name]
+                statuses[never_our_fault(client, case)] += 1
+
+            send()
+        assert client.get("/admin/v1/status").status_code == 200
+    print(f"\n{operations} operations, {sum(statuses.values())} requests: {dict(sorted(statuses.items()))}")
+    assert operations > 60 and sum(statuses.values()) >= operations and statuses[200] > 20
+
+
+def what_exists(client: httpx.Client) -> dict[str, str]:
+    """A value for path parameters by their name."""
+    file_id = training_file(client)
+    job = client.post("/v1/fine_tuning/jobs", json={"model": MODEL, "training_file": file_id}).raise_for_status()
+    asked = {"model": MODEL, "input": "1+1?", "background": True}
+    response = client.post("/v1/responses", json=asked).raise_for_status()
+    return {
+        "file_id": file_id,
+        "job_id": job.json()["id"],
+        "model": MODEL,
+        "name": MODEL,
+        "device_id": "n0/0",
+        "response_id": response.json()["id"],
+    }
+
+
+def never_our_fault(client: httpx.Client, case: Any) -> int:
+    given = case.as_transport_kwargs(base_url=str(client.base_url))
+    given["headers"] = {**dict(given.get("headers") or {}), "authorization": client.headers["authorization"]}
+    try:
+        response = client.request(
+            **{
+                name: given[name]
+                for name in ("method", "url", "params", "headers", "json", "data", "files")
+                if given.get(name) is not None
+            }
+        )
+    except (httpx.LocalProtocolError, httpx.InvalidURL, UnicodeError, TypeError):
+        return 0  # nothing that an HTTP client can write
+    assert response.status_code < 500, (case.method, str(response.url), case.body, response.text[:500])
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"], error
+    assert response.headers["x-request-id"]
+    return response.status_code

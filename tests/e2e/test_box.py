@@ -14,7 +14,6 @@ import shutil
 import signal
 import time
 
-import httpx
 import openai
 import pytest
 import transformers
@@ -23,15 +22,16 @@ from appliance.demo import Load
 from tests.e2e.box_support import gsm8k, wait_for, whole_box
 from tests.e2e.engine_support import save_clear_model
 from tests.tools.monitored import LATER, monitored_series
+from tests.train_support.tiny import make_model_dir
 from weights.format.names import encode_name
 
 pytestmark = pytest.mark.timeout(600)
-APPLES = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have?"}]
-EPOCHS, EXAMPLES, BATCH = 3, 60, 4
-# Of jobs whose size is not what is tested: each rank takes the two cores a second to start, and its share of each step.
-TWO_DEVICES = {"max_devices": 2}
+QUESTION = "Tom has 3 apples and buys 4 more. How many apples does he have?"
+APPLES = [{"role": "user", "content": QUESTION}]
+EPOCHS, EXAMPLES = 3, 60
+HYPERPARAMETERS = {"n_epochs": EPOCHS, "batch_size": 4, "max_length": 256}
 # Sizes of a job that moves: two ranks, and all that it takes.
-SPLIT, TRAIN, FOUR_DEVICES = {"policy": "split", "train_devices": 2}, {"policy": "train"}, {"max_devices": 4}
+SPLIT, TRAIN = {"policy": "split", "train_devices": 2}, {"policy": "train"}
 # Resized runs add the same numbers in another order (bf16 gradients, reduced in float32); a lost or repeated step
 # would move the loss by whole tenths.
 CURVE_TOLERANCE = 0.02
@@ -53,23 +53,11 @@ def starter(box):
 @pytest.fixture(scope="module")
 def unbroken(box, starter):
     """A job that ran undisturbed: every epoch published, so its model has several versions."""
-    train, held_out = box.upload(gsm8k("train", EXAMPLES)), box.upload(gsm8k("test", 12), "test.jsonl")
-    job = box.client().fine_tuning.jobs.create(
-        model=starter,
-        training_file=train,
-        validation_file=held_out,
-        suffix="unbroken",
-        seed=3,
-        metadata={"purpose": "test"},
-        method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters()}},
-        extra_body=TWO_DEVICES,
-    )
-    box.run("job", "wait", job.id, "--timeout", "300")
-    return box.client().fine_tuning.jobs.retrieve(job.id)
-
-
-def hyperparameters(**more):
-    return {"n_epochs": EPOCHS, "batch_size": BATCH, "publish": "epoch", "max_length": 256, **more}
+    held_out = box.upload(gsm8k("test", 12), "test.jsonl")
+    request = {"validation_file": held_out, "suffix": "unbroken", "seed": 3, "metadata": {"purpose": "test"}}
+    job = box.tune(starter, gsm8k("train", EXAMPLES), request=request, publish="epoch", **HYPERPARAMETERS)
+    box.tuned(job)
+    return box.client().fine_tuning.jobs.retrieve(job)
 
 
 def says_something(client, model) -> bool:
@@ -192,8 +180,8 @@ def test_a_response_in_background_ends_with_its_key(box, starter):
     ids = [first.responses.create(model=starter, input="Hello.", background=True, **more).id for _ in range(2)]
     # Often: before they have written all.
     wait_for(lambda: all(second.responses.retrieve(one).status == "in_progress" for one in ids), "an engine", 60, 0.02)
-    admin = {"Authorization": f"Bearer {box.key}"}
-    revoked = httpx.delete(f"{box.url.removesuffix('/v1')}/admin/v1/keys/guests-0", headers=admin, timeout=60)
+    with box.http() as http:
+        revoked = http.delete("/admin/v1/keys/guests-0")
     assert revoked.status_code == 200 and sorted(revoked.json()["stopped"]["responses"]) == sorted(ids)
     for one in ids:
         found = second.responses.retrieve(one)
@@ -262,64 +250,42 @@ def test_rollback_in_the_running_engine_gives_the_older_versions_tokens(box, unb
     client, tuned = box.client(), unbroken.fine_tuned_model
     checkpoints = client.fine_tuning.jobs.checkpoints.list(unbroken.id).data  # newest first
     newer, older = (f"step-{checkpoint.step_number}" for checkpoint in checkpoints[:2])
-
-    def greedy(model):
-        answer = client.chat.completions.with_raw_response.create(
-            model=model, messages=APPLES, max_tokens=24, temperature=0, logprobs=True
-        )
-        tokens = answer.parse().choices[0].logprobs.content
-        return answer.headers["x-appliance-model-version"], [t.token for t in tokens], [t.logprob for t in tokens]
-
     # The checkpoint's own name is answered by an engine that was started fresh from the older weights.
-    fresh = greedy(f"{tuned}:ckpt-{older}")
-    newest = greedy(tuned)
+    fresh = box.greedy(f"{tuned}:ckpt-{older}", QUESTION)
+    newest = box.greedy(tuned, QUESTION)
     assert newest[0] == newer and newest[1:] != fresh[1:]
     replicas = {r["id"] for r in box.admin("status")["replicas"] if r["model"] == tuned}
     with Load(box.url, box.key, tuned, workers=2, max_tokens=48) as load:
         wait_for(lambda: load.finished >= 2, "the load to flow")
         told = box.ask("model", "rollback", tuned)
         assert (told["from"], told["to"]) == (newer, older)
-        version, tokens, logprobs = greedy(tuned)
+        version, tokens, logprobs = box.greedy(tuned, QUESTION)
         box.ask("model", "rollback", tuned, "--version", newer)
     report = load.report()
     assert (report.dropped, report.truncated, report.duplicated) == (0, 0, 0), report
     assert version == older and tokens == fresh[1]
     assert max(abs(a - b) for a, b in zip(logprobs, fresh[2], strict=True)) < 0.05
-    assert greedy(tuned) == newest
+    assert box.greedy(tuned, QUESTION) == newest
     assert {r["id"] for r in box.admin("status")["replicas"] if r["model"] == tuned} == replicas, "no engine restarted"
 
 
 @pytest.mark.timeout(900)
 def test_adapters_share_the_engine_of_their_base(box, starter):
     client = box.client()
-    data = [box.upload(gsm8k(kind, 40), f"{kind}.jsonl") for kind in ("train", "test")]
-
-    def tune(file, **more):
-        settings = {"batch_size": 8, "max_length": 256, "lora_rank": 4, "learning_rate": 0.01, **more}
-        return client.fine_tuning.jobs.create(
-            model=starter,
-            training_file=file,
-            seed=3,
-            method={"type": "supervised", "supervised": {"hyperparameters": settings}},
-            extra_body=TWO_DEVICES,
-        )
-
+    settings = {"request": {"seed": 3}, "batch_size": 8, "max_length": 256, "lora_rank": 4, "learning_rate": 0.01}
     first_logprobs = {}
 
     def greedy(model):
-        answer = client.chat.completions.with_raw_response.create(
-            model=model, messages=APPLES, max_tokens=12, temperature=0, logprobs=True
-        )
-        told, made = answer.parse(), answer.headers["x-appliance-model-version"]
-        assert told.model == model.partition(":ckpt-")[0]
-        first_logprobs[model] = told.choices[0].logprobs.content[0].logprob
-        return made, [t.token for t in told.choices[0].logprobs.content]
+        version, tokens, logprobs = box.greedy(model, QUESTION, 12)
+        first_logprobs[model] = logprobs[0]
+        return version, tokens
 
-    jobs = [tune(data[0], n_epochs=2, publish="epoch"), tune(data[1], n_epochs=1)]
-    for job in jobs:
-        box.run("job", "wait", job.id, "--timeout", "400")
-    first, second = (client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model for job in jobs)
-    events = [event.message for event in client.fine_tuning.jobs.list_events(jobs[0].id).data]
+    jobs = [
+        box.tune(starter, gsm8k("train", 40), n_epochs=2, publish="epoch", **settings),
+        box.tune(starter, gsm8k("test", 40), n_epochs=1, **settings),
+    ]
+    first, second = (box.tuned(job) for job in jobs)
+    events = [event.message for event in client.fine_tuning.jobs.list_events(jobs[0]).data]
     assert any(text.startswith("Checkpoint (adapter) created") for text in events)
     answers = {model: greedy(model) for model in (starter, first, second)}
     differ = {(tuple(tokens), round(first_logprobs[model], 1)) for model, (_, tokens) in answers.items()}
@@ -330,7 +296,7 @@ def test_adapters_share_the_engine_of_their_base(box, starter):
     assert rows[first]["bytes"] < rows[starter]["bytes"] / 5
 
     # Another version of an adapter is another name in the same engine; its checkpoint's name means the same one.
-    checkpoints = client.fine_tuning.jobs.checkpoints.list(jobs[0].id).data  # newest first
+    checkpoints = client.fine_tuning.jobs.checkpoints.list(jobs[0]).data  # newest first
     older = greedy(checkpoints[1].fine_tuned_model_checkpoint)
     with Load(box.url, box.key, first) as one, Load(box.url, box.key, second, workers=2) as other:
         wait_for(lambda: one.finished >= 4 and other.finished >= 4, "answers of both adapters")
@@ -403,46 +369,24 @@ def test_a_canary_takes_its_share_then_all_or_nothing(box, unbroken):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "settings"),
+    ("family", "settings"),
     [
-        (transformers.Qwen2ForCausalLM, {"lora_rank": 4, "zero_stage": 2, "learning_rate_multiplier": 20}),
-        pytest.param(transformers.MistralForCausalLM, {"zero_stage": 3}, marks=pytest.mark.soak),
+        ("qwen2", {"lora_rank": 4, "zero_stage": 2, "learning_rate_multiplier": 20}),
+        pytest.param("mistral", {"zero_stage": 3}, marks=pytest.mark.soak),
     ],
-    ids=["qwen2-lora-zero2", "mistral-full-zero3"],
 )
-def test_a_checkpoint_directory_is_imported_served_and_tuned(box, starter, architecture, settings, tmp_path):
+def test_a_checkpoint_directory_is_imported_served_and_tuned(box, starter, family, settings, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(next((box.data_dir / "models" / starter).iterdir()))
-    config = architecture.config_class(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-    )
     # Random weights are near a uniform guess: without a seed and a high rate, three steps' losses may rise by chance.
-    transformers.set_seed(0)
-    architecture(config).bfloat16().save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
-    name = architecture.__name__.lower()
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.02, "vocab_size": len(tokenizer)}
+    make_model_dir(tmp_path / "tiny", family=family, words=tokenizer, **sizes)
+    name = f"tiny-{family}"
     box.run("model", "import", str(tmp_path / "tiny"), "--name", name)
     client = box.client()
     assert says_something(client, name)
-    job = client.fine_tuning.jobs.create(
-        model=name,
-        training_file=box.upload(gsm8k("train", 40)),
-        method={
-            "type": "supervised",
-            "supervised": {"hyperparameters": {"n_epochs": 1, "batch_size": 8, "max_length": 256, **settings}},
-        },
-        extra_body=TWO_DEVICES,
-    )
-    box.run("job", "wait", job.id, "--timeout", "200")
-    losses = box.losses(job.id)
+    job = box.tune(name, gsm8k("train", 40), n_epochs=1, batch_size=8, max_length=256, **settings)
+    tuned, losses = box.tuned(job), box.losses(job)
     assert losses[max(losses)] < losses[1]
-    tuned = client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model
     assert says_something(client, tuned)
     box.run("model", "rm", tuned)
     box.run("model", "rm", name)
@@ -451,26 +395,17 @@ def test_a_checkpoint_directory_is_imported_served_and_tuned(box, starter, archi
 
 
 def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, unbroken):
-    client = box.client()
     box.run("mode", "set", "serve", "--wait")
-    training = client.fine_tuning.jobs.retrieve(unbroken.id)
-    job = client.fine_tuning.jobs.create(
-        model=starter,
-        training_file=training.training_file,
-        validation_file=training.validation_file,
-        suffix="switched",
-        seed=3,
-        method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters(publish="end")}},
-        extra_body=FOUR_DEVICES,
-    )
+    request = {"validation_file": unbroken.validation_file, "suffix": "switched", "seed": 3}
+    job = box.tune(starter, unbroken.training_file, devices=4, request=request, publish="end", **HYPERPARAMETERS)
     with Load(box.url, box.key, starter, workers=3) as load:
         wait_for(lambda: load.finished >= 4, "the load to flow")
         # Smaller and larger, and twice the same size. The job must not come to its end while a command
         # starts or ends, nor while nobody looks.
         for mode in (SPLIT, SPLIT, TRAIN, TRAIN, SPLIT):
-            done = len(box.losses(job.id))
+            done = len(box.losses(job))
             box.set_mode(**mode)
-            wait_for(lambda done=done: len(box.losses(job.id)) > done, "a step", pause_s=0.05)
+            wait_for(lambda done=done: len(box.losses(job)) > done, "a step", pause_s=0.05)
             answered = load.finished
             box.set_mode(policy="serve")
             wait_for(lambda answered=answered: load.finished > answered, "an answer")
@@ -478,9 +413,9 @@ def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, 
     assert report.requests > 10
     assert (report.dropped, report.truncated, report.duplicated) == (0, 0, 0), report
     box.run("mode", "set", "split", "--train", "2", "--wait")
-    box.run("job", "wait", job.id, "--timeout", "300")
-    switched = box.losses(job.id)
-    sizes = {row["devices"] for row in box.steps(job.id) if row["loss"]}
+    box.tuned(job)
+    switched = box.losses(job)
+    sizes = {row["devices"] for row in box.steps(job) if row["loss"]}
     assert {2, 4} <= sizes
     assert sorted(switched) == list(range(1, max(switched) + 1))
     straight = box.losses(unbroken.id)
@@ -494,9 +429,8 @@ def test_no_file_that_jobs_and_engines_left_is_open_to_others(box, unbroken):
 
 
 def test_nothing_listens_for_strangers_while_a_job_and_engines_run(box, starter, unbroken):
-    file_id = box.client().fine_tuning.jobs.retrieve(unbroken.id).training_file
     box.set_mode(policy="split", train_devices=2)
-    job = box.submit(starter, file_id, "--epochs 40 --batch-size 8 --max-devices 2")
+    job = box.submit(starter, unbroken.training_file, "--epochs 40 --batch-size 8 --max-devices 2")
     wait_for(lambda: box.losses(job), "a step")
     box.client().chat.completions.create(model=starter, messages=[{"role": "user", "content": "2+2?"}], max_tokens=2)
     commands = " ".join(box.running().values())
@@ -515,9 +449,8 @@ def devices_of(box, holder: str) -> list[str]:
 
 def test_pause_resume_and_cancel(box, starter, unbroken):
     client = box.client()
-    file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
     box.run("mode", "set", "train", "--wait")
-    job = box.submit(starter, file_id, "--epochs 40 --batch-size 8 --max-devices 2")
+    job = box.submit(starter, unbroken.training_file, "--epochs 40 --batch-size 8 --max-devices 2")
     wait_for(lambda: len(box.losses(job)) >= 2, "two steps")
     assert devices_of(box, job)
     box.run("job", "pause", job)
@@ -555,7 +488,8 @@ def test_a_killed_engine_comes_back_and_its_greedy_stream_never_broke(box, tmp_p
     # Of the dead engine's cache nothing is known, so nothing is claimed.
     assert broken[-1].usage.prompt_tokens_details.cached_tokens == 0
     assert len({chunk.id for chunk in broken}) == 1
-    metrics = httpx.get(f"http://127.0.0.1:{box.port}/metrics", headers={"Authorization": f"Bearer {box.key}"}).text
+    with box.http() as http:
+        metrics = http.get("/metrics").text
     assert 'appliance_gateway_events_total{event="continued"} 1' in metrics
     told = set(re.findall(r"^# TYPE (\S+)", metrics, re.M))
     assert monitored_series() - LATER <= told
@@ -571,8 +505,9 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     """And a revoked key stays one, a stored response stays there, and what was tuned answers again."""
     client = box.client()
     box.run("mode", "set", "split", "--train", "2", "--wait")
-    file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
-    job_id = box.submit(starter, file_id, "--epochs 50 --batch-size 8 --set snapshot_every_s=2 --set max_length=256")
+    job_id = box.submit(
+        starter, unbroken.training_file, "--epochs 50 --batch-size 8 --set snapshot_every_s=2 --set max_length=256"
+    )
 
     def restarts_beyond(step):
         return lambda: max(box.losses(job_id), default=0) > step

@@ -48,18 +48,12 @@ def data_of(method: str, rows: int) -> bytes:
 
 
 def job_of(box: WholeBox, method: str) -> str:
-    client, judge = box.client(max_retries=5), method_of(method).judged_by
+    judge = method_of(method).judged_by
     more: dict[str, Any] = {"packing": False, "n_epochs": 2} if not judge else {"max_completion_tokens": 12}
-    hyperparameters = {"n_epochs": 1, "batch_size": 2, "snapshot_every_s": 2, **more}
-    said = {"grader": {"grader": GRADER}, "teacher": {"teacher": ""}, "": {}}[judge]
-    if judge == "teacher":
-        said = {"teacher": teacher(box, client)}
-    return client.fine_tuning.jobs.create(
-        model="starter",
-        training_file=box.upload(data_of(method, 96 if judge else 160)),
-        seed=5,
-        method={"type": method, method: {**said, "hyperparameters": hyperparameters}},
-    ).id
+    how = {"n_epochs": 1, "batch_size": 2, "snapshot_every_s": 2, **more}
+    by = {"grader": GRADER} if judge == "grader" else {"teacher": teacher(box)} if judge == "teacher" else {}
+    rows = data_of(method, 96 if judge else 160)
+    return box.tune("starter", rows, method=method, judge=by, devices=None, request={"seed": 5}, **how)
 
 
 def kill(box: WholeBox, logs: str) -> int:
@@ -107,21 +101,18 @@ def test_modes_change_and_everything_dies_under_load_and_no_step_is_missing(box:
     box.up()
     box.set_mode(policy="train")
     goes_on("after the death of everything")
-    box.run("job", "wait", job_id, "--timeout", "600", timeout_s=700)
-    client = box.client(max_retries=5)
-    done = client.fine_tuning.jobs.retrieve(job_id)
-    assert done.status == "succeeded", done.error
+    tuned = box.tuned(job_id)
     losses = box.losses(job_id)
     assert {row["devices"] for row in box.steps(job_id) if row["loss"] is not None} == {1, 2}
     assert sorted(losses) == list(range(1, max(losses) + 1)), "no step of the job is missing"
     box.set_mode(policy="split", train_devices=1)
-    answer = client.chat.completions.create(
-        model=done.fine_tuned_model, messages=asked(3), max_tokens=4, extra_body={"ignore_eos": True}
+    answer = box.client(max_retries=5).chat.completions.create(
+        model=tuned, messages=asked(3), max_tokens=4, extra_body={"ignore_eos": True}
     )
     assert answer.usage.completion_tokens == 4, "what came of it answers"
     if not method_of(method).judged_by:
         undisturbed = job_of(box, method)
-        box.run("job", "wait", undisturbed, "--timeout", "600", timeout_s=700)
+        box.tuned(undisturbed)
         expected = box.losses(undisturbed)
         assert expected.keys() == losses.keys()
         worst = max(abs(losses[step] - loss) for step, loss in expected.items())

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import openai
 import pytest
 
+from appliance.paths import BoxPaths
 from tests.e2e.box_support import wait_for, whole_box
 from weights.format.names import decode_name, policy_name
 
@@ -64,36 +64,22 @@ def sums(first: int, count: int) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def teacher(box, client) -> str:
+def teacher(box) -> str:
     """The starter's adapter that has learnt what an answer looks like."""
     chats = [[*asked(n), {"role": "assistant", "content": f"{n + n % 7}."}] for n in range(96)]
-    hyperparameters = {"n_epochs": 6, "batch_size": 8, "lora_rank": 8, "learning_rate": 0.003}
-    made = client.fine_tuning.jobs.create(
-        model="starter",
-        training_file=box.upload("".join(json.dumps({"messages": chat}) + "\n" for chat in chats).encode()),
-        seed=5,
-        method={
-            "type": "supervised",
-            "supervised": {"hyperparameters": hyperparameters},
-        },
-    )
-    box.run("job", "wait", made.id, "--timeout", "600", timeout_s=700)
-    return client.fine_tuning.jobs.retrieve(made.id).fine_tuned_model
+    rows = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats).encode()
+    how = {"n_epochs": 6, "batch_size": 8, "lora_rank": 8, "learning_rate": 0.003}
+    return box.tuned(box.tune("starter", rows, devices=None, request={"seed": 5}, **how))
 
 
-def job_of(box, client, steps: int, validation_file: str | None = None, taught_by: str | None = None, **more):
+def job_of(box, steps: int, validation_file: str | None = None, taught_by: str | None = None, **more) -> str:
     """more: hyperparameters."""
     method = "distillation" if taught_by else "reinforcement"
     judge = {"teacher": taught_by} if taught_by else {"grader": GRADER}
     judge |= {"response_format": more.pop("response_format")} if "response_format" in more else {}
-    hyperparameters = {"n_epochs": 1, "batch_size": 2, "max_completion_tokens": 12, **more}
-    return client.fine_tuning.jobs.create(
-        model="starter",
-        training_file=box.upload(sums(1, 2 * steps)),
-        validation_file=validation_file,
-        seed=5,
-        method={"type": method, method: {**judge, "hyperparameters": hyperparameters}},
-    )
+    how = {"n_epochs": 1, "batch_size": 2, "max_completion_tokens": 12, **more}
+    request = {"seed": 5, "validation_file": validation_file}
+    return box.tune("starter", sums(1, 2 * steps), method=method, judge=judge, devices=None, request=request, **how)
 
 
 def told_of(client, job_id: str, measure: str) -> list[dict]:
@@ -125,8 +111,7 @@ def learned(
 
 def policies(box, job_id: str) -> list[str]:
     """Versions of the model in training, as they lie in shared memory."""
-    roots = Path("/dev/shm").glob(f"*{box._names()[0]}*")
-    folders = [folder for root in roots for folder in root.rglob("adapters/*")]
+    folders = BoxPaths.of(box.data_dir).shm_root.rglob("adapters/*")
     return [
         one.name for folder in folders if decode_name(folder.name) == policy_name(job_id) for one in folder.iterdir()
     ]
@@ -149,25 +134,25 @@ def policies(box, job_id: str) -> list[str]:
 )
 def test_a_starter_learns_the_form_of_an_answer(box, measure, better, fields):
     client = box.client(max_retries=5)
-    taught_by = teacher(box, client) if measure == "reverse_kl" else None
+    taught_by = teacher(box) if measure == "reverse_kl" else None
     held_out = box.upload(sums(60, 4), "valid.jsonl")
-    job = job_of(box, client, STEPS, held_out, taught_by, eval_interval=8, **fields)
+    job = job_of(box, STEPS, held_out, taught_by, eval_interval=8, **fields)
     box.run("mode", "set", "train", "--wait")
-    wait_for(lambda: len(box.losses(job.id)) >= 4, "four steps", 400)
+    wait_for(lambda: len(box.losses(job)) >= 4, "four steps", 400)
     box.run("mode", "set", "split", "--train", "1", "--wait")
-    done = len(box.losses(job.id))
-    wait_for(lambda: len(box.losses(job.id)) > done, "a step on one device", 300)
+    done = len(box.losses(job))
+    wait_for(lambda: len(box.losses(job)) > done, "a step on one device", 300)
     box.kill_controller()
-    box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
+    box.tuned(job)
 
-    learned(client, job.id, measure, better)
-    found = client.fine_tuning.jobs.retrieve(job.id)
+    learned(client, job, measure, better)
+    found = client.fine_tuning.jobs.retrieve(job)
     if taught_by:
         assert found.method.distillation["teacher"] == taught_by
     else:
         assert found.method.reinforcement.grader.type == "multi"
     valid = f"valid_{measure.removeprefix('train_')}"
-    measured = {data["step"]: data[valid] for data in told_of(client, job.id, valid)}
+    measured = {data["step"]: data[valid] for data in told_of(client, job, valid)}
     print(json.dumps({"held out": measured}))
     assert better * (measured[STEPS] - measured[0]) > 0
     answer = client.chat.completions.create(
@@ -187,9 +172,9 @@ def test_a_starter_learns_the_form_of_an_answer(box, measure, better, fields):
 def test_on_one_device_ranks_and_engine_take_turns(box, fields):
     client = box.client(max_retries=5)
     box.run("mode", "set", "train", "--wait")
-    job = job_of(box, client, 3, learning_rate=0.003, **fields)
-    box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
-    steps = steps_of(client, job.id)
+    job = job_of(box, 3, learning_rate=0.003, **fields)
+    box.tuned(job)
+    steps = steps_of(client, job)
     assert sorted(steps) == [1, 2, 3]
     assert all(data["mismatch_mean"] < 0.1 for data in steps.values() if not data["staleness"])
 
@@ -198,11 +183,11 @@ def test_on_one_device_ranks_and_engine_take_turns(box, fields):
 def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, staleness):
     client = box.client(max_retries=5)
     box.run("mode", "set", "split", "--train", "1", "--wait")
-    job = job_of(box, client, STEPS, learning_rate=0.003, lora_rank=8, staleness=staleness)
-    wait_for(lambda: len(steps_of(client, job.id)) >= 3, "three steps by an engine", 400)
+    job = job_of(box, STEPS, learning_rate=0.003, lora_rank=8, staleness=staleness)
+    wait_for(lambda: len(steps_of(client, job)) >= 3, "three steps by an engine", 400)
 
-    (version, *_) = wait_for(lambda: policies(box, job.id), "the model in training", 60)
-    for name in (f"{policy_name(job.id)}@{version}", policy_name(job.id)):
+    (version, *_) = wait_for(lambda: policies(box, job), "the model in training", 60)
+    for name in (f"{policy_name(job)}@{version}", policy_name(job)):
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model=name, messages=[{"role": "user", "content": "hi"}], max_tokens=2)
         with pytest.raises(openai.NotFoundError):
@@ -212,23 +197,23 @@ def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, stalen
     answer = client.chat.completions.create(model="starter", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
     assert answer.model == "starter" and "step" not in (answer.system_fingerprint or "")
 
-    done = len(steps_of(client, job.id))
+    done = len(steps_of(client, job))
     for pid in box.pids_logging_to("engine-*.log"):
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: len(steps_of(client, job.id)) > done + 1, "steps after the death of the engine", 300)
+    wait_for(lambda: len(steps_of(client, job)) > done + 1, "steps after the death of the engine", 300)
     box.kill_controller()
-    done = len(steps_of(client, job.id))
-    wait_for(lambda: len(steps_of(client, job.id)) > done, "a step after the death of the controller", 300)
+    done = len(steps_of(client, job))
+    wait_for(lambda: len(steps_of(client, job)) > done, "a step after the death of the controller", 300)
     for pid in box.pids_logging_to("*-rank*.log"):
         os.kill(pid, signal.SIGKILL)
-    box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
+    box.tuned(job)
 
     # What dead ranks had learnt since their snapshot has died with them.
-    steps = learned(client, job.id, again=STEPS)
+    steps = learned(client, job, again=STEPS)
     told = ("mismatch_mean", "staleness")
     print(json.dumps({step: [data[name] for name in told] for step, data in steps.items()}))
     # What is stale differs by what the updates between have moved, the first ones most.
     assert all(data["mismatch_mean"] < (3.0 if data["staleness"] else 0.1) for data in steps.values())
     stale = [data["staleness"] for data in steps.values()]
     assert max(stale) <= staleness and sum(map(bool, stale)) > (STEPS // 3 if staleness else -1)
-    wait_for(lambda: not policies(box, job.id), "its last model in training to be gone", 60)
+    wait_for(lambda: not policies(box, job), "its last model in training to be gone", 60)

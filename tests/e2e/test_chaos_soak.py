@@ -28,7 +28,7 @@ import psutil
 import pytest
 
 from appliance.demo import Load
-from tests.e2e.box_support import WholeBox, gsm8k, wait_for
+from tests.e2e.box_support import WholeBox, gsm8k, wait_for, whole_box
 
 FAULTS = int(os.environ.get("FAULTS", "60"))
 SEED = int(os.environ.get("FAULT_SEED", time.time()))
@@ -37,14 +37,7 @@ GB = 1 << 30
 DATA_BYTES, SHM_BYTES = 2 * GB, 3 * GB
 LASTS_S, RECOVERY_S = 4.0, 400.0
 TRAINING_DEVICES = (1, 2)  # of three: each change is a hand-over, and an engine stays
-LOGS = {
-    "controller": "controller.log",
-    "gateway": "gateway.log",
-    "engine": "engine-*.log",
-    "rank": "*-rank*.log",
-    "warm parent": "warm-*.log",
-}
-PROGRAMS = {"raylet": "/raylet", "ray's head": "/gcs_server", "supervisor": "ray::"}
+KILLED = ("main", "controller", "gateway", "engine", "rank", "warm parent", "raylet", "ray's head", "supervisor")
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x20000, 0x4000, 0x40000, 2
 HOG = """
 import sys, time, psutil
@@ -70,7 +63,7 @@ class Chaos:
         """Fault by name; each lasts as long as its context."""
         stopped, starved = ("controller", "gateway", "engine", "rank", "raylet"), ("controller", "gateway")
         every = {
-            **{f"kill {name}": partial(self.killed, name) for name in ("main", *LOGS, *PROGRAMS)},
+            **{f"kill {name}": partial(self.killed, name) for name in KILLED},
             **{f"stop {name}": partial(self.stopped, name) for name in stopped},
             "hang engine": self.hung,
             **{f"no descriptors {name}": partial(self.without_descriptors, name) for name in starved},
@@ -144,16 +137,7 @@ class Chaos:
         raise AssertionError("the database cannot be read")
 
     def pid_of(self, name: str) -> int:
-        def pids() -> list[int]:
-            if name == "main":
-                return [self.box.main_pid()]
-            if name in LOGS:
-                return self.box.pids_logging_to(LOGS[name])
-            titles = {pid: command.split(" ")[0] for pid, command in self.box.running().items()}
-            idle = ("ray::IDLE",)
-            return [pid for pid, title in titles.items() if PROGRAMS[name] in title and title not in idle]
-
-        return self.random.choice(sorted(wait_for(pids, f"a {name}", 60)))
+        return self.random.choice(sorted(wait_for(lambda: self.box.pids_of(name), f"a {name}", 60)))
 
     @contextmanager
     def killed(self, name: str) -> Iterator[None]:
@@ -277,10 +261,7 @@ def data_dir(tmp_path_factory) -> Iterator[Path]:
 
 
 def test_box_recovers_from_each_fault_by_itself(data_dir, capsys):
-    box = WholeBox(data_dir)
-    (data_dir / "appliance.toml").write_text("[box]\ndevices = 3\n")
-    try:
-        box.up()
+    with whole_box(data_dir, "[box]\ndevices = 3\n") as box:
         box.make_starter()
         options = "--epochs 50 --batch-size 4 --set max_length=256"
         job_id = box.submit("starter", box.upload(gsm8k("train", 2000)), options)
@@ -303,7 +284,3 @@ def test_box_recovers_from_each_fault_by_itself(data_dir, capsys):
         losses = box.losses(job_id)
         assert sorted(losses) == list(range(1, max(losses) + 1)), "no step of the job is missing"
         box.run("job", "cancel", job_id)
-        box.run("down")
-        assert box.left() == []
-    finally:
-        box.destroy()

@@ -11,8 +11,7 @@ import openai
 import pytest
 
 from appliance.controller.grading.judging import URL, samples_of, sampling_request
-from serve.engine.replica import Replica
-from tests.e2e.engine_support import client, greedy, save_model
+from tests.e2e.engine_support import greedy, save_model
 from weights.format.names import encode_name, policy_name
 from weights.tiers.copies import seal_dir
 
@@ -64,143 +63,117 @@ def base(box):
     return save_model(box.root / "versions" / "starter" / "v1", seed=1)
 
 
-def spec_of(box, base, replica, **more):
+@pytest.fixture
+def with_adapters(start, box, base):
+    """Starts an engine of the base that takes adapters, as (replica, SDK, spec, pid)."""
     roots = (str(box.root / "adapters"), str(box.root / "disk"))
-    return box.spec(
-        replica,
-        base,
-        **{
-            "adapter_slots": SLOTS,
-            "adapter_max_rank": 16,
-            "adapters_resident": RESIDENT,
-            "adapter_roots": roots,
-            **more,
-        },
-    )
+    slots = {"adapter_slots": SLOTS, "adapter_max_rank": 16, "adapters_resident": RESIDENT, "adapter_roots": roots}
+    return lambda name: start(name, base, **slots)
 
 
-async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base):
+async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base, start, with_adapters):
     names = [
         save_adapter(box.root / "adapters", base, f"ft:{i}", seed=10 + i, merged=box.root / "versions" / f"merged{i}")
         for i in range(2)
     ]
-    engine = Replica(str(box.warm_socket), str(box.logs))
-    spec = spec_of(box, base, "mixed")
-    await engine.start(spec)
-    alone = Replica(str(box.warm_socket), str(box.logs))
-    try:
-        sdk = client(spec)
-        prompts = [f"the quick {word}" for word in ("fox", "brown fox jumps over", "dog")]
-        wanted = {}
-        for number, path in enumerate((base, box.root / "versions" / "merged0", box.root / "versions" / "merged1")):
-            own = box.spec(f"alone{number}", path)
-            await alone.start(own)
-            wanted[number] = [await greedy(client(own), "starter", prompt) for prompt in prompts]
-            await alone.stop()
-        # Both slots are taken, and base, first and second adapter stand side by side in every step.
-        for _ in range(2):
-            asked = [(model, prompt) for prompt in prompts for model in ("starter", *names)]
-            answers = await asyncio.gather(*(greedy(sdk, model, prompt) for model, prompt in asked))
-            for (model, prompt), (tokens, logprobs) in zip(asked, answers, strict=True):
-                number = ("starter", *names).index(model)
-                expected_tokens, expected = wanted[number][prompts.index(prompt)]
-                assert_same_model((tokens, logprobs), (expected_tokens, expected))
-        assert wanted[0][0][0] != wanted[1][0][0] != wanted[2][0][0]
-        chat = await sdk.chat.completions.create(
-            model=names[0], messages=[{"role": "user", "content": "hello"}], max_tokens=2
-        )
-        assert chat.model == "ft:0"
+    engine, sdk, *_ = await with_adapters("mixed")
+    prompts = [f"the quick {word}" for word in ("fox", "brown fox jumps over", "dog")]
+    wanted = {}
+    for number, path in enumerate((base, box.root / "versions" / "merged0", box.root / "versions" / "merged1")):
+        alone, own, *_ = await start(f"alone{number}", path)
+        wanted[number] = [await greedy(own, "starter", prompt) for prompt in prompts]
+        await alone.stop()
+    # Both slots are taken, and base, first and second adapter stand side by side in every step.
+    for _ in range(2):
+        asked = [(model, prompt) for prompt in prompts for model in ("starter", *names)]
+        answers = await asyncio.gather(*(greedy(sdk, model, prompt) for model, prompt in asked))
+        for (model, prompt), (tokens, logprobs) in zip(asked, answers, strict=True):
+            number = ("starter", *names).index(model)
+            expected_tokens, expected = wanted[number][prompts.index(prompt)]
+            assert_same_model((tokens, logprobs), (expected_tokens, expected))
+    assert wanted[0][0][0] != wanted[1][0][0] != wanted[2][0][0]
+    chat = await sdk.chat.completions.create(
+        model=names[0], messages=[{"role": "user", "content": "hello"}], max_tokens=2
+    )
+    assert chat.model == "ft:0"
 
-        # Another version of the base: its adapters are unknown to it, and known again when the first one is back.
-        other = save_model(box.root / "versions" / "starter" / "v2", seed=2)
-        swapped = await engine.swap("starter", "v2", str(other))
-        assert swapped["how"] == "in-place"
-        with pytest.raises(openai.NotFoundError, match="The model `ft:0@v1` does not exist"):
-            await greedy(sdk, names[0])
-        await engine.swap("starter", "v1", str(base))
-        again = await greedy(sdk, names[0], prompts[0])
-        assert_same_model(again, wanted[1][0])
-        awake_bytes = (await engine.status())["rss_bytes"]
-        await engine.sleep()
-        assert (await engine.status())["rss_bytes"] < awake_bytes
-        await engine.wake("starter", "v1", str(base))
-        again = await greedy(sdk, names[1], prompts[0])
-        assert_same_model(again, wanted[2][0])
-    finally:
-        await engine.stop()
+    # Another version of the base: its adapters are unknown to it, and known again when the first one is back.
+    other = save_model(box.root / "versions" / "starter" / "v2", seed=2)
+    swapped = await engine.swap("starter", "v2", str(other))
+    assert swapped["how"] == "in-place"
+    with pytest.raises(openai.NotFoundError, match="The model `ft:0@v1` does not exist"):
+        await greedy(sdk, names[0])
+    await engine.swap("starter", "v1", str(base))
+    again = await greedy(sdk, names[0], prompts[0])
+    assert_same_model(again, wanted[1][0])
+    awake_bytes = (await engine.status())["rss_bytes"]
+    await engine.sleep()
+    assert (await engine.status())["rss_bytes"] < awake_bytes
+    await engine.wake("starter", "v1", str(base))
+    again = await greedy(sdk, names[1], prompts[0])
+    assert_same_model(again, wanted[2][0])
 
 
-async def test_many_adapters_share_few_places_and_are_forgotten_on_request(box, base):
+async def test_many_adapters_share_few_places_and_are_forgotten_on_request(box, base, with_adapters):
     names = [
         # Half of them stand on disk only.
         save_adapter(box.root / ("adapters" if i % 2 else "disk"), base, f"ft:many:{i}", seed=100 + i)
         for i in range(REGISTERED)
     ]
     stranger = save_adapter(box.root / "adapters", base, "ft:stranger", seed=7, base_version="v0")
-    engine = Replica(str(box.warm_socket), str(box.logs))
-    spec = spec_of(box, base, "many")
-    await engine.start(spec)
-    try:
-        sdk = client(spec)
-        alone = {name: (await greedy(sdk, name, tokens=8))[0] for name in names}
-        assert len({tuple(tokens) for tokens in alone.values()}) == REGISTERED
-        for _ in range(3):  # the hot ones stay
-            for name in names[-RESIDENT:]:
-                assert (await greedy(sdk, name, tokens=8))[0] == alone[name]
-        # All at once, ten times the slots: whoever finds no place waits for one.
-        answers = await asyncio.gather(*(greedy(sdk, name, tokens=8) for name in names))
-        for name, (tokens, _) in zip(names, answers, strict=True):
-            assert agreed(tokens, alone[name]) >= 2, name
+    engine, sdk, *_ = await with_adapters("many")
+    alone = {name: (await greedy(sdk, name, tokens=8))[0] for name in names}
+    assert len({tuple(tokens) for tokens in alone.values()}) == REGISTERED
+    for _ in range(3):  # the hot ones stay
+        for name in names[-RESIDENT:]:
+            assert (await greedy(sdk, name, tokens=8))[0] == alone[name]
+    # All at once, ten times the slots: whoever finds no place waits for one.
+    answers = await asyncio.gather(*(greedy(sdk, name, tokens=8) for name in names))
+    for name, (tokens, _) in zip(names, answers, strict=True):
+        assert agreed(tokens, alone[name]) >= 2, name
 
-        with pytest.raises(openai.NotFoundError, match="does not exist"):
-            await greedy(sdk, stranger)  # it was trained on another version of the base
-        with pytest.raises(openai.NotFoundError):
-            await greedy(sdk, "ft:nobody@v1")
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        await greedy(sdk, stranger)  # it was trained on another version of the base
+    with pytest.raises(openai.NotFoundError):
+        await greedy(sdk, "ft:nobody@v1")
 
-        stream = await sdk.completions.create(
-            model=names[1],
-            prompt="the",
-            max_tokens=40,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
-        unloading, usage = None, None
-        async for chunk in stream:
-            unloading = unloading or asyncio.create_task(engine.unload_adapter(names[1]))
-            usage = chunk.usage or usage
-        # The running request kept its adapter to its end. Tokens, not chunks: bytes of unfinished characters wait.
-        assert usage.completion_tokens == 40 and await unloading is True
-        shutil.rmtree(box.root / "adapters" / encode_name("ft:many:1"))
-        with pytest.raises(openai.NotFoundError):
-            await greedy(sdk, names[1])
-        assert await engine.unload_adapter("ft:nobody@v1") is False
-    finally:
-        await engine.stop()
+    stream = await sdk.completions.create(
+        model=names[1],
+        prompt="the",
+        max_tokens=40,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    unloading, usage = None, None
+    async for chunk in stream:
+        unloading = unloading or asyncio.create_task(engine.unload_adapter(names[1]))
+        usage = chunk.usage or usage
+    # The running request kept its adapter to its end. Tokens, not chunks: bytes of unfinished characters wait.
+    assert usage.completion_tokens == 40 and await unloading is True
+    shutil.rmtree(box.root / "adapters" / encode_name("ft:many:1"))
+    with pytest.raises(openai.NotFoundError):
+        await greedy(sdk, names[1])
+    assert await engine.unload_adapter("ft:nobody@v1") is False
 
 
-async def test_policy_in_training_samples_with_its_log_probabilities(box, base):
+async def test_policy_in_training_samples_with_its_log_probabilities(box, base, with_adapters):
     import torch
     from transformers import AutoModelForCausalLM
 
     name = policy_name("ftjob-1")
     merged = box.root / "versions" / "merged-policy"
     model = save_adapter(box.root / "adapters", base, name, seed=3, merged=merged)
-    engine = Replica(str(box.warm_socket), str(box.logs))
-    spec = spec_of(box, base, "policy")
-    await engine.start(spec)
-    try:
-        prompt, room, ends = list(range(5, 15)), 12, [7]
-        body = sampling_request(model, prompt, n=4, seed=11, max_tokens=room, ends=ends)
-        async with httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=spec.socket_path), base_url="http://engine"
-        ) as http:
-            first, again = [await http.post(URL, json=body) for _ in range(2)]
-            assert first.status_code == 200, first.text
-            made = samples_of(first.json(), 4)
-    finally:
-        await engine.stop()
+    _, _, spec, _ = await with_adapters("policy")
+    prompt, room, ends = list(range(5, 15)), 12, [7]
+    body = sampling_request(model, prompt, n=4, seed=11, max_tokens=room, ends=ends)
+    async with httpx.AsyncClient(
+        transport=httpx.AsyncHTTPTransport(uds=spec.socket_path), base_url="http://engine"
+    ) as http:
+        first, again = [await http.post(URL, json=body) for _ in range(2)]
+        assert first.status_code == 200, first.text
+        made = samples_of(first.json(), 4)
     assert len({tuple(one.ids) for one in made}) > 1 and samples_of(again.json(), 4)[0].ids == made[0].ids
     whole = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     for one in made:

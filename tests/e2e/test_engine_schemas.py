@@ -15,7 +15,6 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.request_check import check_body
-from tests.e2e.engine_support import client
 from tests.property.test_schema_keywords import PARTS, as_read
 
 KINDS = (None, "object", "array", "string", "integer", "number")
@@ -68,8 +67,6 @@ def fits(text: str, schema: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.soak)])
-async def test_answers_fit_their_schemas(engine_box: Any, replicas: Any, count: int) -> None:
-    spec = engine_box.spec("schemas", engine_box.version("a", seed=1))
-    await replicas().start(spec)
-    wrong, whole = await wrong_answers(client(spec), schemas(count, seed=count))
+async def test_answers_fit_their_schemas(start: Any, a: Any, count: int) -> None:
+    wrong, whole = await wrong_answers((await start("schemas", a)).sdk, schemas(count, seed=count))
     assert not wrong and whole >= count // 4

@@ -1,9 +1,12 @@
-"""New weights under traffic: no request is lost, answers are the version's own, and a bad version changes nothing."""
+"""New weights under traffic, sleep and wake: no request is lost, answers are the version's own, a bad version changes
+nothing, and a sleeping engine gives its memory back; also where vLLM schedules one step ahead, as on GPUs."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,52 +14,26 @@ import torch
 from safetensors.torch import load_file
 
 from runtime.devices.kinds import HOST
+from runtime.processes.kernel import group_pids
 from serve.core.errors import EngineFailed, VersionBroken, VersionMismatch, VersionUnreadable, WrongState
+from serve.engine import replica as replica_module
 from tests.e2e import quantised
-from tests.e2e.engine_support import client, edit_config, greedy, rewrite
+from tests.e2e.engine_support import edit_config, greedy, greedy_ids, rewrite, stream_ids
 from weights.format.errors import VersionLeased
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
 
 TOKENS = 250
+AHEAD = "a step was scheduled before the tokens of the one before it were known"  # in the log
+AHEAD_ARGUMENTS = ("--async-scheduling", "--scheduler-cls", "tests.e2e.async_engine.SayingScheduler")
 FEW = 40  # of an answer that is only to show whose weights are there
 
 
-async def stream_ids(sdk, model, prompt, tokens, seen: list[int]):
-    stream = await sdk.completions.create(
-        model=model,
-        prompt=prompt,
-        max_tokens=tokens,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
-    async for chunk in stream:
-        if chunk.choices:
-            seen.extend(chunk.choices[0].model_extra.get("token_ids") or [])
-    return seen
-
-
-async def greedy_ids(sdk, model, prompt, tokens):
-    answer = await sdk.completions.create(
-        model=model,
-        prompt=prompt,
-        max_tokens=tokens,
-        temperature=0,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
-    return answer.choices[0].model_extra["token_ids"]
-
-
-async def test_a_stream_goes_on_through_a_swap_in_place_with_the_new_models_tokens(engine_box, replicas):
-    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
-    spec, fresh = engine_box.spec("stream", a), engine_box.spec("fresh", b)
-    replica, reference = replicas(), replicas()
-    await replica.start(spec)
-    await reference.start(fresh)
-    sdk, fresh_sdk = client(spec), client(fresh)
-    await stream_through_swap(replica, sdk, fresh_sdk, a, b)
-    assert await greedy(sdk, "tuned") == await greedy(fresh_sdk, "starter")
+async def test_a_stream_goes_on_through_a_swap_in_place_with_the_new_models_tokens(start, a, b):
+    replica, sdk, *_ = await start("stream", a)
+    _, fresh, *_ = await start("fresh", b)
+    await stream_through_swap(replica, sdk, fresh, a, b)
+    assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
 
 
 async def stream_through_swap(replica, sdk, fresh_sdk, a, b):
@@ -90,12 +67,8 @@ async def stream_through_swap(replica, sdk, fresh_sdk, a, b):
     assert after - before <= TOKENS
 
 
-async def test_requests_during_a_swap_wait_and_are_answered_by_the_new_version(engine_box, replicas):
-    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
-    spec = engine_box.spec("wait", a)
-    replica = replicas()
-    await replica.start(spec)
-    sdk = client(spec)
+async def test_requests_during_a_swap_wait_and_are_answered_by_the_new_version(start, a, b):
+    replica, sdk, *_ = await start("wait", a)
     swap = asyncio.create_task(replica.swap("starter", "b", str(b)))
     answers = await asyncio.gather(*(greedy(sdk, "starter", tokens=8) for _ in range(6)))
     await swap
@@ -104,19 +77,15 @@ async def test_requests_during_a_swap_wait_and_are_answered_by_the_new_version(e
     assert (status["state"], status["version"], status["running"]) == ("ready", "b", 0)
 
 
-async def test_the_prefix_cache_does_not_survive_a_swap(engine_box, replicas):
-    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
-    spec = engine_box.spec("prefix", a)
-    replica = replicas()
-    await replica.start(spec)
-    sdk, long_prompt = client(spec), "the quick brown fox jumps over the lazy dog. " * 30
+async def test_the_prefix_cache_does_not_survive_a_swap(start, a, b):
+    replica, sdk, *_ = await start("prefix", a)
+    long_prompt = "the quick brown fox jumps over the lazy dog. " * 30
     cached = await greedy(sdk, "starter", long_prompt)
     assert await greedy(sdk, "starter", long_prompt) == cached
     await replica.swap("starter", "b", str(b))
     swapped = await greedy(sdk, "starter", long_prompt)
-    fresh = engine_box.spec("prefix-fresh", b)
-    await replicas().start(fresh)
-    assert swapped[0] == (await greedy(client(fresh), "starter", long_prompt))[0] != cached[0]
+    _, fresh, *_ = await start("prefix-fresh", b)
+    assert swapped[0] == (await greedy(fresh, "starter", long_prompt))[0] != cached[0]
 
 
 def bad_versions(box):
@@ -152,11 +121,8 @@ def bad_versions(box):
     yield root / "bad" / "nothing", VersionUnreadable, "nothing"
 
 
-async def test_a_bad_version_is_refused_and_the_old_one_serves_on(engine_box, replicas):
-    spec = engine_box.spec("refuse", engine_box.version("a", seed=1))
-    replica = replicas()
-    await replica.start(spec)
-    sdk = client(spec)
+async def test_a_bad_version_is_refused_and_the_old_one_serves_on(engine_box, start, a):
+    replica, sdk, *_ = await start("refuse", a)
     expected = await greedy(sdk, "starter")
     for path, error, text in bad_versions(engine_box):
         with pytest.raises(error, match=text):
@@ -166,38 +132,32 @@ async def test_a_bad_version_is_refused_and_the_old_one_serves_on(engine_box, re
 
 
 @pytest.mark.parametrize("fault", ["nan", "record"])
-async def test_swap_of_a_version_that_fails_its_check_ends_the_engine(engine_box, replicas, fault):
-    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=9)
-    spec = engine_box.spec("unfit", a)
-    replica = replicas()
-    pid = (await replica.start(spec))["pid"]
-    expected = await greedy(client(spec), "starter")
+async def test_swap_of_a_version_that_fails_its_check_ends_the_engine(engine_box, start, a, fault):
+    replica, sdk, spec, pid = await start("unfit", a)
+    expected = await greedy(sdk, "starter")
     if fault == "nan":
         bad = engine_box.root / "versions" / "nan"
         rewrite(a, bad, lambda tensors: {name: torch.full_like(t, float("nan")) for name, t in tensors.items()})
     else:
-        bad = stored(engine_box, "tampered", b, {"fingerprint": {"prompt": [1, 2], "token": 3, "logprob": -0.5}}).path
+        record = {"prompt": [1, 2], "token": 3, "logprob": -0.5}
+        bad = stored(engine_box, "tampered", engine_box.version("c", seed=9), {"fingerprint": record}).path
     with pytest.raises(VersionBroken if fault == "nan" else EngineFailed, match="finite|as recorded"):
         await replica.swap("starter", "bad", str(bad))
     ended = await replica.wait_dead()
     assert "swap failed" in ended["exit"] and not Path(f"/proc/{pid}").exists()
     await replica.start(spec)
-    assert await greedy(client(spec), "starter") == expected
+    assert await greedy(sdk, "starter") == expected
 
 
-async def test_tensor_parallel_workers_read_only_their_slices(engine_box, replicas):
-    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
-    spec = engine_box.spec("tp", a, tensor_parallel=2, devices=(0, 1))
-    fresh = engine_box.spec("tp-fresh", b, tensor_parallel=2, devices=(0, 1))
-    replica, reference = replicas(), replicas()
-    await replica.start(spec)
+async def test_tensor_parallel_workers_read_only_their_slices(start, a, b):
+    two = {"tensor_parallel": 2, "devices": (0, 1)}
+    replica, sdk, *_ = await start("tp", a, **two)
     report = await replica.swap("starter", "b", str(b))
     assert len(report["bytes_read"]) == 2
     for slice_bytes in report["bytes_read"]:
         assert 0.49 < slice_bytes / report["bytes"] < 0.52  # half, and the norms, which every worker needs
     await replica.sleep()
     await replica.wake("starter", "a", str(a))
-    sdk = client(spec)
     want = await greedy_ids(sdk, "starter", [10, 20, 30], 400)
     for _ in range(5):  # A busy machine can end the stream before the swap begins.
         seen: list[int] = []
@@ -212,11 +172,11 @@ async def test_tensor_parallel_workers_read_only_their_slices(engine_box, replic
         await replica.swap("starter", "a", str(a))
     assert len(seen) == 400 and seen != want
     await replica.stop()
-    await reference.start(fresh)
-    assert answer == await greedy(client(fresh), "starter")
+    _, fresh, *_ = await start("tp-fresh", b, **two)
+    assert answer == await greedy(fresh, "starter")
 
 
-async def test_swap_to_a_head_stored_beside_its_tied_embedding_needs_a_new_engine(engine_box, replicas):
+async def test_swap_to_a_head_stored_beside_its_tied_embedding_needs_a_new_engine(engine_box, start):
     """vLLM keeps one of the two where they are equal."""
 
     def stored_twice(name, seed):
@@ -224,21 +184,16 @@ async def test_swap_to_a_head_stored_beside_its_tied_embedding_needs_a_new_engin
         embedding = "model.embed_tokens.weight"
         return rewrite(tied, tied.parent / name, lambda t: {**t, "lm_head.weight": t[embedding].clone()})
 
-    a, b = stored_twice("twice-a", 1), stored_twice("twice-b", 2)
-    spec = engine_box.spec("twice", a)
-    replica = replicas()
-    await replica.start(spec)
-    of_a = await greedy_ids(client(spec), "starter", [30, 40, 50], FEW)
+    b = stored_twice("twice-b", 2)
+    replica, sdk, *_ = await start("twice", stored_twice("twice-a", 1))
+    of_a = await greedy_ids(sdk, "starter", [30, 40, 50], FEW)
     with pytest.raises(VersionMismatch):
         await replica.swap("starter", b.name, str(b))
-    assert await greedy_ids(client(spec), "starter", [30, 40, 50], FEW) == of_a
+    assert await greedy_ids(sdk, "starter", [30, 40, 50], FEW) == of_a
 
 
-async def test_one_operation_at_a_time_and_only_in_its_state(engine_box, replicas):
-    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
-    spec = engine_box.spec("states", a)
-    replica = replicas()
-    await replica.start(spec)
+async def test_one_operation_at_a_time_and_only_in_its_state(start, a, b):
+    replica, _, spec, _ = await start("states", a)
     with pytest.raises(WrongState, match="wake needs a asleep|wake needs"):
         await replica.wake("starter", "a", str(a))
     with pytest.raises(WrongState, match="runs an engine already"):
@@ -261,72 +216,212 @@ def stored(box, name, source, meta):
     return draft.commit(meta=meta, pinned=False)
 
 
-async def test_versions_of_the_store_are_leased_while_they_serve(engine_box, replicas):
+async def test_versions_of_the_store_are_leased_while_they_serve(engine_box, start, a, b):
     store = WeightStore(engine_box.root / "store", budget_bytes=None)
-    a, b = (stored(engine_box, name, engine_box.version(name, seed=seed), {}) for name, seed in (("a", 1), ("b", 2)))
-    spec = engine_box.spec("store", a.path, version="a")
-    plain = engine_box.spec("store-plain", engine_box.version("b", seed=2))
-    replica, reference = replicas(), replicas()
-    await replica.start(spec)
+    first, second = (stored(engine_box, path.name, path, {}) for path in (a, b))
+    replica, sdk, *_ = await start("store", first.path, version="a")
     with pytest.raises(VersionLeased):
-        store.remove(a)
-    await replica.swap("m", "b", str(b.path))
-    await reference.start(plain)
-    expected = await greedy(client(plain), "starter")
-    await reference.stop()
-    assert await greedy(client(spec), "m") == expected
-    store.remove(a)
+        store.remove(first)
+    await replica.swap("m", "b", str(second.path))
+    _, plain, *_ = await start("store-plain", b)
+    expected = await greedy(plain, "starter")
+    assert await greedy(sdk, "m") == expected
+    store.remove(first)
     with pytest.raises(VersionLeased):
-        store.remove(b)
+        store.remove(second)
     await replica.sleep()
-    await replica.wake("m", "b", str(b.path))
-    assert await greedy(client(spec), "m") == expected
+    await replica.wake("m", "b", str(second.path))
+    assert await greedy(sdk, "m") == expected
     with pytest.raises(VersionLeased):
-        store.remove(b)
+        store.remove(second)
     await replica.stop()
-    store.remove(b)
+    store.remove(second)
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(bool(HOST.lacks_for_quantised()), reason=HOST.lacks_for_quantised())
 @pytest.mark.parametrize("form", ["w4a16", "w8a8"])
-async def test_quantised_weights_keep_their_version_over_a_sleep_and_refuse_another(engine_box, replicas, form):
-    a = engine_box.root / "versions" / f"{form}-a"
-    quantised.write(engine_box.version("plain", seed=1), form, a, engine_box.root / "versions" / "means")
-    b = rewrite(a, a.parent / f"{form}-b", dict)
-    spec = engine_box.spec(form, a)
-    replica = replicas()
-    await replica.start(spec)
-    first = await greedy(client(spec), "starter")
+async def test_quantised_weights_keep_their_version_over_a_sleep_and_refuse_another(engine_box, start, form):
+    packed = engine_box.root / "versions" / f"{form}-a"
+    quantised.write(engine_box.version("plain", seed=1), form, packed, engine_box.root / "versions" / "means")
+    other = rewrite(packed, packed.parent / f"{form}-b", dict)
+    replica, sdk, *_ = await start(form, packed)
+    first = await greedy(sdk, "starter")
     with pytest.raises(VersionMismatch, match="quantised"):
-        await replica.swap("starter", "b", str(b))
+        await replica.swap("starter", "b", str(other))
     await replica.sleep()
     with pytest.raises(VersionMismatch, match="quantised"):
-        await replica.wake("starter", "b", str(b))
-    assert (await replica.wake("starter", "a", str(a)))["how"] == "kept"
-    assert await greedy(client(spec), "starter") == first
+        await replica.wake("starter", "b", str(other))
+    assert (await replica.wake("starter", "a", str(packed)))["how"] == "kept"
+    assert await greedy(sdk, "starter") == first
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe"])
-async def test_every_family_equals_a_fresh_engine(engine_box, replicas, family, tensor_parallel):
-    a = engine_box.version(f"{family}-a", family, seed=1)
-    b = engine_box.version(f"{family}-b", family, seed=2)
-    devices = tuple(range(tensor_parallel))
-    spec = engine_box.spec("family", a, tensor_parallel=tensor_parallel, devices=devices)
-    fresh = engine_box.spec("family-fresh", b, tensor_parallel=tensor_parallel, devices=devices)
-    reference, replica = replicas(), replicas()
-    await reference.start(fresh)
-    want = await greedy(client(fresh), "starter")
+async def test_every_family_equals_a_fresh_engine(engine_box, start, family, tensor_parallel):
+    one, other = (engine_box.version(f"{family}-{seed}", family, seed=seed) for seed in (1, 2))
+    shared = {"tensor_parallel": tensor_parallel, "devices": tuple(range(tensor_parallel))}
+    reference, fresh, *_ = await start("family-fresh", other, **shared)
+    want = await greedy(fresh, "starter")
     await reference.stop()
-    await replica.start(spec)
-    first = await greedy(client(spec), "starter")
+    replica, sdk, *_ = await start("family", one, **shared)
+    first = await greedy(sdk, "starter")
     assert first != want
-    await replica.swap("starter", "b", str(b))
-    assert await greedy(client(spec), "starter") == want
-    await replica.swap("starter", "a", str(a))
-    assert await greedy(client(spec), "starter") == first
+    await replica.swap("starter", "b", str(other))
+    assert await greedy(sdk, "starter") == want
+    await replica.swap("starter", "a", str(one))
+    assert await greedy(sdk, "starter") == first
     await replica.sleep()
-    await replica.wake("starter", "b", str(b))
-    assert await greedy(client(spec), "starter") == want
+    await replica.wake("starter", "b", str(other))
+    assert await greedy(sdk, "starter") == want
+
+
+MIB = 2**20
+LARGE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "initializer_range": 0.06,
+}
+
+
+async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, start):
+    large, other = (engine_box.version(f"large-{seed}", seed=seed, **LARGE) for seed in (1, 2))
+    replica, sdk, *_ = await start("sleeper", large, kv_cache_bytes=96 * MIB)
+    expected = await greedy(sdk, "starter")
+
+    awake_bytes = (await replica.status())["rss_bytes"]
+    await replica.sleep()
+    weights, asleep = (large / "model.safetensors").stat().st_size, await replica.status()
+    assert asleep["state"] == "asleep" and awake_bytes - asleep["rss_bytes"] > 0.9 * (weights + 96 * MIB)
+    for call in (replica.sleep(), replica.swap("starter", "b", str(other))):
+        with pytest.raises(WrongState, match="asleep"):
+            await call
+
+    held = asyncio.create_task(greedy(sdk, "starter"))
+    while (status := await replica.status())["waiting"] == 0:
+        assert not held.done() and status["state"] == "asleep"
+    assert (status["state"], status["running"], status["waiting"]) == ("asleep", 0, 1)
+    await replica.wake("starter", "a", str(large))
+    assert await held == expected == await greedy(sdk, "starter")
+
+    await replica.sleep()
+    await replica.wake("tuned", "b", str(other))
+    _, fresh, *_ = await start("sleeper-fresh", other)
+    assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
+    await replica.swap("starter", "a", str(large))
+    assert await greedy(sdk, "starter") == expected
+
+
+async def test_sleep_waits_for_nobody_to_be_served(engine_box, start):
+    replica, sdk, _, pid = await start("busy", engine_box.version("long", seed=1, max_position_embeddings=4096))
+    core = next(each for each in group_pids(pid) if each != pid)
+    sdk = sdk
+    streams = [
+        asyncio.create_task(
+            sdk.completions.create(model="starter", prompt="x", max_tokens=1500, extra_body={"ignore_eos": True})
+        )
+        for _ in range(3)
+    ]
+    while (await replica.status())["running"] < len(streams):
+        assert not any(stream.done() for stream in streams)
+    # Their answers take longer than sleep's grace of two seconds, however quick the machine is.
+    os.kill(core, signal.SIGSTOP)
+    try:
+        with pytest.raises(WrongState, match="drain it"):
+            await replica.sleep()
+    finally:
+        os.kill(core, signal.SIGCONT)
+    answers = await asyncio.gather(*streams)
+    assert all(choice.finish_reason == "length" for answer in answers for choice in answer.choices)
+
+
+async def test_a_refused_version_leaves_the_engine_asleep_and_wakeable(engine_box, start, a):
+    other = engine_box.version("mistral-a", "mistral", seed=4)
+    replica, sdk, *_ = await start("refused-wake", a)
+    expected = await greedy(sdk, "starter")
+    await replica.sleep()
+    with pytest.raises(VersionMismatch):
+        await replica.wake("starter", "other", str(other))
+    await replica.wake("starter", "a", str(a))
+    assert await greedy(sdk, "starter") == expected
+
+
+async def test_several_engines_sleep_side_by_side_and_each_wakes_with_its_own_version(engine_box, start):
+    paths = [engine_box.version(name, seed=seed) for name, seed in (("a", 1), ("b", 2), ("c", 3))]
+    engines, expected = [], []
+    for path in paths:
+        engines.append(await start(f"resident-{path.name}", path, kv_cache_bytes=64 * MIB))
+        expected.append(await greedy(engines[-1].sdk, "starter"))
+        awake_bytes = (await engines[-1].replica.status())["rss_bytes"]
+        await engines[-1].replica.sleep()
+        assert awake_bytes - (await engines[-1].replica.status())["rss_bytes"] > 0.9 * 64 * MIB
+    assert [(await engine.replica.status())["state"] for engine in engines] == ["asleep"] * 3
+    for engine, path, answer in zip(engines, paths, expected, strict=True):
+        await engine.replica.wake("starter", path.name, str(path))
+        assert await greedy(engine.sdk, "starter") == answer
+
+
+PROMPT = [10, 20, 30, 40]
+
+
+@pytest.fixture
+async def ahead(engine_box, start, a, monkeypatch):
+    """Starts an engine of version a that schedules asynchronously, as (replica, SDK); it must do so."""
+    logs = []
+
+    async def ahead(name, **fields):
+        with monkeypatch.context() as patch:
+            patch.setattr(replica_module, "ENTRY", "tests.e2e.async_engine:main")
+            engine = await start(name, a, extra_args=AHEAD_ARGUMENTS, **fields)
+        logs.append(engine_box.logs / f"engine-{name}.log")
+        return engine.replica, engine.sdk
+
+    yield ahead
+    assert logs and all(AHEAD in log.read_text() for log in logs)
+
+
+@pytest.fixture
+async def fresh(start, b):
+    """The SDK of an ordinary engine of version b."""
+    return (await start("ahead-fresh", b)).sdk
+
+
+async def test_a_stream_goes_on_through_swaps_in_a_pause(ahead, fresh, a, b):
+    engine, sdk = await ahead("ahead")
+    await stream_through_swap(engine, sdk, fresh, a, b)
+    assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
+
+
+async def test_a_full_batch_and_those_behind_it_survive_swap_after_swap(ahead, fresh, a, b):
+    engine, sdk = await ahead("ahead-full", max_num_seqs=4)
+    tokens = 300
+    asked = [asyncio.create_task(greedy_ids(sdk, "starter", [number, *PROMPT], tokens)) for number in range(5, 17)]
+    while (await engine.status())["running"] < 4:
+        assert not all(task.done() for task in asked)
+    for version in (b, a, b):
+        await engine.swap("starter", version.name, str(version))
+        later = asyncio.create_task(greedy_ids(sdk, "starter", PROMPT, 8))
+        asked.append(later)
+    answers = await asyncio.gather(*asked)
+    assert [len(answer) for answer in answers] == [tokens] * 12 + [8] * 3
+    assert await greedy_ids(sdk, "starter", PROMPT, 40) == await greedy_ids(fresh, "starter", PROMPT, 40)
+    status = await engine.status()
+    assert (status["state"], status["running"], status["waiting"]) == ("ready", 0, 0)
+
+
+async def test_a_request_that_came_in_sleep_is_answered_by_the_version_that_wakes(ahead, fresh, a, b):
+    engine, sdk = await ahead("ahead-asleep")
+    own = await greedy(sdk, "starter")
+    for version, expected in ((b, await greedy(fresh, "starter")), (a, own)):
+        await engine.sleep()
+        held = asyncio.create_task(greedy(sdk, "starter"))
+        while (await engine.status())["waiting"] == 0:
+            assert not held.done()
+        woken = await engine.wake("starter", version.name, str(version))
+        assert woken["version"] == version.name
+        assert await held == expected == await greedy(sdk, "starter")

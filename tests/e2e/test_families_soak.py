@@ -1,5 +1,5 @@
-"""Each family of models that engines and trainers share, as a tiny random model: imported, asked, fine-tuned, asked
-again, and both times compared with transformers.
+"""Models that people bring, as tiny random ones: each family of models that engines and trainers share, adapters of
+peft's, sharded, tied and quantised weights: imported, asked and compared with transformers.
 
 A family that is refused is refused by name: what its row in docs/first-model.md says is what this asserts.
 """
@@ -7,14 +7,18 @@ A family that is refused is refused by name: what its row in docs/first-model.md
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import openai
+import peft
 import pytest
 import torch
 import transformers
 
-from tests.e2e.box_support import gsm8k, wait_for, whole_box
+from runtime.devices.kinds import HOST
+from tests.e2e import quantised
+from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, wait_for, whole_box
 from weights.format.names import encode_name
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
@@ -82,6 +86,29 @@ def box(tmp_path_factory):
         yield one
 
 
+@pytest.fixture(scope="module")
+def tokenizer(box):
+    return transformers.AutoTokenizer.from_pretrained(next((box.data_dir / "models" / "starter").iterdir()))
+
+
+def tiny(directory: Path, tokenizer, family: str = "llama", *, shard: str = "1GB", **shape) -> Path:
+    """A model of two layers with random weights in `directory`."""
+    sizes = SHAPE | FAMILIES[family] | shape
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes
+    )
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(directory, max_shard_size=shard)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def furthest(right: torch.Tensor, found: dict[int, float]) -> float:
+    """The largest difference of a token's log-probability, in nats."""
+    return max(abs(right[token].item() - value) for token, value in found.items())
+
+
 def expected(directory: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Log-probabilities of the token after PROMPT, computed in `dtype`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
@@ -89,7 +116,7 @@ def expected(directory: Path, dtype: torch.dtype = torch.float32) -> torch.Tenso
         return model(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1)
 
 
-def answered(client: openai.OpenAI, name: str, tokenizer) -> dict[int, float]:
+def answered(client: openai.OpenAI, name: str) -> dict[int, float]:
     """The same from an engine, for its five likeliest tokens."""
     told = client.completions.create(
         model=name,
@@ -108,52 +135,39 @@ def ended(client: openai.OpenAI, job_id: str):
     return job if job.status in ("succeeded", "failed", "cancelled") else None
 
 
-def compare(client: openai.OpenAI, name: str, directory: Path, tokenizer) -> tuple[float, float]:
+def compare(client: openai.OpenAI, name: str, directory: Path) -> tuple[float, float]:
     """The largest differences from float32, in nats: of the engine, and of transformers in bfloat16, which the engine
     computes in too. Rounding moves one draw of weights three times as far as another."""
-    right, found = expected(directory), answered(client, name, tokenizer)
+    right, found = expected(directory), answered(client, name)
     rounded = expected(directory, torch.bfloat16)
     return tuple(
-        round(max(abs(right[token].item() - value) for token, value in answer.items()), 4)
-        for answer in (found, {token: rounded[token].item() for token in found})
+        round(furthest(right, answer), 4) for answer in (found, {token: rounded[token].item() for token in found})
     )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(box, family, tmp_path, capsys):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(next((box.data_dir / "models" / "starter").iterdir()))
-    config = transformers.AutoConfig.for_model(
-        family, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SHAPE | FAMILIES[family]
-    )
-    torch.manual_seed(1)
-    directory = tmp_path / family
-    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(
+    box, tokenizer, family, tmp_path, capsys
+):
+    directory = tiny(tmp_path / family, tokenizer, family)
     client, row = box.client(), {"family": family}
     try:
         box.run("model", "import", str(directory), "--name", family)
         if family in NOT_SERVED:
             with pytest.raises(openai.APIStatusError, match=NOT_SERVED[family]):
-                compare(client, family, directory, tokenizer)
+                compare(client, family, directory)
             row["served"] = f"no: {NOT_SERVED[family]}"
             return
-        row["served"] = compare(client, family, directory, tokenizer)
-        job = client.fine_tuning.jobs.create(
-            model=family,
-            training_file=box.upload(gsm8k("train", 24)),
-            method={
-                "type": "supervised",
-                "supervised": {"hyperparameters": {"n_epochs": 1, "batch_size": 4, "max_length": 256, "full": True}},
-            },
-            extra_body={"max_devices": 2},
-        )
-        done = wait_for(lambda: ended(client, job.id), "the end of the job", 300)
+        row["served"] = compare(client, family, directory)
+        how = {"n_epochs": 1, "batch_size": 4, "max_length": 256, "full": True}
+        job_id = box.tune(family, gsm8k("train", 24), **how)
+        done = wait_for(lambda: ended(client, job_id), "the end of the job", 300)
         row["job"] = done.status if done.error is None else f"{done.status}: {done.error.message[:160]}"
         if done.status == "succeeded":
             (version,) = [v["version"] for v in box.ask("model", "show", done.fine_tuned_model)["versions"]]
             disk = box.data_dir / "models" / encode_name(done.fine_tuned_model) / encode_name(version)
             wait_for((disk / "manifest.json").is_file, "the version on disk", 60)
-            row["tuned"] = compare(client, done.fine_tuned_model, disk, tokenizer)
+            row["tuned"] = compare(client, done.fine_tuned_model, disk)
             box.run("model", "rm", done.fine_tuned_model)
         box.run("model", "rm", family)
     finally:
@@ -168,3 +182,146 @@ def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(b
         assert row["job"] == "succeeded", row
         engine, rounding = row["tuned"]
         assert engine < most + rounding, row
+
+
+# --- adapters, sharded and tied weights, and weights in few bits
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+GREEDY_TOKENS = 16
+# What the CPU's build of vLLM does not compute, and the words that say so.
+FORMS_NOT_SERVED = {"fp8": "quantised by fp8", "fp8-blocks": "quantised layers"}
+NATS = 0.1  # bfloat16 has three digits
+OF_FORMAT = {"w8a8": 0.25}  # activations are rounded to eight bits as well
+
+
+def adapter(directory: Path, base: Path, named: str, seed: int = 2, **settings) -> Path:
+    """A random LoRA adapter in `directory`, as peft writes it, that says it belongs to `named`."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = {"r": 8, "lora_alpha": 16, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings
+    model = peft.get_peft_model(model, peft.LoraConfig(**config))
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    model.peft_config["default"].base_model_name_or_path = named
+    model.save_pretrained(directory)
+    return directory
+
+
+def right(base: Path, adapted: Path | None = None) -> tuple[torch.Tensor, list[int]]:
+    """transformers' log-probabilities after PROMPT, and its greedy tokens up to the first that bfloat16 might choose
+    otherwise, in float32; with peft's adapter if given."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    if adapted is not None:
+        model = peft.PeftModel.from_pretrained(model, str(adapted)).eval()
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        written = model.generate(
+            input_ids=ids, max_new_tokens=GREEDY_TOKENS, min_new_tokens=GREEDY_TOKENS, do_sample=False
+        )
+        logits = model(input_ids=written).logits[0, len(PROMPT) - 1 : -1]
+    best = logits.topk(2).values
+    sure = ((best[:, 0] - best[:, 1]) > NATS).long().cumprod(0).sum()
+    return logits[0].log_softmax(-1), written[0, len(PROMPT) :].tolist()[: int(sure)]
+
+
+def greedy(client: openai.OpenAI, name: str, count: int) -> list[int]:
+    assert count > 2, "too few tokens to compare"
+    told = client.completions.create(
+        model=name,
+        prompt=PROMPT,
+        max_tokens=count,
+        temperature=0,
+        logprobs=1,
+        extra_body={"return_tokens_as_token_ids": True, "min_tokens": count},
+    )
+    return [int(token.removeprefix("token_id:")) for token in told.choices[0].logprobs.tokens]
+
+
+def refused(box: WholeBox, *arguments: str) -> str:
+    """What a command that must fail says."""
+    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=300, env=box.environment())
+    assert done.returncode in (1, 2, 5) and "Traceback" not in done.stderr, done
+    return done.stderr
+
+
+def test_an_adapter_of_pefts_is_served_beside_its_base_and_computes_what_peft_does(box, tokenizer, tmp_path, capsys):
+    base = tiny(tmp_path / "tiny-llama", tokenizer)
+    for seed in range(2, 32):  # one whose first tokens are not a toss-up in bfloat16
+        lora = adapter(tmp_path / "pirate", base, "some-lab/Tiny-Llama", seed)
+        first, tokens = right(base, lora)
+        if len(tokens) > 2:
+            break
+    words = refused(box, "model", "import", str(lora))
+    assert "some-lab/Tiny-Llama" in words and "--base" in words
+    box.run("model", "import", str(base))
+    made = box.ask("model", "import", str(lora))["result"]
+    assert made["adapter of"] == "tiny-llama v1", made
+
+    client = box.client()
+    _, of_base = right(base)
+    assert tokens[:3] != of_base[:3], "the adapter changes nothing, so this proves nothing"
+    most = furthest(first, answered(client, "pirate"))
+    with capsys.disabled():
+        print(f"\nadapter: {most:.3f} nats from peft", flush=True)
+    assert most < NATS
+    assert greedy(client, "pirate", len(tokens)) == tokens
+    assert greedy(client, "tiny-llama", len(of_base)) == of_base
+    shown = box.ask("model", "show", "pirate")
+    assert (shown["kind"], shown["adapter"]["base"], shown["adapter"]["rank"]) == ("fine-tuned", "tiny-llama", 8)
+    assert {"pirate", "tiny-llama"} <= {model.id for model in client.models.list()}
+
+    dora = adapter(tmp_path / "dora", base, "tiny-llama", use_dora=True)
+    assert "DoRA" in refused(box, "model", "import", str(dora))
+    large = adapter(tmp_path / "large", base, "tiny-llama", r=64)
+    assert "adapter_max_rank" in refused(box, "model", "import", str(large))
+    assert "tiny-llama" in refused(box, "model", "rm", "tiny-llama"), "an adapter needs it"
+    box.run("model", "rm", "pirate")
+    box.run("model", "rm", "tiny-llama")
+
+
+@pytest.mark.parametrize("kind", ["sharded", "tied"])
+def test_sharded_and_tied_weights_compute_what_transformers_does(box, tokenizer, tmp_path, kind):
+    base = tiny(
+        tmp_path / kind, tokenizer, tie_word_embeddings=kind == "tied", shard="200KB" if kind == "sharded" else "1GB"
+    )
+    files = sorted(path.name for path in base.glob("*.safetensors"))
+    assert (len(files) > 2) is (kind == "sharded"), files
+    box.run("model", "import", str(base))
+    client, (first, tokens) = box.client(), right(base)
+    assert furthest(first, answered(client, kind)) < NATS
+    assert greedy(client, kind, len(tokens)) == tokens
+    box.run("model", "rm", kind)
+
+
+def engines_started(box: WholeBox) -> list[Path]:
+    """Logs of all engines that this box ever started."""
+    return sorted((box.data_dir / "logs").glob("engine-*.log"))
+
+
+@pytest.mark.parametrize("form", quantised.FORMATS)
+def test_a_quantised_checkpoint_computes_what_its_weights_mean_or_is_refused_in_words(
+    box, tokenizer, tmp_path, form, capsys
+):
+    plain = tiny(tmp_path / "plain", tokenizer, num_key_value_heads=4)
+    quantised.write(plain, form, tmp_path / form, tmp_path / "means")
+    client, row, engines = box.client(), {"format": form}, len(engines_started(box))
+    try:
+        box.run("model", "import", str(tmp_path / form))
+        first, _ = right(tmp_path / "means")
+        row["nats"] = round(furthest(first, answered(client, form)), 3)
+    except openai.APIStatusError as error:
+        row["refused"] = str(error)[:300]
+    finally:
+        with capsys.disabled():
+            print("\n" + json.dumps(row), flush=True)
+    if lacking := HOST.lacks_for_quantised():
+        assert "its layers are quantised" in row["refused"] and lacking in row["refused"], row
+        assert len(engines_started(box)) == engines, "it is refused before an engine is started"
+    elif form in FORMS_NOT_SERVED:
+        assert FORMS_NOT_SERVED[form] in row["refused"], row
+    else:
+        assert row["nats"] < OF_FORMAT.get(form, NATS), row
+    with pytest.raises(openai.BadRequestError, match="quantised"):
+        client.fine_tuning.jobs.create(model=form, training_file=box.upload(gsm8k("train", 4)))
+    box.run("model", "rm", form)

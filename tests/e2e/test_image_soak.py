@@ -13,7 +13,6 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -44,12 +43,8 @@ def settings_of_pip() -> dict[str, str]:
     return {name.partition(".")[2]: value.strip("'\"") for name, _, value in rows}
 
 
-@dataclass(frozen=True)
-class Means:
-    """Options of podman's own, and of its `run`, without which containers do not start on this machine."""
-
-    of_podman: tuple[str, ...]
-    of_run: tuple[str, ...]
+Means = tuple[tuple[str, ...], tuple[str, ...]]
+"""Options of podman's own, and of its `run`, without which containers do not start on this machine."""
 
 
 def lower_limits() -> tuple[str, ...]:
@@ -82,7 +77,7 @@ def means(base: str) -> Means:
                     print(
                         f"containers start here with {' '.join((*of_podman, *of_run))}: podman's own way was not tried"
                     )
-                return Means(of_podman, of_run)
+                return of_podman, of_run
             said = tried.stderr.strip()
     pytest.skip(f"no container starts on this machine: {said}")
 
@@ -99,7 +94,7 @@ def image(means: Means, tmp_path_factory: pytest.TempPathFactory) -> str:
     # pip passes over a folder that is not there; podman refuses to mount it.
     mounts = [f"--volume={path}:{path}:ro" for path in sorted(there) if path.exists()]
     podman(
-        *means.of_podman,
+        *means[0],
         *("build", "--format", "docker", "--network", "host", "-f", "images/Dockerfile.cpu", "-t", IMAGE),
         *(f"--secret=id=pip.conf,src={conf}", *mounts, str(PROJECT)),
     )
@@ -114,21 +109,8 @@ def box(image: str, means: Means) -> Iterator[tuple[str, int]]:
         port = free.getsockname()[1]
     name = f"appliance-{uuid.uuid4().hex[:8]}"
     podman(
-        *means.of_podman,
-        *(
-            "run",
-            *means.of_run,
-            "--detach",
-            "--name",
-            name,
-            "--network",
-            "host",
-            "--read-only",
-            "--tmpfs",
-            "/tmp",
-            "--cap-drop",
-            "all",
-        ),
+        *(*means[0], "run", *means[1], "--detach", "--name", name, "--network", "host"),
+        *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "all"),
         *("--security-opt", "no-new-privileges", "--shm-size", "2g", "--volume", f"{name}:/data:U", image),
         *("up", "--data-dir", "/data", "--host", "127.0.0.1", "--port", str(port), "--devices", "2"),
     )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, said_to_strangers, wait_for
-from tests.e2e.machines_support import OtherMachine, deploy_tiny, devices, holder_of, invited, places
+from tests.e2e.box_support import COMMAND, gsm8k, said_to_strangers, wait_for
+from tests.e2e.machines_support import deploy_tiny, devices, holder_of, invited, places, two_machines
 
 # Neither is 127.0.0.1, on which Ray listens to nobody else: as on a network.
 HOME, AWAY = "127.0.0.2", "127.0.0.3"
@@ -23,29 +22,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(3000)]
 
 @pytest.fixture
 def machines(tmp_path):
-    home, away = WholeBox(tmp_path / "home"), OtherMachine(tmp_path / "away", AWAY)
-    with socket.socket() as probe:
-        probe.bind((HOME, 0))
-        port = probe.getsockname()[1]
-    for machine in (home, away):
-        machine.data_dir.mkdir()
-    (home.data_dir / "appliance.toml").write_text(
-        f'[box]\nnode_address = "{HOME}"\nnode_port = {port}\ndevices = 1\nstart_timeout_s = 300\n'
-        "[serve]\nmax_replicas = 3\nstart_timeout_s = 400\n"
-    )
-    try:
-        home.up()
-        yield home, away
-        home.run("down")
-        assert home.left() == []
-        if away.process is not None:
-            wait_for(lambda: away.process.poll() is not None, "the other node to end with its box", 60)
-        assert away.left() == []
-        for machine in (home, away):
-            wait_for(lambda one=machine: not one.segments_left(), "segments without a process to be gone", 10)
-    finally:
-        away.destroy()
-        home.destroy()
+    with two_machines(tmp_path, HOME, AWAY) as both:
+        yield both
 
 
 ALL = ["n0/0", "n1/0", "n1/1"]

@@ -6,6 +6,7 @@ Beside the real gateway stands the real control app with an engine from a can.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -20,11 +21,11 @@ import httpx
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.objects import models
+from appliance.store.objects import jobs, models
 from appliance.store.records import deployments
-from appliance.store.rows import DeploymentRow
+from appliance.store.rows import DeploymentRow, JobRow
 from appliance.ui.site import site
-from tests.e2e import page_pictures, page_rows
+from tests.e2e import page_pictures
 from tests.front.box import MODEL, Front, free_port, running_front
 from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import insert_model
@@ -55,11 +56,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any, front: Front) -> Iterator[Visit]:
-    """A page logged in with a key; what its console said and whom it asked is looked at when the test is over."""
+    """A page logged in with a key; what its console said and whom it asked is looked at when the test is over. loud:
+    the console may complain."""
     contexts, faults = [], []
 
-    def enter(url: str = front.url, key: str | None = front.key, place: str = "", **options: Any) -> Any:
-        page = page_pictures.watched_page(browser, url, faults, **options)
+    def enter(
+        url: str = front.url, key: str | None = front.key, place: str = "", loud: bool = False, **options: Any
+    ) -> Any:
+        page = page_pictures.watched_page(browser, url, [] if loud else faults, **options)
         contexts.append(page.context)
         page.set_default_timeout(WAIT_MS)
         page.goto(f"{url}/ui{place}")
@@ -75,16 +79,6 @@ def visit(browser: Any, front: Front) -> Iterator[Visit]:
     assert not faults
 
 
-def logged_in(browser: Any, front: Front, place: str = "", key: str | None = None) -> Any:
-    """A page of a new context, whose console may complain."""
-    page = browser.new_context(locale="en-US").new_page()
-    page.set_default_timeout(WAIT_MS)
-    page.goto(f"{front.url}/ui{place}")
-    page.get_by_label("API key").fill(key or front.key)
-    page.keyboard.press("Enter")
-    return page
-
-
 def test_the_pictures_of_the_docs_are_taken_here_and_each_is_shown(browser: Any, front: Front, tmp_path: Path) -> None:
     """`make pictures` takes those of docs/ anew."""
     docs = Path(__file__).parents[2] / "docs"
@@ -94,9 +88,9 @@ def test_the_pictures_of_the_docs_are_taken_here_and_each_is_shown(browser: Any,
     assert all((tmp_path / name).stat().st_size > 20_000 for name in made)
 
 
-def test_a_reload_keeps_a_login_and_log_out_ends_it(browser: Any, front: Front) -> None:
+def test_a_reload_keeps_a_login_and_log_out_ends_it(visit: Visit, front: Front) -> None:
     """What the other tab asks as it ends is 401, of which its console may tell."""
-    page = logged_in(browser, front)
+    page = visit(loud=True)
     page.get_by_text("n0/7").wait_for()
     cookies = page.context.cookies()
     assert {cookie["path"] for cookie in cookies} == {"/admin/v1", "/v1"}
@@ -113,12 +107,11 @@ def test_a_reload_keeps_a_login_and_log_out_ends_it(browser: Any, front: Front) 
     with front.http() as http:
         front.wait(lambda: cookies[0]["name"] not in http.get("/admin/v1/sessions").text)
     front.wait(lambda: not page.context.cookies())
-    page.context.close()
 
 
-def test_changes_are_polled_while_seen_and_hidden_and_over_a_restart(browser: Any, front: Front) -> None:
+def test_changes_are_polled_while_seen_and_hidden_and_over_a_restart(visit: Visit, front: Front) -> None:
     """Its console tells of what failed meanwhile."""
-    page, asked = logged_in(browser, front, "#/keys"), []
+    page, asked = visit(place="#/keys", loud=True), []
     page.on("request", lambda request: asked.append(time.monotonic()) if request.url.endswith("/v1/keys") else None)
 
     def make_key(name: str) -> None:
@@ -145,7 +138,6 @@ def test_changes_are_polled_while_seen_and_hidden_and_over_a_restart(browser: An
     assert len(asked) <= before + 1
     hide(False)
     page.get_by_text("hidden", exact=True).first.wait_for(timeout=4_000)
-    page.context.close()
 
 
 @pytest.fixture
@@ -173,16 +165,14 @@ def provider() -> Iterator[str]:
 
 
 def test_a_person_logs_in_by_a_provider_with_the_scopes_of_their_group(
-    browser: Any, provider: str, tmp_path: Path
+    visit: Visit, provider: str, tmp_path: Path
 ) -> None:
     port, secret = free_port(), tmp_path / "secret"
     secret.write_text("between us\n")
     settings = {"issuer": provider, "client_id": "box", "name": "our directory"}
     settings |= {"groups": {"ml": ["inference", "fine_tuning"]}, "client_secret_path": str(secret)}
     with running_front(imports=False, controller={"oidc": settings}, port=port) as front:
-        page = browser.new_context(locale="en-US").new_page()
-        page.set_default_timeout(WAIT_MS)
-        page.goto(f"{front.url}/ui#/jobs")
+        page = visit(front.url, None, "#/jobs", loud=True)
 
         def go(button: str) -> None:
             page.get_by_role("button", name="Log in with our directory").click()
@@ -205,12 +195,11 @@ def test_a_person_logs_in_by_a_provider_with_the_scopes_of_their_group(
         page.get_by_text("This login has ended").wait_for()
         go("ann")
         page.get_by_text("your access to this box was revoked").wait_for()
-        page.context.close()
+        page.close()
 
 
-def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(browser: Any, front: Front) -> None:
-    page = logged_in(browser, front, "#/queue", key_with(front, "read", "admin"))
-    page.get_by_role("navigation").wait_for()
+def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(visit: Visit, front: Front) -> None:
+    page = visit(key=key_with(front, "read", "admin"), place="#/queue", loud=True)
     # Another page of the same machine, to which the browser sends the cookie; and one that has no header of the page's.
     for headers in ("{}", "{'x-appliance-page': 'session_x.y'}"):
         asked = f"fetch('/admin/v1/keys', {{credentials: 'include', headers: {headers}}})"
@@ -222,7 +211,6 @@ def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(browser: Any
             if row["name"] == "with-read-admin":
                 http.delete(f"/admin/v1/keys/{row['id']}")
     page.get_by_text("This login has ended").wait_for()
-    page.context.close()
 
 
 def test_the_box_shows_its_devices_and_a_mode_is_looked_at_before_it_is_switched(visit: Visit, front: Front) -> None:
@@ -293,19 +281,13 @@ def test_who_lacks_a_scope_reads_a_sentence(visit: Visit, front: Front) -> None:
 
 def trained(front: Front, key: str) -> str:
     """A job that has reached its third step of four and tells of rewards and of a teacher; its id."""
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    data = "\n".join([json.dumps(row)] * 12).encode()
-    with front.http(key) as http:
-        uploaded = http.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("t.jsonl", data)}).json()
-        body = {"model": MODEL, "training_file": uploaded["id"], "suffix": "seen"}
-        job_id = http.post("/v1/fine_tuning/jobs", json=body).json()["id"]
-        front.wait(lambda: http.get(f"/v1/fine_tuning/jobs/{job_id}").json()["status"] == "queued")
+    job_id = page_pictures.begun(front, key, "seen")
     context = front.context
     assert context is not None
 
     def tell() -> None:
         events = JobEvents(context.db, context.files_dir, "local")
-        events.started(job_id, ["n0/0", "n0/1"], resumed=False)
+        events.started(job_id, ["n0/0", "n0/1"])
         for step in (1, 2, 3):
             more = {"total_steps": 4, "loss": 3.0 / step, "tokens_per_s": 900.0, "devices": 2}
             more |= {"train_mean_reward": step / 4, "reverse_kl": 1 / step}
@@ -478,48 +460,57 @@ def faults_of(page: Any, axe: str) -> list[str]:
     ]
 
 
-def test_the_first_model_of_a_box_is_added_on_the_page(visit: Visit) -> None:
+@pytest.fixture(scope="module")
+def empty() -> Iterator[Front]:
+    """A box without a model."""
+    with running_front(imports=False) as front:
+        front.call(lambda: models.delete(front.context.db, MODEL))
+        yield front
+
+
+def test_the_first_model_of_a_box_is_added_on_the_page(visit: Visit, empty: Front) -> None:
     """On an empty box the form of a job had nothing to choose, and no page said what to do."""
-    with running_front(imports=False) as front:
-        context = front.context
-        assert context is not None
-        front.call(lambda: models.delete(context.db, MODEL))
-        page = visit(front.url, front.key, "#/jobs/new")
-        page.get_by_text("There is no model to train yet").wait_for()
-        page.get_by_role("main").get_by_role("link", name="Models").click()
-        page.get_by_text("This box has no model yet").wait_for()
-        source, name = (page.get_by_role("textbox", name=re.compile(label)) for label in ("^From", "^Name"))
-        source.fill("/models/tiny")
-        name.fill("tiny")
-        page.get_by_role("button", name="Import").click()
-        page.get_by_role("link", name="tiny").wait_for()
-        page.close()
+    page = visit(empty.url, empty.key, "#/jobs/new")
+    page.get_by_text("There is no model to train yet").wait_for()
+    page.get_by_role("main").get_by_role("link", name="Models").click()
+    page.get_by_text("This box has no model yet").wait_for()
+    source, name = (page.get_by_role("textbox", name=re.compile(label)) for label in ("^From", "^Name"))
+    source.fill("/models/tiny")
+    name.fill("tiny")
+    page.get_by_role("button", name="Import").click()
+    page.get_by_role("link", name="tiny").wait_for()
 
 
-def test_a_long_list_is_searched_and_shows_older_rows_on_demand(visit: Visit) -> None:
+def insert_jobs(front: Front, count: int, first: int = 0) -> None:
+    """Ended ones, `ft:starter:local:nNNN:job`, the last made the newest."""
+    resolved = {"publish": "end", "n_epochs": 1, "batch_size": 1, "options": {}}
+    for number in range(first, first + count):
+        name, at_s = f"ft:starter:local:n{number:03}:job", 1e9 + number
+        row = JobRow(f"ftjob-{number:03}", "starter", "supervised", "file-1", 1, output_model=name, created_s=at_s)
+        ended = dataclasses.replace(row, phase="cancelled", finished_s=at_s, resolved=resolved)
+        front.call(lambda row=ended: jobs.insert(front.context.db, row))
+
+
+def test_a_long_list_is_searched_and_shows_older_rows_on_demand(visit: Visit, empty: Front) -> None:
     """Beyond the first hundred nobody saw a job on the page, and nobody was told."""
-    with running_front(imports=False) as front:
-        context = front.context
-        assert context is not None
-        front.call(lambda: page_rows.insert_jobs(context.db, 150))
-        page = visit(front.url, front.key, "#/jobs")
-        rows = page.locator("tbody tr")
-        rows.nth(99).wait_for()
-        expect(rows).to_have_count(100)
-        page.get_by_label("Find").fill("n007")
-        page.get_by_text("Nothing here has these words.").wait_for()
-        page.get_by_role("button", name="Show older ones").click()
-        page.get_by_role("link", name="ft:starter:local:n007:job").wait_for()
-        expect(rows).to_have_count(1)
-        expect(page.get_by_role("button", name="Show older ones")).to_have_count(0)
-        page.get_by_label("Find").fill("")
-        rows.nth(149).wait_for()
-        expect(rows).to_have_count(150)
-        expect(page.get_by_role("link", name="n000")).to_have_count(1)
-        front.call(lambda: page_rows.insert_jobs(context.db, 3, first=150))
-        rows.nth(152).wait_for()
-        expect(rows, "those that newer ones push out of the first page stay").to_have_count(153)
-        page.close()
+    insert_jobs(empty, 150)
+    page = visit(empty.url, empty.key, "#/jobs")
+    rows = page.locator("tbody tr")
+    rows.nth(99).wait_for()
+    expect(rows).to_have_count(100)
+    page.get_by_label("Find").fill("n007")
+    page.get_by_text("Nothing here has these words.").wait_for()
+    page.get_by_role("button", name="Show older ones").click()
+    page.get_by_role("link", name="ft:starter:local:n007:job").wait_for()
+    expect(rows).to_have_count(1)
+    expect(page.get_by_role("button", name="Show older ones")).to_have_count(0)
+    page.get_by_label("Find").fill("")
+    rows.nth(149).wait_for()
+    expect(rows).to_have_count(150)
+    expect(page.get_by_role("link", name="n000")).to_have_count(1)
+    insert_jobs(empty, 3, first=150)
+    rows.nth(152).wait_for()
+    expect(rows, "those that newer ones push out of the first page stay").to_have_count(153)
 
 
 STICKING_OUT = """[...document.querySelectorAll('.card > header :is(button, select)')].filter((part) =>

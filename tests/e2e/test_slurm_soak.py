@@ -166,17 +166,8 @@ def test_a_box_lives_in_one_job_after_the_other(tmp_path: Path) -> None:
             command = ["up", "--data-dir", str(box.data_dir)]
             (batch,) = [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[2:5] == command]
             assert batch.environ()["SLURM_JOB_ID"] == first
-            told = cluster.ask(
-                "srun",
-                "--overlap",
-                f"--jobid={first}",
-                f"{exported['VENV']}/bin/appliance",
-                "status",
-                "--data-dir",
-                str(box.data_dir),
-                "-o",
-                "json",
-            )
+            status = [f"{exported['VENV']}/bin/appliance", "status", "--data-dir", str(box.data_dir), "-o", "json"]
+            told = cluster.ask("srun", "--overlap", f"--jobid={first}", *status)
             assert len(json.loads(told)["devices"]) == 2
             box.make_starter()
             box.set_mode(policy="train")

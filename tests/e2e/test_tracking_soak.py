@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.box_support import WholeBox, free_port, gsm8k, wait_for
+from tests.e2e.box_support import WholeBox, free_port, gsm8k, wait_for, whole_box
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -86,12 +86,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mlflow_server(python: Path, folder: Path, port: int) -> Iterator[None]:
     """A real one with its database in `folder`."""
     command = [python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    where = [
-        "--backend-store-uri",
-        f"sqlite:///{folder}/mlflow.db",
-        "--artifacts-destination",
-        str(folder / "artifacts"),
-    ]
+    where = [f"--backend-store-uri=sqlite:///{folder}/mlflow.db", f"--artifacts-destination={folder / 'artifacts'}"]
     clean = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     clean["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # its jobs have files in shared memory, which it leaves there
     with open(folder / "mlflow.log", "ab") as log:
@@ -165,28 +160,21 @@ def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path, pyth
     """The server is away when the job begins and again in its midst, and the exporter is killed: nothing is lost, and
     nothing there twice."""
     server = environment(tmp_path / "server", "mlflow>=3.17,<4")
-    port, box = free_port(), WholeBox(tmp_path / "box")
-    box.data_dir.mkdir()
+    port = free_port()
     settings = (
         f'[tracking]\nmlflow_uri = "http://127.0.0.1:{port}"\nwandb_mode = "offline"\npython = "{python}"\n'
         "[box]\ndevices = 2\nstart_timeout_s = 600\n[serve]\nstart_timeout_s = 600\n"
     )
-    (box.data_dir / "appliance.toml").write_text(settings)
     mlflow = Mlflow(port)
-    try:
-        box.up()
+    (tmp_path / "box").mkdir()
+    with whole_box(tmp_path / "box", settings) as box:
         box.make_starter()
         box.set_mode(policy="train")
         file = box.upload(gsm8k("train", 48))
-        job = box.client().fine_tuning.jobs.create(
-            model="starter",
-            training_file=file,
-            validation_file=box.upload(gsm8k("test", 8), "valid.jsonl"),
-            integrations=[WANDB],
-            method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 20, "batch_size": 4}}},
-        )
-        wait_for(lambda: len(box.losses(job.id)) >= 3, "the first steps", 300)
-        box.run("job", "pause", job.id)  # until the exporter was killed
+        request = {"validation_file": box.upload(gsm8k("test", 8), "valid.jsonl"), "integrations": [WANDB]}
+        job = box.tune("starter", file, request=request, n_epochs=20, batch_size=4)
+        wait_for(lambda: len(box.losses(job)) >= 3, "the first steps", 300)
+        box.run("job", "pause", job)  # until the exporter was killed
         wait_for(lambda: "tracking: mlflow" in troubles(box), "a word about the server that is away", 120)
         with mlflow_server(server, tmp_path, port):
             wait_for(lambda: mlflow.runs() and mlflow.points(mlflow.runs()[0], "train/loss"), "the first points", 120)
@@ -194,22 +182,19 @@ def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path, pyth
             exporter.kill()
             wait_for(lambda: [one.pid for one in exporters(box)] not in ([], [exporter.pid]), "a new exporter", 60)
             before = len(mlflow.points(mlflow.runs()[0], "train/loss"))
-            box.run("job", "resume", job.id)
-            box.run("job", "wait", job.id, "--timeout", "600")
+            box.run("job", "resume", job)
+            box.tuned(job)
             wait_for(lambda: mlflow.runs()[0]["info"]["status"] == "FINISHED", "the end of the run", 120)
             (run,) = mlflow.runs()
-            losses = box.losses(job.id)
+            losses = box.losses(job)
             points = mlflow.points(run, "train/loss")
             assert [step for step, _ in points] == sorted(losses), "each step once"
             assert dict(points) == pytest.approx(losses)
             assert len(losses) > before
-            assert len(mlflow.points(run, "validation/loss")) == len(box.validation_losses(job.id)) > 0
+            assert len(mlflow.points(run, "validation/loss")) == len(box.validation_losses(job)) > 0
             params, tags = told(run, "params"), told(run, "tags")
-            assert (
-                params["model"] == "starter"
-                and params["training_file"] == file
-                and len(params["training_file_sha256"]) == 64
-            )
+            assert (params["model"], params["training_file"]) == ("starter", file)
+            assert len(params["training_file_sha256"]) == 64
             assert tags["appliance.state"] == "succeeded" and tags["appliance.version"].startswith("step-")
         wait_for(lambda: not troubles(box), "no tracker to be degraded", 120)
 
@@ -218,11 +203,8 @@ def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path, pyth
         found = [(one["train/global_step"], one["train/loss"]) for one in history if "train/loss" in one]
         assert [step for step, _ in found] == sorted(losses) and dict(found) == pytest.approx(losses)
         made = next(one["run"] for one in records if "run" in one)
-        assert (made["project"], made["name"], made["tags"]) == ("sums", "first", ["night", job.id])
+        assert (made["project"], made["name"], made["tags"]) == ("sums", "first", ["night", job])
         assert made["config"]["model"] == "starter" and made["host"] == "appliance"
         assert [one["exit"] for one in records if "exit" in one] == [0]
         print(f"{len(losses)} steps, {len(history)} rows of W&B, MLflow away for the first {before}")
-        box.run("down")
-        assert exporters(box) == [] and box.left() == []
-    finally:
-        box.destroy()
+    assert exporters(box) == []

@@ -1,11 +1,17 @@
 """What ranks publish by fragments is what an engine serves: a swap against vLLM as it comes, loading from disk."""
 
+import asyncio
+import os
 import shutil
+import tempfile
+from typing import Any
 
 import pytest
 
-from tests.e2e.engine_support import client
-from tests.e2e.plain_engine import answer_of_plain_engine
+from runtime.processes.child import Child
+from runtime.processes.lifeline import Lifeline
+from serve.core.spec import ReplicaSpec
+from serve.vllm.arguments import engine_environment
 
 # As wide as vLLM's CPU kernels want heads and experts to be; greedy decoding of random weights is stable at this range.
 SIZES = {
@@ -49,19 +55,17 @@ SOAK = {
     + [pytest.param(*case, id=name, marks=pytest.mark.soak) for name, case in SOAK.items()],
 )
 async def test_published_by_fragments_then_swapped_in_equals_a_plain_engine_from_disk(
-    engine_box, replicas, shop, tmp_path, model, fields
+    engine_box, start, shop, tmp_path, model, fields
 ):
     job = shop.spec(model=model | SIZES, n_epochs=1, examples=32, **({"learning_rate": 5e-3} | fields))
-    base = engine_box.spec("base", shop.base, version="base")
-    replica = replicas()
-    await replica.start(base)
-    before = await greedy(client(base), "starter")
+    replica, sdk, *_ = await start("base", shop.base, version="base")
+    before = await greedy(sdk, "starter")
 
     await shop.run(job, 2)
     (published,) = shop.store.list("version")
     swapped = await replica.swap("tuned", published.version, str(published.path))
     assert swapped["fingerprint"]["verdict"] == "verified"
-    ids, logprobs = await greedy(client(base), "tuned")
+    ids, logprobs = await greedy(sdk, "tuned")
     await replica.stop()
     assert (ids, logprobs) != before, "training must have changed the answer"
 
@@ -86,3 +90,49 @@ async def greedy(sdk, model):
     )
     (choice,) = answer.choices
     return choice.model_extra["token_ids"], choice.logprobs.token_logprobs
+
+
+# --- vLLM as it comes: its own loader and worker on a model directory on disk, without anything of this project
+
+
+async def answer_of_plain_engine(
+    warm_socket: str, spec: ReplicaSpec, prompt: list[int], tokens: int, log_path: str, timeout_s: float = 400.0
+) -> tuple[list[int], list[float]]:
+    """(token ids, log-probabilities) of a greedy completion of `prompt` by the model in `spec.version_path`."""
+    child = await Child.spawn(
+        warm_socket,
+        f"{__name__}:main",
+        {"spec": spec.to_json(), "prompt": prompt, "tokens": tokens},
+        log_path=log_path,
+        name="plain engine",
+    )
+    try:
+        event = await asyncio.wait_for(child.next_event(), timeout_s)
+        with open(log_path) as log:
+            assert event and event["event"] == "answered", f"{event}\n{log.read()[-3000:]}"
+    finally:
+        await child.kill_and_wait()
+    return event["ids"], event["logprobs"]
+
+
+def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
+    spec = ReplicaSpec(**args["spec"])
+    os.environ.update(engine_environment(spec, 1))
+    os.makedirs(spec.scratch_path, mode=0o700, exist_ok=True)
+    tempfile.tempdir = spec.scratch_path  # the warm parent has looked up and kept its own
+    from vllm import LLM, SamplingParams
+
+    lifeline.serve({})
+    engine = LLM(
+        model=spec.version_path,
+        load_format="safetensors",
+        dtype=spec.dtype,
+        enforce_eager=True,
+        kv_cache_memory_bytes=spec.kv_cache_bytes,
+        max_num_seqs=spec.max_num_seqs,
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=args["tokens"], logprobs=0, ignore_eos=True)
+    (answer,) = engine.generate({"prompt_token_ids": args["prompt"]}, sampling, use_tqdm=False)[0].outputs
+    chosen = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+    lifeline.emit("answered", ids=list(answer.token_ids), logprobs=chosen)
+    return 0

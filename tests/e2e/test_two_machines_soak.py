@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,13 +23,7 @@ import pytest
 
 from appliance.demo import Load
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for
-from tests.e2e.machines_support import (
-    OtherMachine,
-    Wire,
-    deploy_tiny,
-    devices,
-    invited,
-)
+from tests.e2e.machines_support import OtherMachine, Wire, deploy_tiny, devices, invited, two_machines
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -68,24 +61,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
             undo.callback(wire.remove)
         except OSError as error:
             pytest.skip(f"no machine of its own can be made here: {error}")
-        home, away = WholeBox(tmp_path / "home"), OtherMachine(tmp_path / "away", wire.away, wire)
-        with socket.socket() as probe:
-            probe.bind((wire.home, 0))
-            port = probe.getsockname()[1]
-        for machine in (home, away):
-            machine.data_dir.mkdir()
-            undo.callback(machine.destroy)
-        (home.data_dir / "appliance.toml").write_text(
-            f'[box]\nnode_address = "{wire.home}"\nnode_port = {port}\ndevices = 1\nstart_timeout_s = 300\n'
-            "[serve]\nmax_replicas = 4\nstart_timeout_s = 400\n"
-        )
-        home.up()
-        yield Machines(home, away, wire)
-        home.run("down")
-        assert home.left() == []
-        if away.process is not None:
-            wait_for(lambda: away.process.poll() is not None, "the other node to end with its box", 60)
-        assert away.left() == []
+        yield Machines(*undo.enter_context(two_machines(tmp_path, wire.home, wire.away, wire)), wire)
 
 
 def started(machines: Machines) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import http.client
 import json
 import shutil
 import socket
@@ -21,12 +20,13 @@ import httpx
 import psutil
 import uvicorn
 import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.model_files import LibraryOps
-from appliance.controller.http.peers import Listener
+from appliance.controller.engines.versions import LibraryOps
+from appliance.controller.interfaces.principal import Listener
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
@@ -47,7 +47,7 @@ class ImportingOps(SimulatedModelOps):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
-        real = LibraryOps(library, None, None, self.let_go)  # type: ignore[arg-type]
+        real = LibraryOps(library, None, None, self.let_go, None)  # type: ignore[arg-type]
         self.library, self.run = real.library, real.run  # type: ignore[assignment, method-assign]
 
 
@@ -101,7 +101,7 @@ class Front:
         assert bus is not None and self._loop is not None
 
         async def publish() -> None:
-            await asyncio.wait_for(bus.wait_applied(bus.set_models({MODEL: row})), 30)
+            await asyncio.wait_for(bus.wait_applied(bus.publish(models={MODEL: row})), 30)
 
         asyncio.run_coroutine_threadsafe(publish(), self._loop).result(40)
 
@@ -144,20 +144,17 @@ class Front:
 
     def peak_bytes(self) -> int:
         """Most that the gateway has ever had resident."""
-        return _status_kib(self.process.pid, "VmHWM") * 1024
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
     def series(self, *names: str) -> dict[str, float]:
         """Sums of series of the gateway over their labels."""
-        asking = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            asking.request("GET", "/metrics", headers={"Authorization": f"Bearer {self.key}"})
-            lines = asking.getresponse().read().decode().splitlines()
-        finally:
-            asking.close()
-        starts = {name: (f"appliance_gateway_{name} ", f"appliance_gateway_{name}{{") for name in names}
+        with self.http() as client:
+            families = text_string_to_metric_families(client.get("/metrics").text)
+            samples = [sample for family in families for sample in family.samples]
         return {
-            name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
-            for name, start in starts.items()
+            name: sum(sample.value for sample in samples if sample.name == f"appliance_gateway_{name}")
+            for name in names
         }
 
 
@@ -168,11 +165,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_front(
-    *,
-    controller: dict[str, Any] | None = None,
-    imports: bool = True,
-    port: int | None = None,
-    **gateway: Any,
+    *, controller: dict[str, Any] | None = None, imports: bool = True, port: int | None = None, **gateway: Any
 ) -> Iterator[Front]:
     """A front with the model `MODEL` open on one engine; `controller` and `gateway`: settings that differ from the
     defaults; `port`: a free one unless given. Everything has ended on return."""
@@ -268,10 +261,3 @@ def running_front(
         stopping.set()
         thread.join(30)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _status_kib(pid: int, name: str) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-    raise KeyError(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import pytest
 
@@ -259,9 +260,21 @@ class KillAt:
 SCENARIOS = [short, there_and_back, several]
 
 
+@cache
+def undisturbed(make: Callable[[], Scenario]) -> Run:
+    return Run(make(), []).go()
+
+
+def disturbed(make: Callable[[], Scenario], what: str, *hooks: Hook, orphans_finish: bool = False) -> Run:
+    """A run whose lives have these hooks; its end must be that of the undisturbed one."""
+    run = Run(make(), list(hooks), orphans_finish).go()
+    assert run.end() == undisturbed(make).end(), what
+    return run
+
+
 @pytest.mark.parametrize("make", SCENARIOS)
 def test_undisturbed(make: Callable[[], Scenario]) -> None:
-    run = Run(make(), []).go()
+    run = undisturbed(make)
     assert run.hook_calls[0] > 15
     assert {r.state for r in run.journal.since(0)} == {"done"}
 
@@ -269,22 +282,19 @@ def test_undisturbed(make: Callable[[], Scenario]) -> None:
 @pytest.mark.parametrize("orphans_finish", [False, True])
 @pytest.mark.parametrize("make", SCENARIOS)
 def test_crash_at_every_point(make: Callable[[], Scenario], orphans_finish: bool) -> None:
-    reference = Run(make(), []).go()
-    for n in range(reference.hook_calls[0]):
-        run = Run(make(), [crash_at(n)], orphans_finish).go()
+    for n in range(undisturbed(make).hook_calls[0]):
+        run = disturbed(make, f"crash at point {n}", crash_at(n), orphans_finish=orphans_finish)
         assert len(run.hook_calls) == 2, f"no crash at point {n}"
-        assert run.end() == reference.end(), f"crash at point {n}"
 
 
 def explore_pairs(make: Callable[[], Scenario], orphans_finish: bool, begin: int = 0, every: int = 1) -> int:
     """A crash at every point, or at one of `every` from `begin` on, and for each another at every point of the life
     after it. Answers how many."""
-    reference = Run(make(), []).go()
     explored = 0
-    for first in range(begin, reference.hook_calls[0], every):
+    for first in range(begin, undisturbed(make).hook_calls[0], every):
         for second in range(10_000):
-            run = Run(make(), [crash_at(first), crash_at(second)], orphans_finish).go()
-            assert run.end() == reference.end(), f"crashes at points {first} and {second}"
+            what = f"crashes at points {first} and {second}"
+            run = disturbed(make, what, crash_at(first), crash_at(second), orphans_finish=orphans_finish)
             if len(run.hook_calls) == 2:
                 break  # the second life ran through before its point
             explored += 1
@@ -310,38 +320,37 @@ def test_crash_at_every_pair_of_points_of_every_scenario(make: Callable[[], Scen
 
 def explore_deaths(make: Callable[[], Scenario]) -> int:
     """Every engine and group that lives at a point dies there, for every point. Answers how many."""
-    reference, explored = Run(make(), [census := KillAt()]).go(), 0
-    for point, alive in enumerate(census.alive):
-        for which in range(alive):
-            run = Run(make(), [KillAt((point, which))]).go()
-            assert run.end() == reference.end(), f"death of process {which} at point {point}"
-            explored += 1
-    return explored
+    disturbed(make, "no death", census := KillAt())
+    deaths = [(point, which) for point, alive in enumerate(census.alive) for which in range(alive)]
+    for point, which in deaths:
+        disturbed(make, f"death of process {which} at point {point}", KillAt((point, which)))
+    return len(deaths)
 
 
 def explore_pairs_of_deaths(make: Callable[[], Scenario], nearby: int) -> int:
     """Deaths as above, and for each another one at the same point or up to `nearby` points later. Answers how many."""
-    reference, explored = Run(make(), [census := KillAt()]).go(), 0
+    disturbed(make, "no death", census := KillAt())
+    explored = 0
     for first, alive in enumerate(census.alive):
         for which in range(alive):
             Run(make(), [after := KillAt((first, which))]).go()
             for second, left in enumerate(after.alive[first : first + nearby + 1], first):
                 for other in range(left):
-                    run = Run(make(), [KillAt((first, which), (second, other))]).go()
-                    assert run.end() == reference.end(), f"deaths of {which} at {first} and of {other} at {second}"
+                    what = f"deaths of {which} at {first} and of {other} at {second}"
+                    disturbed(make, what, KillAt((first, which), (second, other)))
                     explored += 1
     return explored
 
 
 def explore_crash_and_death(make: Callable[[], Scenario], orphans_finish: bool) -> int:
     """The controller dies at every point, and an engine or group at every point of the life after it."""
-    reference, explored = Run(make(), []).go(), 0
-    for first in range(reference.hook_calls[0]):
+    explored = 0
+    for first in range(undisturbed(make).hook_calls[0]):
         Run(make(), [crash_at(first), after := KillAt()], orphans_finish).go()
         for second, alive in enumerate(after.alive):
             for which in range(alive):
-                run = Run(make(), [crash_at(first), KillAt((second, which))], orphans_finish).go()
-                assert run.end() == reference.end(), f"crash at {first}, then death of {which} at {second}"
+                what, death = f"crash at {first}, then death of {which} at {second}", KillAt((second, which))
+                disturbed(make, what, crash_at(first), death, orphans_finish=orphans_finish)
                 explored += 1
     return explored
 
@@ -365,18 +374,14 @@ def test_a_death_after_a_crash_and_pairs_of_deaths(make: Callable[[], Scenario])
 
 @pytest.mark.parametrize("make", SCENARIOS)
 def test_every_verb_fails_once(make: Callable[[], Scenario]) -> None:
-    reference = Run(make(), []).go()
-    for n in range(reference.hook_calls[0]):
-        run = Run(make(), [fail_at(n)]).go()
-        assert run.end() == reference.end(), f"failure at point {n}"
+    for n in range(undisturbed(make).hook_calls[0]):
+        run = disturbed(make, f"failure at point {n}", fail_at(n))
         # One failure is always taken back or overcome; nothing is left for later rounds to repair.
         assert {r.state for r in run.journal.since(0)} <= {"done", "undone"}, f"failure at point {n}"
 
 
 def test_every_pair_of_failures_nearby() -> None:
     """A second failure within the next twelve points: in the undo of the first, in its retry, in a neighbour."""
-    reference = Run(short(), []).go()
-    for n in range(reference.hook_calls[0]):
+    for n in range(undisturbed(short).hook_calls[0]):
         for m in range(n + 1, n + 13):
-            run = Run(short(), [fail_at(n, m)]).go()
-            assert run.end() == reference.end(), f"failures at points {n} and {m}"
+            disturbed(short, f"failures at points {n} and {m}", fail_at(n, m))

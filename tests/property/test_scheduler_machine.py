@@ -35,7 +35,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy
 from scheduler.loop.loop import SchedulerLoop
-from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
+from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of
 
 CONFIG = SchedulerConfig(
     target_inflight=4,
@@ -387,8 +387,3 @@ def test_random_lives_for_long(capsys, monkeypatch) -> None:
     with capsys.disabled():
         drawn = random.SystemRandom().randrange(2**32)
         explore_in_parts(monkeypatch, examples=500, wanted=1_000_000, first=drawn)
-
-
-def test_a_crash_is_not_an_exception() -> None:
-    """Nothing in the loop may swallow it as one."""
-    assert not issubclass(Crash, Exception)

@@ -22,7 +22,7 @@ from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import Mode
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.grading.judging import Grading, Judging, Sampled
+from appliance.controller.grading.judging import Grading, Sampled
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.models.library import ModelVersion, Report
@@ -52,21 +52,9 @@ class SimulatedScheduler:
         self.replicas: list[dict[str, Any]] = []
         self.queue: list[dict[str, Any]] = []
         self.troubles: list[dict[str, Any]] = []
-        self.awake: dict[str, str] = {}
-        self.quiet: set[str] = set()
-        self.devices = [
-            {
-                "id": f"n0/{i}",
-                "node": "n0",
-                "index": i,
-                "kind": "cpu",
-                "name": "simulated",
-                "memory_bytes": 2**30,
-                "uuid": "",
-                "health": "ok",
-                "holder": None,
-            }
-            for i in range(devices)
+        alike = {"node": "n0", "kind": "cpu", "name": "simulated", "memory_bytes": 2**30, "uuid": "", "health": "ok"}
+        self.devices: list[dict[str, Any]] = [
+            {"id": f"n0/{i}", "index": i, "holder": None, **alike} for i in range(devices)
         ]
 
     def nudge(self, reason: str, by: str = "") -> None:
@@ -81,17 +69,8 @@ class SimulatedScheduler:
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """An idle box with nothing to move."""
-        kind = policy.kind if policy else "auto"
-        return {
-            "policy": kind,
-            "steps": [],
-            "waiting": {},
-            "notes": {},
-            "standby": {},
-            "idle": {},
-            "jobs": {},
-            "models": {model: [[at]] for model, at in self.awake.items()},
-        }
+        nothing: dict[str, Any] = {name: {} for name in ("waiting", "notes", "standby", "idle", "jobs", "models")}
+        return {"policy": policy.kind if policy else "auto", "steps": [], **nothing}
 
     def status(self) -> dict[str, Any]:
         return {
@@ -103,7 +82,13 @@ class SimulatedScheduler:
             "notes": [],
             "troubles": self.troubles,
             "queue": self.queue,
-            "memory": {"budget_bytes": 2**30, "used_bytes": 0},
+            "memory": {
+                "budget_bytes": 2**30,
+                "used_bytes": 0,
+                "room_bytes": 2**30,
+                "host_bytes": None,
+                "asleep_per_device": 2,
+            },
             "plan_s": 0.001,
         }
 
@@ -188,22 +173,11 @@ class SimulatedTiers:
     """A disk that has every version, but no bytes of any."""
 
     def status(self) -> list[dict[str, Any]]:
-        nothing: dict[str, Any] = {"busy": None, "damaged": 0, "last_error": None, "last_error_s": None}
-        return [
-            {
-                "name": "disk",
-                "where": "/data",
-                "versions": 1,
-                "snapshots": 0,
-                "bytes": 10,
-                "limit_bytes": None,
-                "backlog": 0,
-                "backlog_bytes": 0,
-                **nothing,
-            }
-        ]
+        counts: dict[str, Any] = {"versions": 1, "snapshots": 0, "bytes": 10, "backlog": 0, "backlog_bytes": 0}
+        nothing = dict.fromkeys(("busy", "limit_bytes", "last_error", "last_error_s"))
+        return [{"name": "disk", "where": "/data", "damaged": 0, **counts, **nothing}]
 
-    def tiers_of_version(self, row: object) -> list[str]:
+    def tiers_of(self, name: object) -> list[str]:
         return ["disk"]
 
     def bring_in(self, name: object) -> NoReturn:
@@ -222,14 +196,6 @@ class _Rows(dict[str, Any]):
         if name in self:
             return self[name]
         return {"replicas": [{"state": "open"}] if self.places else []}
-
-
-class LineReturned(Exception):
-    """A request got no answer: its engine was wanted for something else (`yielded`), or died."""
-
-    def __init__(self, reason: str, *, yielded: bool):
-        super().__init__(reason)
-        self.yielded = yielded
 
 
 class SimulatedEngines(Asking):
@@ -253,19 +219,12 @@ class SimulatedEngines(Asking):
     def lines(self, places: int) -> None:
         self.rows.places = places
 
-    def awake(self) -> None:
-        self.lines = 4
-
     async def _posted(self, request: httpx.Request) -> httpx.Response:
         assert request.headers["x-appliance-class"] == "batch"
         while self._at_once >= self.rows.places:
             await asyncio.sleep(0.001)
         self.asked_by.append(request.headers["x-appliance-key-id"])
-        try:
-            answer = await self._answer(orjson.loads(request.content))
-        except LineReturned as error:
-            code = "batch_gives_way" if error.yielded else "engines_died"
-            answer = EngineAnswer(503 if error.yielded else 502, {"error": {"message": str(error), "code": code}})
+        answer = await self._answer(orjson.loads(request.content))
         headers = {"retry-after": "0.005"} if answer.status in (429, 503) else {}
         return httpx.Response(answer.status, json=answer.body, headers=headers)
 
@@ -311,9 +270,8 @@ async def nothing_found() -> dict[str, Any]:
 
 def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerContext:
     """A context whose files lie under `folder`."""
-    files_dir, jobs_dir = folder / "files", folder / "jobs"
-    batches_dir, uploads_dir = folder / "batches", folder / "uploads"
-    for path in (files_dir, jobs_dir, batches_dir, uploads_dir):
+    folders = {f"{name}_dir": folder / name for name in ("files", "jobs", "batches", "uploads")}
+    for path in folders.values():
         path.mkdir(exist_ok=True)
     settings, engines = ControllerConfig(**config), SimulatedEngines(db)
     bus = Bus(folder / "bus.sock", settings, first_generation=1)
@@ -331,28 +289,20 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         "power": SimpleNamespace(status=dict),
         "doctor": SimpleNamespace(look=nothing_found),
     }
+    url = "http://127.0.0.1:8000"
     return ControllerContext(
         db=db,
         tasks=Tasks(db),
         config=settings,
-        files_dir=files_dir,
-        jobs_dir=jobs_dir,
-        batches_dir=batches_dir,
-        uploads_dir=uploads_dir,
-        box={
-            "id": "0123abcd",
-            "version": "0.1.0",
-            "url": "http://127.0.0.1:8000/v1",
-            "public_url": "http://127.0.0.1:8000",
-            "data_dir": str(folder),
-        },
+        box={"id": "0123abcd", "version": "0.1.0", "url": f"{url}/v1", "public_url": url, "data_dir": str(folder)},
         background=BackgroundTasks(),
         bus=bus,
         spending=spending,
-        quotas=Quotas(db, settings, Disk(files_dir, settings.disk_floor_bytes)),
+        quotas=Quotas(db, settings, Disk(folder / "files", settings.disk_floor_bytes)),
         graders=GraderHosts(),
         main_troubles=list,
         last_backup=lambda: None,
+        **folders,
         **stands_in,
     )
 
@@ -363,12 +313,12 @@ def change(context: ControllerContext, **values: Any) -> None:
         object.__setattr__(context, name, value)
 
 
-def judging_of(context: ControllerContext) -> Judging:
-    return Judging(context.db, context.asking, Grading(context.db, context.graders, context.asking))
+def judging_of(context: ControllerContext) -> Grading:
+    return Grading(context.db, context.graders, context.asking)
 
 
 async def graded(
-    context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False, judging: Judging | None = None
+    context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False, judging: Grading | None = None
 ) -> Verdict:
     """What the grader of a job says of these answers."""
     prompt = Prompt([], {"messages": [], "item": item, "tools": [{}] if tools else []}, 0)

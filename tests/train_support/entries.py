@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.processes.lifeline import Lifeline
-from train.control.progress import ControlSignals, Progress
+from train.control.rank import Progress
 from train.model.model import stored_name
 from train.plan.spec import TrainSpec
 from train.state import copies, fragments
@@ -29,11 +29,11 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     spec = TrainSpec.from_dict(args["spec"])
     lifeline.serve({})
     init_world("cpu", args["meeting"], 60.0)
-    run = prepare(spec, lambda event, **data: None, ControlSignals(), Progress())
+    run = prepare(spec, lambda event, **data: None, Progress())
     for _ in range(2):
         run.train_step()
     written = _count_written_elements()
-    publish(run.engine, spec, run.store, version="v1", meta={})
+    publish(run.rank, "v1", {})
     written_elements = sum(written)
     for module in run.engine.module.modules():
         if own := list(module.parameters(recurse=False)):
@@ -60,9 +60,9 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
         whole = factors
     elements = sum(tensor.numel() for tensor in whole.values())
     comm.barrier()  # the first rank has committed it
-    stored = run.store.find(spec.published_kind, spec.output_model, "v1")
+    stored = run.rank.store.find(spec.published_kind, spec.output_model, "v1")
     worst: dict[str, float] = {}
-    with run.store.lease(stored) as lease:
+    with run.rank.store.lease(stored) as lease:
         for placed in lease.layout:
             ours = as_tensor(lease.view(placed.spec.name), placed.spec.dtype, placed.spec.shape)
             difference = (ours.float() - whole[placed.spec.name].float()).abs().max().item()

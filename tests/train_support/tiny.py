@@ -6,7 +6,8 @@ import gzip
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from train.data.chat import ChatEncoder
 from train.data.formats import convert
 
 CHATML = (
@@ -46,21 +48,28 @@ FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
-def tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    text = ["the quick brown fox jumps over the lazy dog and says hello to everyone", "1 + 2 = 3, how many are left"]
+TEXT = ["the quick brown fox jumps over the lazy dog and says hello to everyone", "1 + 2 = 3, how many are left"]
+SPECIAL = {"pad_token": "<|pad|>", "bos_token": None, "eos_token": "<|im_end|>"}
+
+
+def tokenizer(
+    template: str = CHATML,
+    tokens: Sequence[str] = ("<|pad|>", "<|im_start|>", "<|im_end|>"),
+    special: dict[str, str | None] = SPECIAL,
+    text: Sequence[str] = TEXT,
+) -> PreTrainedTokenizerFast:
+    """Of bytes, trained on `text`. tokens: the special ones, numbered from 0. special: what they are, by name."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=list(tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     made.train_from_iterator(text, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=template
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **special)
 
 
 def make_model_dir(
@@ -70,12 +79,14 @@ def make_model_dir(
     tied: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
+    words: PreTrainedTokenizerFast | None = None,
     **config,
 ) -> Path:
     """A random model in a Hugging Face directory. Odd sizes on purpose: partitions then cut through parameters."""
     torch.manual_seed(seed)
+    words = words or tokenizer()
     settings = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": max(len(words), VOCABULARY),
         "hidden_size": 48,
         "intermediate_size": 100,
         "num_hidden_layers": 2,
@@ -84,71 +95,74 @@ def make_model_dir(
         "max_position_embeddings": 512,
         "tie_word_embeddings": tied,
         "initializer_range": 0.1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "bos_token_id": None,
+        "eos_token_id": words.eos_token_id,
+        "pad_token_id": words.pad_token_id,
+        "bos_token_id": words.bos_token_id,
     }
     name, more = FAMILIES[family]
     settings = getattr(transformers, f"{name}Config")(**(settings | more | config))
     made = getattr(transformers, f"{name}ForCausalLM")(settings)
     made.to(dtype).save_pretrained(path)
-    tokenizer().save_pretrained(path)
+    words.save_pretrained(path)
     return path
 
 
-def _write(path: Path, count: int, seed: int, record_of: Callable[[random.Random, int, int, int], Any]) -> Path:
-    """Records about the sum of two numbers below 100. record_of: a record, from draws, its number and both numbers."""
-    draw = random.Random(seed)
-    with open(path, "w") as file:
-        for number in range(count):
-            file.write(json.dumps(record_of(draw, number, draw.randrange(100), draw.randrange(100))) + "\n")
-    return path
+def _writer(record_of: Callable[[random.Random, int, int, int], Any]) -> Callable[..., Path]:
+    """A function that writes a file of such records, which are about the sum of two numbers below 100. record_of: from
+    draws, its number and both numbers; `convert` makes of a record what the check of a file writes for a run."""
+
+    @wraps(record_of)
+    def write(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+        draw = random.Random(seed)
+        with open(path, "w") as file:
+            for number in range(n_examples):
+                record = record_of(draw, number, draw.randrange(100), draw.randrange(100))
+                file.write(json.dumps(record) + "\n")
+        return path
+
+    return write
 
 
-def write_chat_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+@_writer
+def write_chat_file(draw: random.Random, _: int, a: int, b: int) -> Any:
     """Sums to learn: short chats of different lengths."""
-
-    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
-        question = {"role": "user", "content": f"how many are {a} and {b}{' please' * draw.randrange(8)}"}
-        answer = f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)
-        return {"messages": [question, {"role": "assistant", "content": answer}]}
-
-    return _write(path, n_examples, seed, record_of)
+    question = {"role": "user", "content": f"how many are {a} and {b}{' please' * draw.randrange(8)}"}
+    answer = f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)
+    return {"messages": [question, {"role": "assistant", "content": answer}]}
 
 
-def write_pair_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
-    """Right sums to be preferred to wrong ones, as the check of a file writes them for a run."""
-
-    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
-        wrong = a + b + draw.choice((-2, -1, 1, 2))
-        prompt = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
-        rejected = f"{a} and {b} are {wrong}" + "!" * draw.randrange(4)
-        record = {"prompt": prompt, "chosen": f"{a} and {b} are {a + b}", "rejected": rejected}
-        return convert(record).record
-
-    return _write(path, n_examples, seed, record_of)
+@_writer
+def write_pair_file(draw: random.Random, _: int, a: int, b: int) -> Any:
+    """Right sums to be preferred to wrong ones."""
+    wrong = a + b + draw.choice((-2, -1, 1, 2))
+    prompt = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
+    rejected = f"{a} and {b} are {wrong}" + "!" * draw.randrange(4)
+    return convert({"prompt": prompt, "chosen": f"{a} and {b} are {a + b}", "rejected": rejected}).record
 
 
-def write_marked_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
-    """Sums, of which one in four is wrong and marked so, as the check of a file writes them for a run."""
-
-    def record_of(_: random.Random, number: int, a: int, b: int) -> Any:
-        good = number % 4 != 0
-        record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
-        return convert(record).record
-
-    return _write(path, n_examples, seed, record_of)
+@_writer
+def write_marked_file(_: random.Random, number: int, a: int, b: int) -> Any:
+    """Sums, of which one in four is wrong and marked so."""
+    good = number % 4 != 0
+    record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
+    return convert(record).record
 
 
-def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
-    """Sums to be answered, with what a grader compares an answer with, as the check of a file writes them for a run."""
+@_writer
+def write_prompt_file(draw: random.Random, _: int, a: int, b: int) -> Any:
+    """Sums to be answered, with what a grader compares an answer with."""
+    question = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
+    return convert({"messages": [{"role": "user", "content": question}], "answer": str(a + b)}).record
 
-    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
-        question = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
-        record = {"messages": [{"role": "user", "content": question}], "answer": str(a + b)}
-        return convert(record).record
 
-    return _write(path, n_examples, seed, record_of)
+def trained_texts(encoder: ChatEncoder, example: dict[str, Any]) -> list[tuple[str, str]]:
+    """(all text before it, the text) of each run of trained tokens, row by row."""
+    decode, found = encoder.tokenizer.decode, []
+    for ids, mask in encoder.encode(example):
+        assert len(ids) == len(mask)
+        runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+        found += [(decode(ids[:start]), decode(ids[start:end])) for start, end in runs]
+    return found
 
 
 def log_probs_of(model: torch.nn.Module, sequence: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from runtime.processes.child import Child
+from runtime.processes.kernel import group_pids
 from runtime.processes.warm_parent import WARM_ENV
 from tests.claims import claim
 from tests.train_support.sampled import Sampler, counts_a, teaches
@@ -37,6 +39,7 @@ from weights.format.names import step_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 # Relative. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm, so what is left is the order of
 # a few fp32 sums, some ulps of the loss after a dozen steps; their number depends on the processor.
 ACROSS_SIZES = 3e-6
@@ -62,12 +65,43 @@ METHODS = {
 # Of methods whose answers are judged: what a step says of the verdict.
 JUDGED = {"reinforcement": "train_mean_reward", "distillation": "reverse_kl"}
 
-# Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
+# Two cores carry up to four ranks and whatever else runs.
 PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
+
+
+def losses_of(worlds: list[Launched]) -> dict[int, float]:
+    return {step: loss for world in worlds for step, loss in world.losses().items()}
+
+
+def worst(losses: dict[int, float], reference: dict[int, float]) -> float:
+    """The largest difference of a step's loss, relative."""
+    return max(abs(loss - reference[step]) / reference[step] for step, loss in losses.items())
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+class WarmParent:
+    """A warm parent with its socket and log in a folder; forks know the tests."""
+
+    def __init__(self, folder: Path, preload: str) -> None:
+        self.socket, self._log = folder / "warm.sock", folder / "warm.log"
+        options = [str(self.socket), preload, str(self._log)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "runtime.processes.warm_parent", *options],
+            cwd=REPOSITORY,
+            env={**os.environ, **dict(WARM_ENV), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        )
+
+    def wait(self) -> None:
+        while not self.socket.exists():
+            assert self._process.poll() is None, self._log.read_text()[-4000:]
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self._process.terminate()
+        assert self._process.wait(10) == 0
 
 
 class WarmTrain:
@@ -75,22 +109,15 @@ class WarmTrain:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="train-"))
-        self.socket = self.folder / "warm.sock"
-        options = ["train.trainer.preload", str(self.folder / "warm.log")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.processes.warm_parent", str(self.socket), *options],
-            env={**os.environ, **dict(WARM_ENV), "OMP_NUM_THREADS": "1"},
-        )
+        self._parent = WarmParent(self.folder, "train.trainer.preload")
+        self.socket = self._parent.socket
 
     def wait(self) -> WarmTrain:
-        while not self.socket.exists():
-            assert self._process.poll() is None, (self.folder / "warm.log").read_text()
-            time.sleep(0.05)
+        self._parent.wait()
         return self
 
     def close(self) -> None:
-        self._process.terminate()
-        assert self._process.wait(10) == 0
+        self._parent.close()
         shutil.rmtree(self.folder)
 
 
@@ -155,6 +182,29 @@ class Workshop:
         assert outcome.outcome == "succeeded", (outcome, launched.logs())
         return launched
 
+    async def moved(self, spec: TrainSpec, *sizes: int) -> list[Launched]:
+        """The worlds of a run that is suspended two steps into each of these sizes but the last. No step may be done
+        twice, and a suspended world must leave no process."""
+        worlds: list[Launched] = []
+        snapshot, done = None, set[int]()
+        for number, size in enumerate(sizes, 1):
+            world = await self.launch(spec, size, snapshot=snapshot).start()
+            worlds.append(world)
+            pids, report = world.pids(), None
+            if number < len(sizes):
+                await world.reached(max(done, default=0) + 2)
+                report = await world.group.suspend()
+            outcome = await world.group.wait()
+            assert outcome.outcome == ("suspended" if report else "succeeded"), world.logs()
+            assert not any(group_pids(pid) for pid in pids), "the devices must be free"
+            assert not done & world.losses().keys(), "no step is done twice"
+            done |= world.losses().keys()
+            if report is None:
+                break
+            assert report.step >= max(done) and report.bytes > 0
+            snapshot = report.snapshot_path
+        return worlds
+
     async def compare_publish(self, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
         """What `entries.compare_publish` tells, by rank."""
         meeting = self.folder / uuid.uuid4().hex
@@ -216,6 +266,21 @@ class Launched:
         while not any(e["event"] == "finished" or e.get("step", -1) >= step for e in self.events):
             self._news.clear()
             await self._news.wait()
+
+    async def killed(self, *ranks: int) -> dict[str, Any]:
+        """Kills these ranks after two steps and a snapshot; the newest snapshot, once the world has failed."""
+        await self.reached(2)
+        while not self.of("snapshot"):
+            await asyncio.sleep(0.01)
+        pids = self.pids()
+        for rank in ranks:
+            os.kill(pids[rank], signal.SIGKILL)
+        outcome = await self.group.wait()
+        assert outcome.outcome == "failed" and outcome.error["retryable"], outcome
+        # By its end, long before it would have been missed at a ping.
+        assert " died" in outcome.error["message"], outcome
+        assert not any(group_pids(pid) for pid in pids)
+        return self.of("snapshot")[-1]
 
     def pids(self) -> list[int]:
         return [host._child.pid for host in self.hosts]

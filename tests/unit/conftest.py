@@ -21,7 +21,7 @@ def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("torch")  # which the check would say is not there
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr("appliance.controller.files.storage.check_apart", _checked)
-    monkeypatch.setattr("appliance.controller.data_checks.report_apart", _reported)
+    monkeypatch.setattr("appliance.controller.openai.job_routes.report_apart", _reported)
 
 
 async def _checked(path: Path, **how: Any) -> DataReport:
@@ -31,8 +31,6 @@ async def _checked(path: Path, **how: Any) -> DataReport:
 async def _reported(path: Path, name: str, **options: Any) -> dict[str, Any]:
     try:
         answer = await asyncio.to_thread(process.report_on, path, name, **options)
-    except process.BadOption:
-        raise
     except (OSError, ValueError) as error:
         raise process.CheckFailed(str(error)) from error
     told: dict[str, Any] = json.loads(json.dumps(answer))

@@ -12,6 +12,8 @@ from appliance import DEFAULT_DATA_DIR
 from appliance.config import FORMS, BoxConfig, ConfigError, load_config, load_resolved
 from appliance.gateway.core.config import GatewayConfig
 
+NODE = "[box]\nnode_address = '10.0.0.1'\n"
+
 
 def load(tmp_path: Path, text: str, environ: dict[str, str] | None = None, **overrides) -> BoxConfig:
     path = tmp_path / "box.toml"
@@ -19,15 +21,13 @@ def load(tmp_path: Path, text: str, environ: dict[str, str] | None = None, **ove
     return load_config(path, overrides, environ or {})
 
 
-def test_defaults(tmp_path):
+def test_load_config_of_nothing_has_the_defaults(tmp_path):
     config = load_config(None, {"data_dir": str(tmp_path)}, {})
     assert (config.box.host, config.box.port, config.box.devices) == ("127.0.0.1", 8000, "auto")
     assert config.box.hub_offline, "a box calls nobody unless it is told to"
     assert config.box.data_dir == str(tmp_path)
-
-
-def test_a_box_is_where_commands_look_for_it_by_default():
-    assert load_config(None, {}, {}).box.data_dir == str(Path(DEFAULT_DATA_DIR).expanduser())
+    elsewhere = load_config(None, {}, {}).box.data_dir
+    assert elsewhere == str(Path(DEFAULT_DATA_DIR).expanduser()), "where commands look for it"
 
 
 def test_precedence(tmp_path):
@@ -73,11 +73,7 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
     ("text", "environ", "said"),
     [
         ("[box]\nprot = 1", {}, "box.toml: unknown key box.prot; did you mean port? (known there: data_dir, devices,"),
-        (
-            "[bxo]\nport = 1",
-            {},
-            "box.toml: unknown key bxo; did you mean box? (known there: alerts, backup, box",
-        ),
+        ("[bxo]\nport = 1", {}, "box.toml: unknown key bxo; did you mean box? (known there: alerts, backup, box"),
         ("[gateway.limits]\nm = 1", {}, "box.toml: unknown key gateway.limits.m (known there: "),
         ("[box]\nport = 'x'", {}, "box.toml: box.port is 'x': Input should be a valid integer"),
         ("[box]\nport = 70000", {}, "box.toml: box.port is 70000"),
@@ -93,27 +89,11 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
         ("", {"APPLIANCE_PROT": "1"}, "unknown variable APPLIANCE_PROT; did you mean APPLIANCE_PORT?"),
         ("", {"APPLIANCE_SERVE__N": "1"}, "the environment: unknown key APPLIANCE_SERVE__N"),
         ("[box]\nport = 1", {"APPLIANCE_PORT": "x"}, "the environment: APPLIANCE_PORT is 'x'"),
-        (
-            "[box]\nnode_address = '10.0.0.1'\nnode_port = 12000",
-            {},
-            "the configuration: [box]: node_port is 12000; expected a port other",
-        ),
-        (
-            "[box]\nnode_address = '10.0.0.1'\nport = 6380",
-            {},
-            "the configuration: [box]: node_port is 6380; expected a port other",
-        ),
-        (
-            "[observability]\notlp_endpoint = 'https://me:secret@collector:4318'",
-            {},
-            "box.toml: observability.otlp_endpoint is 'https://***@collector",
-        ),
+        (f"{NODE}node_port = 12000", {}, "the configuration: [box]: node_port is 12000; expected a port other"),
+        (f"{NODE}port = 6380", {}, "the configuration: [box]: node_port is 6380; expected a port other"),
+        ("[observability]\notlp_endpoint = 'https://a:b@c:4318'", {}, "observability.otlp_endpoint is 'https://***@c"),
         ("", {"HF_ENDPOINT": "https://me:secret@hub"}, "HF_ENDPOINT is 'https://***@hub"),
-        (
-            "[weights.remote]\nurl = '/m'\nendpoint = 'https://k:s@minio'",
-            {},
-            "weights.remote.endpoint is 'https://***@minio",
-        ),
+        ("[weights.remote]\nurl = '/m'\nendpoint = 'https://k:s@minio'", {}, "endpoint is 'https://***@minio"),
     ],
 )
 def test_mistakes_name_their_source_and_key(tmp_path, text, environ, said):

@@ -25,10 +25,11 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
-from runtime.errors import ChildDied, ChildTimeout, RuntimeLayerError, SupervisorDied
+from runtime.errors import ChildTimeout, RuntimeLayerError
+from train.control.rank_host import RankHost
 from train.plan import errors
 from train.plan.errors import RankFailed
 from train.plan.spec import TrainSpec
@@ -37,18 +38,10 @@ log = logging.getLogger(__name__)
 
 # Exceptions that mean "another rank is gone": never the root cause.
 _SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
-_OWN_RANK_GRACE_S = 0.5
-
-
-class Host(Protocol):
-    """What a group needs of a RankHost; a Ray actor handle behind a thin adapter will do."""
-
-    async def start(
-        self, spec: dict, rank: int, world_size: int, meeting: str, device: str, snapshot: str | None = None
-    ) -> None: ...
-    async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any: ...
-    async def next_event(self, after: int = 0) -> dict | None: ...
-    async def kill(self) -> None: ...
+_CERTAIN, _STARVED, _DIED, _SYMPTOM = range(4)
+_GRACE_S = 2.0
+"""When one rank dies, the others raise from their collectives within 0.1 s, sometimes before its death is seen: so long
+the ends of others are waited for, to blame the one with its own error."""
 
 
 @dataclass(frozen=True)
@@ -63,42 +56,30 @@ class PingLimits:
 
 
 @dataclass(frozen=True)
-class SuspendReport:
-    """`snapshot_path` is None if the job had not done a step yet. seconds: agree (until the step is done or aborted),
-    snapshot, exit (the rest until the devices are free), total."""
-
-    step: int
-    snapshot_path: str | None
-    bytes: int
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Outcome:
     """How a group ended. `error` is {"code", "message", "retryable", "blame", "rank", "reason"} when failed. blame:
     "own" if a rank raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or
-    its supervisor died, which is not a fault of the job."""
+    its supervisor died, which is not a fault of the job.
+
+    Of a suspension: `snapshot_path` is None if the job had not done a step yet; `bytes` of the snapshot; seconds: agree
+    (until the step is done or aborted), snapshot, exit (the rest until the devices are free), total.
+    """
 
     outcome: Literal["succeeded", "failed", "suspended"]
     step: int = 0
     error: dict[str, Any] | None = None
-    detail: dict[str, Any] = field(default_factory=dict)
+    snapshot_path: str | None = None
+    bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class _Failed(Exception):
-    """How a world failed. error: what differs of `Outcome.error` from a failure that is not the job's and can be
-    retried."""
+    """How a world failed. order: the lower, the nearer to the cause. error: what differs of `Outcome.error` from a
+    failure that is not the job's and can be retried."""
 
-    def __init__(self, rank: int, reason: str, **error: Any):
+    def __init__(self, rank: int, reason: str, order: int = _CERTAIN, **error: Any):
         usual = {"code": "rank_failed", "message": f"rank {rank} {reason}", "retryable": True, "blame": "outside"}
-        self.error = usual | {"rank": rank, "reason": reason} | error
-
-
-class _Lost(Exception):
-    """A rank ended before its work, by itself or with another one: `_blame` says which is at fault."""
-
-    def __init__(self, rank: int):
-        self.rank = rank
+        self.error, self.order = usual | {"rank": rank, "reason": reason} | error, order
 
 
 class Group:
@@ -113,19 +94,19 @@ class Group:
         limits: PingLimits | None = None,
     ):
         self._on_event, self._limits = on_event, limits or PingLimits()
-        self._hosts: list[Host] = []
+        self._hosts: list[RankHost] = []
         self._job_id = ""
         self._step = 0
-        self._listeners: list[asyncio.Task] = []
-        self._ready: dict[int, dict] = {}
-        self._done: dict[int, dict] = {}
-        self._fatal: dict[int, dict] = {}
+        self._listeners: list[asyncio.Task[None]] = []
+        self._ready: dict[int, dict[str, Any]] = {}
+        self._done: dict[str, Any] = {}  # of the first rank
+        self._left_s = 0.0  # time.monotonic() then
         self._killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
         self._following: asyncio.Task[Outcome] | None = None
         self._started_s: float | None = None  # of a world that was not adopted
 
     async def start(
-        self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None
+        self, spec: TrainSpec, hosts: Sequence[RankHost], devices: Sequence[str], snapshot: str | None = None
     ) -> None:
         """Fork one rank per host, and return when all are training. `devices[i]` is the address of a device
         (DeviceKind.address).
@@ -150,7 +131,7 @@ class Group:
         if self._following.done() and (error := self._following.result().error) is not None:
             raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"], blame=error["blame"])
 
-    async def adopt(self, job_id: str, hosts: Sequence[Host], *, whole: bool = True) -> None:
+    async def adopt(self, job_id: str, hosts: Sequence[RankHost], *, whole: bool = True) -> None:
         """Take over the ranks of another Group whose process died, dead ones too, in the order of ranks. whole: whether
         these are all; else it ends them.
 
@@ -161,7 +142,7 @@ class Group:
             self._killed.set_result("belongs to a world of which other ranks are missing")
         self._following = asyncio.create_task(self._follow(), name=f"{self._job_id} ranks")
 
-    async def suspend(self) -> SuspendReport | None:
+    async def suspend(self) -> Outcome | None:
         """Abort the step under way and leave the devices with a snapshot of the state before it; returns when they
         are free.
 
@@ -175,12 +156,11 @@ class Group:
         outcome = await self.wait()
         if outcome.outcome != "suspended":
             return None
-        total = time.monotonic() - started
-        snapshot_s = outcome.detail["seconds"]["snapshot"]
+        total, snapshot = time.monotonic() - started, outcome.seconds["snapshot"]
         # Its "leave" is all the time of rank 0 between the step boundary and its last message, snapshot included.
-        agree_s = max(0.0, outcome.detail["left_s"] - started - outcome.detail["seconds"]["leave"])
-        seconds = {"agree": agree_s, "snapshot": snapshot_s, "exit": total - agree_s - snapshot_s, "total": total}
-        return SuspendReport(outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds)
+        agree = max(0.0, self._left_s - started - outcome.seconds["leave"])
+        seconds = {"agree": agree, "snapshot": snapshot, "exit": total - agree - snapshot, "total": total}
+        return replace(outcome, seconds=seconds)
 
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
@@ -209,8 +189,8 @@ class Group:
             for task in (*self._listeners, *watchers):
                 task.cancel()
         await asyncio.gather(*self._listeners, *watchers, return_exceptions=True)
-        detail: dict[str, Any] = {"outcome": "failed", "step": self._step} if error else self._done[0]
-        outcome = Outcome(detail["outcome"], detail["step"], error, detail)
+        fields: dict[str, Any] = {"outcome": "failed", "step": self._step, "error": error} if error else self._done
+        outcome = Outcome(**fields)
         self._report("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
         return outcome
 
@@ -225,44 +205,53 @@ class Group:
                 for task in done:
                     task.result()
         except _Failed as failed:
-            return failed.error
-        except _Lost as lost:
-            return (await self._blame(lost.rank)).error
+            if failed.order == _CERTAIN:
+                return failed.error
+            ended, _ = await asyncio.wait(self._listeners, timeout=_GRACE_S)
+            failures = [task.exception() for task in self._listeners if task in ended]
+            return min((one for one in failures if isinstance(one, _Failed)), key=lambda one: one.order).error
         except Exception as error:  # whatever it is: without an end, nobody would start the job again
             log.exception("its ranks cannot be followed", extra={"job_id": self._job_id})
             return _Failed(0, f"could not be followed: {error!r}").error
         return None
 
     async def _listen(self, rank: int) -> None:
-        """Take the events of a rank until it is done."""
+        """Take the events of a rank until it is done. Raises _Failed."""
         acknowledged = 0
         while True:
             try:
                 event = await self._hosts[rank].next_event(acknowledged)
             except RuntimeLayerError as error:  # its supervisor is gone
-                raise _Lost(rank) from error
-            if event is None:
-                raise _Lost(rank)
-            acknowledged = event["number"]
-            if event["event"] == "fatal":
-                self._fatal[rank] = event
-                raise _Lost(rank)
-            if event["event"] == "done":
-                self._done[rank] = event | {"left_s": time.monotonic()}
-                return
-            try:
-                self._take(rank, event)
-            except Exception as error:  # it must not be lost silently, with all later ones
-                raise _Failed(rank, f"sent an event that could not be handled: {error!r}") from error
+                raise _Failed(rank, f"died: {error}", _DIED) from error
+            acknowledged = event.pop("number")
+            match event.pop("event"):
+                case "done":
+                    if rank == 0:
+                        self._done, self._left_s = event, time.monotonic()
+                    return
+                case "fatal":
+                    raise _raised(rank, event["type"], event["message"])
+                case "ended" if event["starved"]:
+                    raise _Failed(rank, "died: the host's memory ran out", _STARVED, blame="memory")
+                case "ended":
+                    raise _Failed(rank, "died (killed, or out of memory)", _DIED)
+                case name:
+                    try:
+                        self._take(rank, name, event)
+                    except Exception as error:  # it must not be lost silently, with all later ones
+                        raise _Failed(rank, f"sent an event that could not be handled: {error!r}") from error
 
-    def _take(self, rank: int, event: dict[str, Any]) -> None:
-        if event["event"] == "ready":
-            self._ready[rank] = event
-            if len(self._ready) == len(self._hosts) and self._started_s is not None:
-                self._report_started(time.monotonic() - self._started_s)
-        else:
+    def _take(self, rank: int, name: str, event: dict[str, Any]) -> None:
+        if name != "ready":
             self._step = event.get("step", self._step)
-            self._report(**{key: value for key, value in event.items() if key != "number"})
+            self._report(name, **event)
+            return
+        self._ready[rank] = event
+        if len(self._ready) == len(self._hosts) and self._started_s is not None:
+            seconds = {key: max(one["seconds"][key] for one in self._ready.values()) for key in ("join", "prepare")}
+            seconds["start"] = time.monotonic() - self._started_s
+            self._step = self._ready[0]["step"]
+            self._report("started", step=self._step, devices=len(self._hosts), seconds=seconds)
 
     async def _watch(self, rank: int) -> None:
         """Raises _Failed once a rank is silent, or too long in one phase."""
@@ -281,49 +270,8 @@ class Group:
                 where = f"hangs in phase {report['phase']!r} at step {report['step']}"
                 raise _Failed(rank, f"{where} for {report['in_phase_s']:.0f} s", code="rank_hung")
 
-    def _report_started(self, start_s: float) -> None:
-        seconds = {key: max(ready["seconds"][key] for ready in self._ready.values()) for key in ("join", "prepare")}
-        self._step = self._ready[0]["step"]
-        self._report("started", step=self._step, devices=len(self._hosts), seconds={**seconds, "start": start_s})
-
     def _report(self, event: str, **data: Any) -> None:
         self._on_event({"event": event, **data, "job": self._job_id})
-
-    async def _blame(self, first: int) -> _Failed:
-        # When one rank dies, the others raise from their collectives within 0.1 s, sometimes before its death is seen:
-        # wait briefly and blame the one with its own error.
-        await asyncio.sleep(_OWN_RANK_GRACE_S)
-        ranks = [rank for rank in range(len(self._hosts)) if rank not in self._fatal]
-        deaths = dict(zip(ranks, await asyncio.gather(*map(self._death, ranks)), strict=True))
-        gone = [rank for rank, death in deaths.items() if death is not None]
-        if gone:  # but their last messages may still be in flight: a listener ends when it has read all
-            await asyncio.wait([self._listeners[rank] for rank in gone], timeout=self._limits.ping_timeout_s)
-        own = [rank for rank, fatal in self._fatal.items() if fatal["type"] not in _SYMPTOMS]
-        silent = [rank for rank in gone if rank not in self._fatal]
-        rank = (own or silent or [first])[0]
-        fatal = self._fatal.get(rank)
-        if fatal is not None:
-            kind, message = fatal["type"], fatal["message"]
-            error = {"code": kind, "blame": "own"}
-            if isinstance(getattr(errors, kind, None), type):  # of the input, in words for who gave it
-                error |= {"retryable": False, "message": message}
-            return _Failed(rank, f"raised {kind}: {message}", **error)
-        if any(isinstance(death, ChildDied) and death.starved for death in deaths.values()):
-            return _Failed(rank, "died: the host's memory ran out", blame="memory")
-        death = deaths.get(rank)
-        how = f"died: {death}" if isinstance(death, SupervisorDied) else "died (killed, or out of memory)"
-        return _Failed(rank, how)
-
-    async def _death(self, rank: int) -> RuntimeLayerError | None:
-        """Cause of its death; None while it lives."""
-        try:
-            async with asyncio.timeout(2 * self._limits.ping_timeout_s):  # its supervisor may be stopped, too
-                await self._hosts[rank].call("ping", timeout_s=self._limits.ping_timeout_s)
-        except RuntimeLayerError as error:
-            return error
-        except TimeoutError:
-            return None
-        return None
 
     async def _kill_all(self) -> list[int]:
         """Kill all ranks; returns those whose supervisors did. An unreachable one must not block the report of the
@@ -333,3 +281,10 @@ class Group:
             if error is not None:
                 log.warning("rank %d could not be killed: %s", rank, error, extra={"job_id": self._job_id})
         return [rank for rank, error in enumerate(failures) if error is None]
+
+
+def _raised(rank: int, kind: str, message: str) -> _Failed:
+    error = {"code": kind, "blame": "own"}
+    if isinstance(getattr(errors, kind, None), type):  # of the input, in words for who gave it
+        error |= {"retryable": False, "message": message}
+    return _Failed(rank, f"raised {kind}: {message}", _SYMPTOM if kind in _SYMPTOMS else _CERTAIN, **error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from runtime.processes.kernel import DiesAs, group_dies_as, life
 log = logging.getLogger(__name__)
 
 ENTRY = "train.trainer.worker:main"
-STATES = ("ready", "done", "fatal")
+STATES = ("ready", "done", "fatal", "ended")
 NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
 WORLDS = "worlds"  # alongside the warm parent's socket, in a directory of the box's user alone
 
@@ -83,19 +82,18 @@ class RankHost:
         return life()
 
     async def status(self) -> dict[str, Any]:
-        """`{"alive", "done", "job_id", "rank", "world_size", "pid"}` of the rank started last; `done`: it came to its
-        end. The job is "" before the first rank, and again once `kill` has cleared the device."""
-        alive = self._child is not None and self._child.alive
-        pid = self._child.pid if alive else None
-        return {**self._place, "alive": alive, "done": self._events.done, "pid": pid}
+        """`{"job_id", "rank", "world_size"}` of the rank started last, dead or alive. The job is "" before the first
+        rank, and again once `kill` has cleared the device."""
+        return self._place
 
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any:
         """Call the rank; raises ChildDied, ChildError, ChildTimeout."""
         return await self._started().call(method, timeout_s=timeout_s, **args)
 
-    async def next_event(self, after: int = 0) -> dict[str, Any] | None:
-        """The rank's first event with a "number" above `after`, all up to there being acknowledged by it; None once
-        it is dead and all its events are read. Repeating the call is harmless: an answer may have been lost."""
+    async def next_event(self, after: int = 0) -> dict[str, Any]:
+        """The rank's first event with a "number" above `after`, all up to there being acknowledged by it; the last is
+        "ended" (starved: whether the host's memory ran out). Repeating the call is harmless: an answer may have been
+        lost."""
         self._started()
         return await self._events.next(after)
 
@@ -125,36 +123,27 @@ class RankHost:
 
 
 class _Events:
-    """The numbered events of one rank, None behind the last."""
+    """The numbered events of one rank."""
 
     def __init__(self, child: Child | None = None):
-        self._kept: deque[tuple[int, dict[str, Any] | None]] = deque()
+        self._kept: list[dict[str, Any]] = []
         self._news = asyncio.Condition()
         self._reader = asyncio.create_task(self._read(child), name=f"events of {child.name}") if child else None
 
-    @property
-    def done(self) -> bool:
-        """Whether the rank came to its end."""
-        return any(event is not None and event["event"] == "done" for _, event in self._kept)
-
-    async def next(self, after: int) -> dict[str, Any] | None:
+    async def next(self, after: int) -> dict[str, Any]:
         async with self._news:
             while True:
-                self._kept = deque(
-                    (number, event)
-                    for number, event in self._kept
-                    if number > after or event is None or event["event"] in STATES
-                )
-                for number, event in self._kept:
-                    if number > after or event is None:
-                        return event
+                self._kept = [event for event in self._kept if event["number"] > after or event["event"] in STATES]
+                for event in self._kept:
+                    if event["number"] > after:
+                        return dict(event)
                 await self._news.wait()
 
     async def _read(self, child: Child) -> None:
         for number in count(1):
             event = await child.next_event()
             async with self._news:
-                self._kept.append((number, None if event is None else {**event, "number": number}))
+                self._kept.append({**(event or {"event": "ended", "starved": child.starved}), "number": number})
                 self._news.notify_all()
             if event is None:
                 return

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,16 +54,14 @@ def main() -> None:
 
     out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
     asked = json.loads(sys.stdin.readline())
-    print(json.dumps(_said(**asked)), file=out)
-
-
-def _said(path: str, arch: str) -> dict[str, Any]:
+    path = Path(asked["path"])
     Bounds(CPU_S, MEMORY_BYTES).hold()
     try:
-        tensors = compared(Path(path), arch)
-        return {"tensors": tensors, "tokenizer": read(Path(path), tensors["rows"])}
+        tensors = compared(path, asked["arch"])
+        answer = {"tensors": tensors, "tokenizer": read(path, tensors["rows"])}
     except Unfit as error:
-        return {"unfit": str(error)[:400]}
+        answer = {"unfit": str(error)[:400]}
+    print(json.dumps(answer), file=out)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -250,7 +247,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
     PreTrainedTokenizerFast. generation: why generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -259,10 +256,12 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     written, found = _as_written(path), {"differs": "", "class": type(made).__name__, "mended": False}
     if written is not None and (text := _differs(made, written)):
         found["differs"] = text
-        with tempfile.TemporaryDirectory() as folder:
-            other = _with_plain_class(path, Path(folder))
-        if other is not None and not _differs(other, written):
-            found["mended"], made = True, other
+        try:
+            other = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            if not _differs(other, written):
+                found["mended"], made = True, other
+        except Exception as error:  # noqa: BLE001 - as above
+            print(f"not loaded by the plain class: {error}", file=sys.stderr)
     ids, file = made.get_vocab(), path / "tokenizer.json"
     # tokenizers numbers an added token anew where ids before it are missing.
     claimed = json.loads(file.read_bytes()).get("added_tokens") if file.is_file() else None
@@ -304,38 +303,17 @@ def _as_written(path: Path) -> Any:
         return None
 
 
-def _texts(special: Iterable[str]) -> Iterable[str]:
-    yield from TEXTS
-    for token in list(special)[:2]:
-        yield f"{token}user\nWhat is it?{token}\nA cat."
-
-
 def _differs(made: Any, written: Any) -> str:
     """The first text whose tokens, or their text, are not what tokenizer.json says; "" without any."""
     inner = getattr(made, "backend_tokenizer", None)
     if inner is None:
         return ""
-    for text in _texts(token.content for token in written.get_added_tokens_decoder().values()):
+    special = [token.content for token in written.get_added_tokens_decoder().values()]
+    for text in (*TEXTS, *(f"{token}user\nWhat is it?{token}\nA cat." for token in special[:2])):
         theirs, ours = (one.encode(text, add_special_tokens=False).ids for one in (written, inner))
         if theirs != ours or written.decode(theirs) != inner.decode(ours):
             return text
     return ""
-
-
-def _with_plain_class(path: Path, folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    for file in path.iterdir():
-        if not file.name.endswith(".safetensors") and file.name != "tokenizer_config.json":
-            (folder / file.name).symlink_to(file.resolve())
-    settings_file = path / "tokenizer_config.json"
-    settings = json.loads(settings_file.read_bytes()) if settings_file.is_file() else {}
-    (folder / settings_file.name).write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
-        print(f"not loaded by the plain class: {error}", file=sys.stderr)
-        return None
 
 
 if __name__ == "__main__":

@@ -83,13 +83,13 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
 
     logging.set_verbosity_error()
     modeling_gguf_pytorch_utils.tqdm = _told  # its only sign of progress
+    _read_head_sizes()
     reader = _reader(file)
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**place, trust_remote_code=False)
         model, loaded = AutoModelForCausalLM.from_pretrained(
             **place,
-            **_head_size(reader),
             dtype=torch.bfloat16,
             output_loading_info=True,
             trust_remote_code=False,
@@ -111,19 +111,14 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
     return {"parameters": model.num_parameters(), "architecture": model.config.model_type}
 
 
-def _head_size(reader: Any) -> dict[str, int]:
-    """The size of a head where transformers takes a default instead of the file's: Qwen3's other sizes than 128."""
+def _read_head_sizes() -> None:
+    """Have transformers read the size of a head where it takes a default instead: Qwen3's other sizes than 128."""
     from transformers import CONFIG_MAPPING
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
-    arch = _field(reader, "general.architecture")
-    length = _field(reader, f"{arch}.attention.key_length")
-    name = {"qwen3moe": "qwen3_moe"}.get(arch, arch)
-    if length is None or "attention.key_length" in GGUF_CONFIG_MAPPING.get(name, {}):
-        return {}
-    if name not in CONFIG_MAPPING or not hasattr(CONFIG_MAPPING[name](), "head_dim"):
-        return {}
-    return {"head_dim": int(length)}
+    for name, fields in GGUF_CONFIG_MAPPING.items():
+        if name in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[name](), "head_dim"):
+            fields.setdefault("attention.key_length", "head_dim")
 
 
 def _scale_gemma(config: Any) -> None:

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from train.data.formats import TEXT, Example, convert, shape_of
-from train.data.records import MAX_EXAMPLE_BYTES, BadFile, BadRecord, Line, Record, examples, parse
+from train.data.records import BadFile, BadRecord, Line, Record, examples, parse
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.
@@ -80,15 +80,15 @@ class Read:
     bad: BadRecord | None = None
 
 
-def read_examples(
-    path: str | Path, refuses: Refuses | None = None, max_example_bytes: int = MAX_EXAMPLE_BYTES
-) -> Iterator[Read]:
+def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[Read]:
     """Every example of a file. The shape of most of the first is that of all, of those that the method takes if
     `refuses` says which; a record of another shape is unusable, and so is a file of which it takes none. Raises
     OSError."""
     with open(path, "rb") as file:
-        shape = _usual_shape(islice(examples(file, max_example_bytes), _SHAPE_EXAMPLES), refuses)
-        for line, raw in examples(file, max_example_bytes):
+        lines = examples(file)
+        first = list(islice(lines, _SHAPE_EXAMPLES))
+        shape = _usual_shape(first, refuses)
+        for line, raw in chain(first, lines):
             read = Read(line)
             try:
                 if isinstance(raw, BadRecord):
@@ -121,7 +121,6 @@ def check_training_file(
     path: str | Path,
     *,
     chat_path: str | Path | None = None,
-    max_example_bytes: int = MAX_EXAMPLE_BYTES,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     refuses: Refuses | None = None,
@@ -141,22 +140,20 @@ def check_training_file(
             stack.callback(partial.unlink, missing_ok=True)
             number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             output = stack.enter_context(os.fdopen(number, "wb"))
-        for read in read_examples(path, refuses, max_example_bytes):
-            report.shape = read.shape or report.shape
-            try:
-                if read.bad is not None:
-                    raise read.bad
-                assert read.example is not None
-                rows = _rows(report, read.example.record, count, counted)
-                _add(report, read.example, rows)
-                look(read, rows)
-                if output:
-                    output.write(orjson.dumps(read.example.record) + b"\n")
-            except BadRecord as bad:
-                read.bad = bad
-                look(read, [])
-                report.add_error(read.line, str(bad))
-                if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
+        for read in read_examples(path, refuses):
+            report.shape, rows = read.shape or report.shape, list[list[int]]()
+            if read.example is not None:
+                try:
+                    rows = _rows(report, read.example.record, count, counted)
+                    _add(report, read.example, rows)
+                    if output:
+                        output.write(orjson.dumps(read.example.record) + b"\n")
+                except BadRecord as bad:
+                    read.bad = bad
+            look(read, rows)
+            if read.bad is not None:
+                report.add_error(read.line, str(read.bad))
+                if isinstance(read.bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
         _summarise(report)
         if output and chat_path and report.ok:

@@ -121,17 +121,12 @@ class Shape:
     marked: bool = False
     when: Callable[[Record], bool] = lambda record: True
 
-    def fits(self, record: Record) -> bool:
-        return self._has(record, lambda key: has_value(record.get(key))) and self.when(record)
-
-    def is_meant(self, record: Record) -> bool:
-        """Whether a record has the keys, whatever is in them."""
-        return self._has(record, record.__contains__) and self.when(record)
-
-    def _has(self, record: Record, has: Callable[[str], bool]) -> bool:
+    def fits(self, record: Record, has: Callable[[str], bool]) -> bool:
+        """has: whether the record has a key."""
         if self.marked and not any(_is_mark(record.get(key)) for key in MARKS):
             return False
-        return all(key in record for key in self.has) and all(any(map(has, group)) for group in self.needs)
+        has_all = all(key in record for key in self.has) and all(any(map(has, group)) for group in self.needs)
+        return has_all and self.when(record)
 
 
 def shape_of(record: Any) -> str:
@@ -150,9 +145,10 @@ def convert(record: Any) -> Example:
 def _shape(record: Any) -> Shape:
     if not isinstance(record, dict):
         raise BadRecord(f"is a {kind_of(record)}, expected a JSON object")
-    for chosen in (Shape.fits, Shape.is_meant):
+    # First by keys that have a value: of a row of empty ones, the error says which.
+    for has in (lambda key: has_value(record.get(key)), record.__contains__):
         for row in SHAPES:
-            if chosen(row, record):
+            if row.fits(record, has):
                 return row
     raise BadRecord(_no_shape(record))
 
@@ -161,7 +157,7 @@ def _no_shape(record: Record) -> str:
     keys = sorted(map(str, record))
     for key in keys:
         first = record[key][0] if isinstance(record[key], list) and record[key] else None
-        if isinstance(first, dict) and any(row.fits(first) for row in SHAPES):
+        if isinstance(first, dict) and any(row.fits(first, first.get) for row in SHAPES):
             return f"is one object with the examples in {key!r}: jq -c '.{key}[]' FILE > train.jsonl"
     return (
         f"has the keys {keys[:8]}; expected 'messages' (OpenAI chat), 'conversations' (ShareGPT), 'instruction' and "

@@ -1,8 +1,8 @@
 """Packs examples into rows and orders the rows, which determines the tokens of each step. Pure numpy.
 
 Rules
-- Packing depends on the lengths alone, the order on (seed, epoch) alone, or is that of the data or of its losses; a
-  step depends on its number alone. Nothing depends on the world size, so a run may change it between steps.
+- Packing depends on the lengths alone, the order on (seed, epoch) alone; a step depends on
+  its number alone. Nothing depends on the world size, so a run may change it between steps.
 - A row holds whole examples only. Their sequences (one each, or as many as the training method says) never see each
   other (`Row.segments`; positions restart), so packing changes the speed and not the loss.
 """
@@ -17,26 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from train.plan.auto import ROW_MULTIPLE, best_fit, in_order
+from train.plan.auto import ROW_MULTIPLE, best_fit
 
 
-def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True, as_given: bool = False) -> list[np.ndarray]:
+def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True) -> list[np.ndarray]:
     """Groups of example indices whose lengths sum to at most `capacity` tokens; every example in exactly one.
 
-    Best fit decreasing, O(n log n): lengths (n,) int, each at most `capacity`. Without packing: one by one. as_given:
-    groups of neighbours, in the order of the data, O(n).
+    Best fit decreasing, O(n log n): lengths (n,) int, each at most `capacity`. Without packing: one by one.
     """
     if not packing:
         return [np.array([index]) for index in range(len(lengths))]
-    if as_given:
-        return [np.array(pack) for pack in in_order(lengths.tolist(), capacity)]
     decreasing = ((int(index), int(lengths[index])) for index in np.argsort(-lengths, kind="stable"))
     return [np.array(pack) for pack in best_fit(decreasing, capacity)]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The endless stream of packs (epoch after epoch, each shuffled again unless `shuffled` is false) cut into steps of
+    """The endless stream of packs (epoch after epoch, each shuffled again) cut into steps of
     `batch_size`. Only what belongs to `n_epochs` counts in the last step: an epoch is each pack once."""
 
     n_packs: int
@@ -44,7 +41,6 @@ class StepPlan:
     micro_batch: int
     n_epochs: int
     seed: int
-    shuffled: bool = True
 
     @property
     def total_steps(self) -> int:
@@ -69,7 +65,7 @@ class StepPlan:
         """Pack indices (batch_size,) of optimizer step `step` (0-based)."""
         positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         epochs = positions // self.n_packs
-        orders = {int(epoch): self._order(int(epoch)) for epoch in np.unique(epochs)}
+        orders = {int(epoch): _shuffled(self.n_packs, self.seed, int(epoch)) for epoch in np.unique(epochs)}
         return np.array([orders[int(e)][p % self.n_packs] for e, p in zip(epochs, positions, strict=True)])
 
     def counted(self, step: int) -> int:
@@ -84,9 +80,6 @@ class StepPlan:
         """(number within the step, pack indices) of the micro-batches that `rank` computes in `step`."""
         packs = self.packs_of_step(step).reshape(-1, self.micro_batch)
         return [(number, packs[number]) for number in range(rank, len(packs), world_size)]
-
-    def _order(self, epoch: int) -> np.ndarray:
-        return _shuffled(self.n_packs, self.seed, epoch) if self.shuffled else np.arange(self.n_packs)
 
 
 @lru_cache(maxsize=4)

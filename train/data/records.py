@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
@@ -48,8 +49,7 @@ _TURNS = ("messages", "conversations", "conversation")
 _STRING_OR_NAN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\bNaN\b', re.DOTALL)
 _ESCAPED_COLON = re.compile(rb"\\u003a", re.IGNORECASE)
 _PYTHON = re.compile(r"'|None\b|True\b|False\b")
-_CURLY = ("\u201c", "\u201d", "\u2018", "\u2019")
-PYTHON_TO_JSON = (
+_PYTHON_TO_JSON = (
     'python3 -c "import ast, json, sys; [print(json.dumps(ast.literal_eval(l))) for l in sys.stdin]"'
     " < FILE > train.jsonl"
 )
@@ -95,37 +95,37 @@ def _is_conversation(value: Any) -> bool:
     )
 
 
-def examples(file: BinaryIO, limit: int = MAX_EXAMPLE_BYTES) -> Iterator[Line]:
+def examples(file: BinaryIO) -> Iterator[Line]:
     """Those of JSONL or of a JSON array; a BadRecord in place of what is too big, a BadFile in place of a file that is
     none of them."""
     try:
         file.seek(0)
         if foreign := foreign_file(file):
             raise BadFile(f"the file is {foreign[0]}; expected one JSON object on each line: {foreign[1]}")
-        array = _array(file, limit)
+        array = _array(file)
     except BadRecord as bad:
         yield Line(1, BadFile(str(bad)))
         return
     for number, element in enumerate(array or (), 1):
         raw = orjson.dumps(element)
-        yield Line(number, raw if len(raw) <= limit else _too_long(len(raw), limit))
+        yield Line(number, raw if len(raw) <= MAX_EXAMPLE_BYTES else _too_long(len(raw)))
     if array is None:
         file.seek(0)
-        yield from _lines(file, limit)
+        yield from _lines(file)
 
 
-def _array(file: BinaryIO, limit: int) -> list[Any] | None:
+def _array(file: BinaryIO) -> list[Any] | None:
     """The elements of a file that is one JSON array; None of lines. Raises BadRecord for an array that cannot be read
     and for values over several lines."""
     first = b""
-    while not first and (line := file.readline(limit + 1)):
+    while not first and (line := file.readline(MAX_EXAMPLE_BYTES + 1)):
         first = _bare(line)
     try:
         value = parse(first)
     except BadRecord:
         size = file.seek(0, 2)
         file.seek(0)
-        if first.startswith(b"{") and _goes_on(_bare(file.read(limit))):
+        if first.startswith(b"{") and _goes_on(_bare(file.read(MAX_EXAMPLE_BYTES))):
             raise BadFile(
                 "the file has objects over several lines; expected one example on each: jq -c . FILE > train.jsonl"
             ) from None
@@ -158,21 +158,21 @@ def _bare(raw: bytes) -> bytes:
     return raw
 
 
-def _too_long(size: int, limit: int) -> BadRecord:
-    return BadRecord(f"is {size} bytes long; the limit for one example is {limit}")
+def _too_long(size: int) -> BadRecord:
+    return BadRecord(f"is {size} bytes long; the limit for one example is {MAX_EXAMPLE_BYTES}")
 
 
-def _lines(file: BinaryIO, limit: int) -> Iterator[Line]:
+def _lines(file: BinaryIO) -> Iterator[Line]:
     number = 0
-    while raw := file.readline(limit + 1):
+    while raw := file.readline(MAX_EXAMPLE_BYTES + 1):
         number += 1
-        if len(raw) > limit and not raw.endswith(b"\n"):
+        if len(raw) > MAX_EXAMPLE_BYTES and not raw.endswith(b"\n"):
             size = len(raw)
             while rest := file.readline(1 << 20):
                 size += len(rest)
                 if rest.endswith(b"\n"):
                     break
-            yield Line(number, _too_long(size, limit))
+            yield Line(number, _too_long(size))
             continue
         if raw := _bare(raw):
             yield Line(number, raw)
@@ -214,23 +214,15 @@ def loads(raw: bytes) -> Any:
     # orjson keeps the last of two equal keys. Each key has one colon outside strings, so what is written again without
     # a key has fewer of them; a colon that is escaped in a string may hide that.
     if raw.count(b":") != orjson.dumps(value).count(b":") or _ESCAPED_COLON.search(raw):
-        _refuse_twice(raw)
+        json.loads(raw, object_pairs_hook=_object)
     return value
 
 
-def _refuse_twice(raw: bytes) -> None:
+def _object(pairs: list[tuple[str, Any]]) -> None:
     """Raises BadRecord for an object that has a key twice."""
-
-    def check(pairs: list[tuple[str, Any]]) -> None:
-        seen = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise BadRecord(
-                    f"has the key {key[:60]!r} twice in one object; only one of the two values can be meant"
-                )
-            seen.add(key)
-
-    json.loads(raw, object_pairs_hook=check)
+    if len(dict(pairs)) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise BadRecord(f"has the key {key[:60]!r} twice in one object; only one of the two values can be meant")
 
 
 def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
@@ -243,9 +235,7 @@ def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
         )
     rest = text[error.pos :].strip()
     if _PYTHON.match(rest):
-        return f"is written as Python prints it, expected JSON: {PYTHON_TO_JSON}"
-    if rest[:1] in _CURLY:
-        return "is not valid JSON: its keys have curly quotes, expected straight ones"
+        return f"is written as Python prints it, expected JSON: {_PYTHON_TO_JSON}"
     if text.lstrip()[:1] not in ("{", "[", '"'):
         return "is not valid JSON: expected one example in braces on each line, not a table (CSV) or plain text"
     if rest == ",":

@@ -60,7 +60,7 @@ class TokenWriter:
     writer of the file."""
 
     def __init__(self, path: Path, cache_dir: Path):
-        self._folder = cache_dir / f"{path.name}.partial"
+        self._path, self._folder = path, cache_dir / f"{path.name}.partial"
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         self._files = [open(self._folder / name, "wb") for name in ("tokens", "learnt")]
@@ -84,7 +84,9 @@ class TokenWriter:
                 file.write(part.tobytes())
                 self._digest.update(part.tobytes())
 
-    def finish(self, directory: Path, encoder: ChatEncoder) -> None:
+    def finish(self, encoder: ChatEncoder, base_path: Path) -> None:
+        """Put the set of the file, which is complete now, where `open_token_set` looks for it."""
+        directory = self._folder.parent / set_of(self._path, base_path)
         for file in self._files:
             file.close()
         offsets = np.cumsum(np.array(self._lengths, np.int64))
@@ -111,7 +113,7 @@ class TokenSet:
     method refuses the cut, or nothing is left.
     """
 
-    def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, as_given: bool, name: str):
+    def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, name: str):
         self.directory = directory
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_records, self.digest = facts["pad_id"], facts["n_records"], str(facts["digest"])
@@ -134,7 +136,7 @@ class TokenSet:
         self.n_truncated, self.n_dropped = len(long), int((~kept).sum())
         self._edges, labels = self._edges[kept], labels[kept].sum(axis=1)
         lengths = self._lengths = np.diff(self._edges).sum(axis=(1, 2))
-        self.packs = plan_packs(lengths, self.capacity, packing=packing, as_given=as_given)
+        self.packs = plan_packs(lengths, self.capacity, packing=packing)
         if not self.packs:
             why = f"no example has anything to learn within max_length {max_length}"
             raise InvalidTrainingData(name, [(1, why)], 1)
@@ -217,39 +219,33 @@ def open_token_set(
     max_length: int,
     packing: bool,
     rank: int,
-    as_given: bool = False,
     alive: Callable[[], None] = lambda: None,
 ) -> TokenSet:
     """The tokens of `path` (chat JSONL), which rank 0 writes if `cache_dir` does not have them; the others wait for it.
 
     Args:
         encoder: makes the encoder of the tokenizer in `base_path`; called only if something has to be tokenised.
-        as_given: packs are of neighbours, in the order of the file.
         alive: called for each example, and while a rank waits: rank 0 may need longer than the limit for a hang or for
             a collective.
 
     Raises InvalidTrainingData, as TokenSet does, and on rank 0 when the chat template or the method refuses an example.
     """
-    path = Path(path)
-    directory = Path(cache_dir) / set_of(path, Path(base_path))
+    path, base_path = Path(path), Path(base_path)
+    directory = cache_dir / set_of(path, base_path)
     if rank == 0 and not directory.exists():
-        _write(path, encoder(), directory, method, alive)
+        words, errors = encoder(), []
+        with TokenWriter(path, cache_dir) as writer, open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                alive()
+                try:
+                    record = orjson.loads(line)
+                    writer.add(record, method.encode(words, record))
+                except BadRecord as bad:
+                    errors.append((number, str(bad)))
+            if errors:
+                raise InvalidTrainingData(path.name, errors[:_MAX_LISTED_ERRORS], len(errors))
+            writer.finish(words, base_path)
     while not directory.exists():
         alive()
         time.sleep(_POLL_S)
-    return TokenSet(directory, method, max_length=max_length, packing=packing, as_given=as_given, name=path.name)
-
-
-def _write(path: Path, encoder: ChatEncoder, directory: Path, method: Rows, alive: Callable[[], None]) -> None:
-    errors = []
-    with TokenWriter(path, directory.parent) as writer, open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            alive()
-            try:
-                record = orjson.loads(line)
-                writer.add(record, method.encode(encoder, record))
-            except BadRecord as bad:
-                errors.append((number, str(bad)))
-        if errors:
-            raise InvalidTrainingData(path.name, errors[:_MAX_LISTED_ERRORS], len(errors))
-        writer.finish(directory, encoder)
+    return TokenSet(directory, method, max_length=max_length, packing=packing, name=path.name)

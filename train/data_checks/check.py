@@ -12,7 +12,7 @@ import ipaddress
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ import orjson
 from train.data.check import Count, Read, Refuses, check_training_file, read_examples
 from train.data.records import NoAnswer, Record
 
+NAMES = ("bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data")
+"""Of the checks, in the order of a report."""
 _MOST_SHOWN = 20
 _MOST_REASON = 300
 _PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -42,19 +44,17 @@ class Check:
 
     def __init__(
         self,
-        names: Sequence[str],
         refuses: Refuses | None = None,
         count: Count | None = None,
         max_tokens: int | None = None,
         against: Path | None = None,
     ):
-        """names: of all checks, as a report has them. count: gives tokens of a converted record; without it they are
-        estimated. against: the validation file."""
+        """count: gives tokens of a converted record; without it they are estimated. against: the validation file."""
         self._refuses, self._count, self._max_tokens = refuses, count, max_tokens
         self._lines: list[int] = []  # of all examples
         self._lengths: list[int] = []  # tokens of the usable ones
         needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
-        self.found = {name: Finding() for name in names if needed.get(name, True)}
+        self.found = {name: Finding() for name in NAMES if needed.get(name, True)}
         self._by_digest: dict[bytes, int] = {}
         self._near = NearDuplicates()
         self._validation = None
@@ -81,16 +81,19 @@ class Check:
             "file": {"file": name, "bytes": size, "sha256": sha256, "shape": shape},
             "examples": len(self._lines),
             "usable": 0 < len(tokens) == len(self._lines),
-            "checks": {name: self._finding(finding) for name, finding in self.found.items()},
+            "checks": {
+                name: {
+                    "count": finding.count,
+                    "share": round(finding.count / max(1, len(self._lines)), 6),
+                    **({"kinds": dict(finding.kinds.most_common())} if finding.kinds else {}),
+                    "first": finding.first,
+                }
+                for name, finding in self.found.items()
+            },
             "keys_left_out": dict(sorted(data.left_out.items())),
             "tokens": {"total": int(tokens.sum()), "exact": self._count is not None, "most_allowed": self._max_tokens},
             "lengths": _lengths(tokens) if len(tokens) else {},
         }
-
-    def _finding(self, finding: Finding) -> dict[str, Any]:
-        share = round(finding.count / max(1, len(self._lines)), 6)
-        kinds = {"kinds": dict(finding.kinds.most_common())} if finding.kinds else {}
-        return {"count": finding.count, "share": share, **kinds, "first": finding.first}
 
     def _look(self, read: Read, rows: list[list[int]]) -> None:
         index = len(self._lines)

@@ -14,14 +14,14 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from runtime.processes.kernel import Bounds, how_it_ended, run_command
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
 from train.data.records import Record
 from train.methods import methods
 from train.methods.method import Method
-from train.plan.errors import InvalidSpec, UnsupportedModel
+from train.plan.errors import UnsupportedModel
 from weights.format.foreign_json import size, text_part
 
 if TYPE_CHECKING:
@@ -36,21 +36,13 @@ NICE_AFTER_S, _NICENESS = 5.0, 10
 TOKENS = "tokens"
 """Folder beside a job's data that has them as tokens."""
 
-CheckName = Literal["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"]
-CHECKS: tuple[CheckName, ...] = get_args(CheckName)
-"""In the order of a report."""
-
-
-class BadOption(ValueError):
-    """An option that makes no sense; the text is shown."""
-
 
 class CheckFailed(Exception):
     """A check did not finish; the text says why, for the caller."""
 
 
 async def report_apart(path: Path, name: str, **options: Any) -> dict[str, Any]:
-    """`report_on`, in a process that ends when this is cancelled. Raises BadOption, CheckFailed."""
+    """`report_on`, in a process that ends when this is cancelled. Raises CheckFailed."""
     try:
         report: dict[str, Any] = await _apart("report_on", path, name=name, **options)
         return report
@@ -71,7 +63,7 @@ async def check_apart(path: Path, **how: Any) -> DataReport:
 
 
 async def _apart(function: str, path: Path, **arguments: Any) -> Any:
-    """Raises BadOption, CheckFailed, OSError."""
+    """Raises CheckFailed, OSError."""
     request = json.dumps([function, {"path": path, **arguments}], default=str)
     status, out, err = await run_command(sys.executable, "-P", "-m", "train.data_checks.process", request)
     try:
@@ -84,7 +76,7 @@ async def _apart(function: str, path: Path, **arguments: Any) -> Any:
         return answer
     if number := answer["errno"]:  # it is gone, or the disk is full
         raise OSError(number, answer["error"])
-    raise (BadOption if answer["bad_option"] else CheckFailed)(answer["error"])
+    raise CheckFailed(answer["error"])
 
 
 def main() -> None:
@@ -94,9 +86,8 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_PROF, NICE_AFTER_S)
     try:
         answer = asdict(checked(**arguments)) if function == "checked" else report_on(**arguments)
-    except (BadOption, OSError, ValueError) as error:
-        bad, number = isinstance(error, BadOption), getattr(error, "errno", None)
-        print(json.dumps({"error": str(error), "bad_option": bad, "errno": number}))
+    except (OSError, ValueError) as error:
+        print(json.dumps({"error": str(error), "errno": getattr(error, "errno", None)}))
         sys.exit(2)
     print(json.dumps(answer, ensure_ascii=False))
 
@@ -115,11 +106,10 @@ def checked(
     encoder = encoder_of(Path(tokenizer)) if tokenizer else None
     with ExitStack() as stack:
         writer = None
-        if encoder and tokenizer and chat_path and method:
-            from train.data.token_set import TokenWriter, set_of
+        if encoder and chat_path and method:
+            from train.data.token_set import TokenWriter
 
-            folder = Path(chat_path).parent / TOKENS
-            writer = stack.enter_context(TokenWriter(Path(chat_path), folder))
+            writer = stack.enter_context(TokenWriter(Path(chat_path), Path(chat_path).parent / TOKENS))
         report = check_training_file(
             path,
             chat_path=chat_path,
@@ -127,8 +117,8 @@ def checked(
             counted=COUNTED_EXAMPLES if cut_at is None and writer is None else sys.maxsize,
             refuses=how.refuses if method else None,
         )
-        if encoder and tokenizer and chat_path and writer and report.ok:
-            writer.finish(folder / set_of(Path(chat_path), Path(tokenizer)), encoder)
+        if writer and report.ok:
+            writer.finish(encoder, Path(tokenizer))
     if encoder and encoder.n_without_tools:
         report.warnings.append(
             f"the model's chat template leaves the tools of {encoder.n_without_tools} examples out: neither training "
@@ -145,7 +135,7 @@ def report_on(
     method: str | None = None,
     against: str | Path | None = None,
 ) -> dict[str, Any]:
-    """The report on a file (train.data_checks.check). Raises BadOption, OSError, ValueError.
+    """The report on a file (train.data_checks.check). Raises OSError, ValueError, InvalidSpec.
 
     Args:
         name: what the report calls the file.
@@ -157,19 +147,16 @@ def report_on(
     # Compiled libraries, which take half a second: the controller imports this file too.
     from train.data_checks.check import Check
 
-    try:
-        how = methods.method_of(method) if method else methods.DEFAULT
-    except InvalidSpec as error:
-        raise BadOption(str(error)) from error
+    how = methods.method_of(method) if method else methods.DEFAULT
     count = None
     if model:
         if (encoder := encoder_of(Path(model))) is None:
-            raise BadOption(f"{model} has no tokenizer with a chat template that can be used to count tokens")
+            raise ValueError(f"{model} has no tokenizer with a chat template that can be used to count tokens")
         config = text_part(json.loads((Path(model) / "config.json").read_bytes()))
         max_tokens = max_tokens or size(config, "max_position_embeddings", "n_positions") or None
         count = _counter(how, encoder)
     against = Path(against) if against else None
-    return Check(CHECKS, how.refuses if method else None, count, max_tokens, against).report(Path(path), name)
+    return Check(how.refuses if method else None, count, max_tokens, against).report(Path(path), name)
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

@@ -69,6 +69,9 @@ class _Grader(_Strict):
         """Raises InvalidGrader for what its types cannot tell."""
         for path, text in self.texts(param):
             templates.check(text, path)
+        if self.pass_threshold is not None and self.bounds and self.pass_threshold > self.bounds[1]:
+            why = f"is {self.pass_threshold:g}, and the grader gives {self.bounds[1]:g} at most"
+            raise InvalidGrader(f"{param}pass_threshold", why)
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -121,21 +124,8 @@ class TextSimilarity(_Compared):
     """How alike input and reference are, from 0 to 1; similarity.py says by which measures."""
 
     type: Literal["text_similarity"]
-    evaluation_metric: str
-
-    def check(self, param: str) -> None:
-        super().check(param)
-        if self.evaluation_metric == "cosine":
-            raise InvalidGrader(
-                f"{param}evaluation_metric",
-                "'cosine' compares embeddings of a hosted model, which this box does not have; take one of "
-                + ", ".join(similarity.METRICS),
-            )
-        if self.evaluation_metric not in similarity.METRICS:
-            raise InvalidGrader(
-                f"{param}evaluation_metric",
-                f"{self.evaluation_metric!r} is not known; expected one of {', '.join(similarity.METRICS)}",
-            )
+    evaluation_metric: Literal[tuple(similarity.METRICS)]  # type: ignore[valid-type]
+    """OpenAI's `cosine` compares embeddings of a hosted model, which a box does not have."""
 
     def compare(self, text: str, reference: str) -> Reward:
         reward, cut = similarity.similarity(self.evaluation_metric, text, reference)
@@ -403,14 +393,6 @@ def parse(given: Any) -> Grader:
     return grader
 
 
-def check_threshold(grader: Grader) -> None:
-    """Of a new grader; jobs and evaluations that have one from before go on with it. Raises InvalidGrader for one that
-    no reward reaches: every item would fail, whatever is answered."""
-    threshold, bounds = grader.pass_threshold, grader.bounds
-    if threshold is not None and bounds is not None and threshold > bounds[1]:
-        raise InvalidGrader("pass_threshold", f"is {threshold:g}, and the grader gives {bounds[1]:g} at most")
-
-
 def leaves(grader: Grader) -> dict[str, Leaf]:
     """Its graders by name; one alone stands by its own name."""
     return dict(grader.graders) if isinstance(grader, Multi) else {grader.name: grader}
@@ -433,16 +415,12 @@ def judges(grader: Grader) -> dict[str, ScoreModel | LabelModel]:
     return {name: leaf for name, leaf in leaves(grader).items() if isinstance(leaf, ScoreModel | LabelModel)}
 
 
-def _named(grader: Any, name: Any) -> Any:
-    return {**grader, "name": name} if isinstance(grader, Mapping) and "name" not in grader else grader
-
-
 def _by_name(graders: Any) -> Any:
     alone = isinstance(graders, Mapping) and isinstance(graders.get("type"), str)
     if alone:
         graders = [graders]
     if isinstance(graders, Mapping):
-        return {name: _named(one, name) for name, one in graders.items()}
+        return {name: {"name": name, **one} if isinstance(one, Mapping) else one for name, one in graders.items()}
     if not isinstance(graders, list):
         return graders
     for place, one in enumerate(graders):

@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -168,23 +168,11 @@ class GraderHosts:
             return await self._results(head, rows, bounds)
 
     async def _results(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
-        read: Callable[[bytes], Any] = _GRADED.validate_json if head["kind"] == "grade" else json.loads
-        results = []
-        async with self._child(head, rows, bounds) as lines:
-            for _ in rows:
-                async with asyncio.timeout(bounds.time_s):
-                    results.append(read(await lines.readuntil()))
-        return results
-
-    @asynccontextmanager
-    async def _child(
-        self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds
-    ) -> AsyncIterator[asyncio.StreamReader]:
-        """The lines that a new child of the worker writes about a request. Raises WorkerBroke, also for what is raised
-        within."""
+        """As `_together`, without another try."""
         # In a thread and line by line, so that others run in between: the items of a request may be 64 MiB together.
-        first, *others = await asyncio.to_thread(lambda: [json.dumps(row).encode() + b"\n" for row in (head, *rows)])
-        loads = [name for name in LOADED if name.encode() in first]
+        lines = await asyncio.to_thread(lambda: [json.dumps(row).encode() + b"\n" for row in (head, *rows)])
+        read: Callable[[bytes], Any] = _GRADED.validate_json if head["kind"] == "grade" else json.loads
+        loads = [name for name in LOADED if name.encode() in lines[0]]
         message = {"loads": loads, "nice": bounds.nice, "memory_bytes": bounds.memory_bytes, "cpu_s": bounds.cpu_s}
         control, worker = await self._started()
         mine, theirs = socket.socketpair()
@@ -195,14 +183,17 @@ class GraderHosts:
                 mine.close()
                 raise WorkerBroke(f"the process that grades ended: {error}") from None
         reader, writer = await asyncio.open_unix_connection(sock=mine, limit=_RESULT_BYTES)
-        child = None
+        child, results = None, []
         try:
             async with asyncio.timeout(START_S):
                 # It waits for its request, so that the number is its own.
                 child = os.pidfd_open(int(await reader.readuntil()))
-            writer.writelines([first, *others])
+            writer.writelines(lines)
             writer.write_eof()
-            yield reader
+            for _ in rows:
+                async with asyncio.timeout(bounds.time_s):
+                    results.append(read(await reader.readuntil()))
+            return results
         except TimeoutError:
             if child is None:
                 raise WorkerBroke(f"no process that grades started within {START_S:g} s") from None

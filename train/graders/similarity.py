@@ -11,89 +11,61 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
-MAX_WORDS = 20_000
-"""Words that are read of each text; METEOR's cost grows with the product of both, so it takes `MAX_METEOR_WORDS`.
-Longer texts are cut."""
-MAX_METEOR_WORDS = 1_000
-MAX_CHARACTERS = 200_000
-"""Of each text for `fuzzy_match`, whose cost grows with the product too."""
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
+METRICS = {
+    "fuzzy_match": 200_000,
+    "bleu": 20_000,
+    "gleu": 20_000,
+    "meteor": 1_000,
+    **{f"rouge_{n}": 20_000 for n in (*range(1, 6), "l")},
+}
+"""How many words of each text a metric reads, of `fuzzy_match` characters; longer texts are cut. The cost of METEOR and
+of `fuzzy_match` grows with the product of both texts."""
 
 
 def similarity(metric: str, text: str, reference: str) -> tuple[float, bool]:
     """How alike they are, and whether one was cut. Raises KeyError for another metric than those of METRICS."""
-    measure, most = METRICS[metric]
-    if measure is None:
-        from rapidfuzz import fuzz
-
-        cut = max(len(text), len(reference)) > most
-        return fuzz.ratio(text[:most], reference[:most]) / 100, cut
-    words, expected = _words(text), _words(reference)
-    cut = max(len(words), len(expected)) > most
-    words, expected = words[:most], expected[:most]
-    if not words or not expected:
-        return float(words == expected), cut
-    return min(1.0, max(0.0, float(measure(words, expected)))), cut
+    most, by_words = METRICS[metric], metric != "fuzzy_match"
+    one, other = (_WORD.findall(whole.lower()) if by_words else whole for whole in (text, reference))
+    cut = max(len(one), len(other)) > most
+    one, other = one[:most], other[:most]
+    if by_words and not (one and other):
+        return float(one == other), cut
+    return min(1.0, max(0.0, float(_measure(metric, one, other)))), cut
 
 
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
+def _measure(metric: str, one: Any, other: Any) -> float:
+    """Of two texts, or lists of words. The libraries are imported as they are needed: by few graders."""
+    match metric:
+        case "fuzzy_match":
+            from rapidfuzz import fuzz
+
+            return fuzz.ratio(one, other) / 100
+        case "bleu":
+            from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+
+            return sentence_bleu([other], one, smoothing_function=SmoothingFunction().method1)
+        case "gleu":
+            from nltk.translate.gleu_score import sentence_gleu
+
+            return sentence_gleu([other], one)
+        case "meteor":
+            from nltk.translate.meteor_score import single_meteor_score
+
+            return single_meteor_score(other, one, wordnet=SimpleNamespace(synsets=lambda word: []))
+        case "rouge_l":
+            from rapidfuzz.distance import LCSseq
+
+            common, total = LCSseq.similarity(one, other), len(one) + len(other)
+        case _:
+            grams, expected = (_grams(words, int(metric[-1])) for words in (one, other))
+            common, total = (grams & expected).total(), grams.total() + expected.total()
+    return 2 * common / total if common else 0.0
 
 
-def _bleu(words: Sequence[str], reference: Sequence[str]) -> float:
-    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-
-    return sentence_bleu([reference], words, smoothing_function=SmoothingFunction().method1)
-
-
-def _gleu(words: Sequence[str], reference: Sequence[str]) -> float:
-    from nltk.translate.gleu_score import sentence_gleu
-
-    return sentence_gleu([reference], words)
-
-
-class _NoSynonyms:
-    def synsets(self, word: str) -> list[object]:
-        return []
-
-
-def _meteor(words: Sequence[str], reference: Sequence[str]) -> float:
-    from nltk.translate.meteor_score import single_meteor_score
-
-    return single_meteor_score(reference, words, wordnet=_NoSynonyms())
-
-
-def _rouge(n: int) -> Callable[[Sequence[str], Sequence[str]], float]:
-    def measure(words: Sequence[str], reference: Sequence[str]) -> float:
-        grams, expected = _grams(words, n), _grams(reference, n)
-        return _f_measure((grams & expected).total(), grams.total(), expected.total())
-
-    return measure
-
-
-def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+def _grams(words: list[str], n: int) -> Counter[tuple[str, ...]]:
     return Counter(tuple(words[place : place + n]) for place in range(len(words) - n + 1))
-
-
-def _rouge_l(words: Sequence[str], reference: Sequence[str]) -> float:
-    from rapidfuzz.distance import LCSseq
-
-    return _f_measure(LCSseq.similarity(words, reference), len(words), len(reference))
-
-
-def _f_measure(common: int, given: int, expected: int) -> float:
-    return 2 * common / (given + expected) if common else 0.0
-
-
-# Measure of words (None: of the characters of the texts) and the most that it takes of them.
-METRICS: dict[str, tuple[Callable[[Sequence[str], Sequence[str]], float] | None, int]] = {
-    "fuzzy_match": (None, MAX_CHARACTERS),
-    "bleu": (_bleu, MAX_WORDS),
-    "gleu": (_gleu, MAX_WORDS),
-    "meteor": (_meteor, MAX_METEOR_WORDS),
-    **{f"rouge_{n}": (_rouge(n), MAX_WORDS) for n in range(1, 6)},
-    "rouge_l": (_rouge_l, MAX_WORDS),
-}

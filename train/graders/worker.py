@@ -63,7 +63,13 @@ def main() -> None:
     dies_as(DiesAs.TRIAL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
-    prepare()
+    # What most graders use, and what a child needs to confine itself: no fork has to make it. numpy imports its random
+    # numbers only on demand, which took half of a fork's time.
+    import numpy.random  # noqa: F401
+    from rapidfuzz import fuzz  # noqa: F401
+
+    prepare_confinement()
+    _readable()
     control = socket.socket(fileno=int(sys.argv[1]))
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
@@ -74,16 +80,6 @@ def main() -> None:
         if os.fork() == 0:
             serve(descriptors[0], **bounds)
         os.close(descriptors[0])
-
-
-def prepare() -> None:
-    """Import what most graders use, and make what a child needs to confine itself: no fork has to."""
-    # numpy imports it only on demand, which every fork has: that took half of its time.
-    import numpy.random  # noqa: F401
-    from rapidfuzz import fuzz  # noqa: F401
-
-    prepare_confinement()
-    _readable()
 
 
 def _load(names: Iterable[str]) -> None:
@@ -99,7 +95,12 @@ def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
     try:
         die_with_parent()
         os.nice(nice)
-        _only_these_files(client)
+        os.dup2(client, 3)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(nothing, number)
+        sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))
+        os.closerange(4, 1 << 16)  # nothing of the worker's
         with open(3, "wb", closefd=False) as out, open(3, "rb", closefd=False) as lines:
             out.write(b"%d\n" % os.getpid())
             out.flush()
@@ -111,16 +112,6 @@ def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
                 out.flush()
     finally:
         os._exit(0)
-
-
-def _only_these_files(client: int) -> None:
-    """3: the client; 0 to 2: nothing. All others are closed."""
-    os.dup2(client, 3)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(nothing, number)
-    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
-    os.closerange(4, 1 << 16)
 
 
 def _confine(memory_bytes: int, cpu_s: int) -> str:

@@ -43,7 +43,7 @@ class PackedObjective(nn.Module):
         plain = type(output) is nn.Linear and output.bias is None
         self._fused = plain and not any(getattr(config, name, None) for name in _HEAD_EXTRAS)
         if self._fused:
-            output.__class__ = SummedLogProbHead if method.sums else WideLogProbHead if method.wide else LogProbHead
+            output.__class__, output.wide, output.alike = LogProbHead, method.wide, method.sums
         self._hits: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
 
@@ -94,8 +94,9 @@ class PackedObjective(nn.Module):
 
 class LogProbHead(nn.Linear):
     """The output head; called with labels it returns their log-probabilities in place of logits. wide: computed in
-    float32. alike: the loss has one gradient for all of them, as their sum has. right: (n,) bool, which labels of the
-    last call were the likeliest tokens."""
+    float32: rounded to bfloat16, log-probabilities of a trainer and of the engine that sampled differ by more than a
+    step changes them. alike: the loss has one gradient for all of them, as their sum has. right: (n,) bool, which
+    labels of the last call were the likeliest tokens."""
 
     wide = alike = False
     right: torch.Tensor
@@ -110,17 +111,6 @@ class LogProbHead(nn.Linear):
         early = self.alike and torch.is_grad_enabled()
         log_probs, self.right = _LinearLogProbs.apply(hidden, self.weight, labels, self.wide, allowed, early)
         return log_probs
-
-
-class SummedLogProbHead(LogProbHead):
-    alike = True
-
-
-class WideLogProbHead(LogProbHead):
-    """For answers that engines have sampled: rounded to bfloat16, log-probabilities of trainer and sampler differ by
-    more than a step changes them."""
-
-    wide = True
 
 
 class _LinearLogProbs(torch.autograd.Function):

@@ -67,7 +67,9 @@ def packed_attention(
     for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
         window = None
         if sliding_window is not None and q.shape[2] > sliding_window:
-            window = _sliding_mask(q.shape[2], sliding_window, query.device)
+            at = torch.arange(q.shape[2], device=query.device)
+            distance = at[:, None] - at[None, :]
+            window = (distance >= 0) & (distance < sliding_window)
         outputs.append(
             scaled_dot_product_attention(
                 q,
@@ -109,7 +111,9 @@ def _varlen(
     # none (torch's flash_api.cpp, mha_varlen_fwd). DeepSeek's values are narrower than its keys; OpenLLaMA 3B has heads
     # of 100. Zeros add nothing to a score, and what they give of the values is cut off.
     width = -(-max(query.shape[-1], value.shape[-1]) // _VARLEN_HEAD_STEP) * _VARLEN_HEAD_STEP
-    q, k, v = (_filled_up(tensor[0].transpose(0, 1), width) for tensor in (query, key, value))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # Not `pad` with nothing to add, which copies.
+    q, k, v = (one if one.shape[-1] == width else pad(one, (0, width - one.shape[-1])) for one in (q, k, v))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = varlen.varlen_attn(
         q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=grouped
@@ -118,21 +122,11 @@ def _varlen(
     return out[None, ..., : value.shape[-1]]
 
 
-def _filled_up(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    # Not `pad` with nothing to add, which copies.
-    return tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1]))
-
-
 @lru_cache(maxsize=4)  # all layers of a row, and their recomputation, ask for the same
 def _bounds(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple[torch.Tensor, int]:
     """The examples' boundaries (examples + 1,) int32 on the device, and the longest example's tokens."""
     starts = torch.tensor([0, *(end for _, end in segments)], dtype=torch.int32)
     return starts.to(device, non_blocking=True), max(end - start for start, end in segments)
-
-
-def _sliding_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def register() -> None:

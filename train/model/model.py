@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.devices.kind import HOST_MEMORY
 from train.model import attention
+from train.model.kernels import use_liger
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
@@ -79,6 +80,8 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
     if spec.base_adapter is not None and not empty:
         merge_into(model, spec.base_adapter)
     model.config.use_cache = False
+    if spec.kernels == "liger":
+        use_liger(model)
     if spec.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if spec.full:
@@ -105,7 +108,7 @@ def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
     if sent and (model._keep_in_fp32_modules_strict or model.get_expanded_tied_weights_keys(all_submodels=True)):
         return None
     model.tie_weights()
-    # What loading leaves for whoever writes the model back (train.state.stored_names), for experts are stored one by
+    # What loading leaves for whoever writes the model back (train.state.publish), for experts are stored one by
     # one, and for whoever has it answer.
     model._weight_conversions = get_model_conversion_mapping(model)
     with suppress(OSError):  # the directory has none

@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from runtime.devices.kinds import kind_of
 from train.plan import recipe
 from train.plan.errors import InvalidHyperparameter
-from train.plan.recipe import SCHEDULES
+from train.plan.estimate import ModelShape
+from train.plan.spec import TrainSpec
 from train.plan.speed import Load
 
+_FIELDS = get_type_hints(TrainSpec)
 Own = Callable[["Given", dict[str, Any]], None]
 LORA_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
@@ -42,22 +44,18 @@ class DatasetStats:
 
 @dataclass(frozen=True)
 class ModelStats:
-    """Figures of the base model and the devices. `max_position_embeddings` is its context in tokens.
+    """The base model and the devices. `max_position_embeddings` is its context in tokens.
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
-    computes_bf16: see runtime.devices. tensor_slices, hidden: as in `train.plan.estimate.ModelShape`.
-    quantised: its weights stay as they are stored, and adapters alone are trained on them. heads: of queries, of keys.
+    computes_bf16: see runtime.devices. quantised: its weights stay as they are stored, and adapters alone are trained.
     """
 
-    n_parameters: int
+    shape: ModelShape
     max_position_embeddings: int
     device_kind: str
     adapter_max_rank: int = 0
     computes_bf16: bool = True
-    tensor_slices: int = 0
-    hidden: int = 0
     quantised: bool = False
-    heads: tuple[int, int] = (0, 0)
 
 
 def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
@@ -92,10 +90,7 @@ def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
         return min(float(dataset.n_examples), dataset.n_tokens / fields["max_length"])
     most = fields["max_length"]
     lengths = [min(length, most) for length in dataset.lengths]
-    if fields["data_order"] == "given":
-        packs = in_order(lengths, most)
-    else:
-        packs = best_fit(enumerate(sorted(lengths, reverse=True)), most)
+    packs = best_fit(enumerate(sorted(lengths, reverse=True)), most)
     return len(packs) * (dataset.n_examples / len(lengths))
 
 
@@ -126,20 +121,6 @@ def best_fit(decreasing: Iterable[tuple[int, int]], capacity: int) -> list[list[
     return packs
 
 
-def in_order(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """As `best_fit`, of neighbours: each group has what follows the one before it, as much as fits. Where the order of
-    the data means something, best fit would put a short example of the beginning beside a long one of the end."""
-    packs: list[list[int]] = []
-    left = 0
-    for index, length in enumerate(lengths):
-        if length > left or not packs:
-            packs.append([])
-            left = capacity
-        packs[-1].append(index)
-        left -= length
-    return packs
-
-
 def resolve(
     hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int, own: Own | None = None
 ) -> dict:
@@ -148,51 +129,42 @@ def resolve(
     (appliance.controller.models.capacity.layouts)."""
     given = Given(hyperparameters)
     fields: dict[str, Any] = {}
+    # Not fp8 as serve_dtype: it needs the largest element of a tensor before its first byte is written, and no rank
+    # sees a whole one.
+    for name in ("packing", "offload", "activation_checkpointing", "kernels", "lr_scheduler", "serve_dtype"):
+        fields[name] = given.choice(name, auto=getattr(TrainSpec, name))
+    for name, high in (("lora_dropout", 0.9), ("warmup_ratio", 0.9), ("weight_decay", 1), ("max_grad_norm", 1e6)):
+        fields[name] = given.number(name, 0, high, auto=getattr(TrainSpec, name))
+    for name in ("eval_interval", "early_stopping_patience"):
+        fields[name] = given.integer(name, 0, 1_000_000, auto=0)
 
-    fields["tensor_parallel"] = _tensor_parallel(given, model, max_devices)
-    fields["full"] = _full(given, model, fields)
-    fields["lora_rank"] = _lora_rank(given, model)
-    fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
-    fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
+    # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
+    # links and for models that one device cannot hold.
+    fields["tensor_parallel"] = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
     fields["sequence_parallel"] = given.integer("sequence_parallel", 1, max(1, max_devices), auto=1)
-    if fields["lora_dropout"] and ranks_of_row(fields) > 1:  # ranks of a group would drop other inputs than one
-        expected = "0 with tensor_parallel or sequence_parallel above 1"
-        raise InvalidHyperparameter("lora_dropout", fields["lora_dropout"], expected)
+    # LoRA above a size where the optimizer's 12 bytes per parameter hurt, and where something is asked for that
+    # adapters alone have.
+    small = model.shape.n_parameters < LORA_FROM_PARAMETERS and not model.quantised
+    fields["full"] = given.choice("full", auto=small and not any(map(given.is_set, OF_LORA)))
+    widest = min(1024, model.shape.hidden or 1024)  # a rank beyond the model's width trains more than all weights would
+    fields["lora_rank"] = given.integer("lora_rank", 1, widest, auto=min(16, widest))
+    fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_targets"] = tuple(given.names("lora_targets"))
-    fields["lora_publish"] = _lora_publish(given, model, fields)
-    fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
-    fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
-    away = fields["offload"] == "parameters"
-    fields["zero_stage"] = given.integer("zero_stage", 0, 3, auto=3 if away else 1)
-    if away and fields["zero_stage"] != 3:
-        raise InvalidHyperparameter("zero_stage", fields["zero_stage"], "3, because offload is 'parameters'")
-    fields["activation_checkpointing"] = given.flag("activation_checkpointing", auto=False)
+    # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
+    merged = why_no_adapter(model, fields) and not model.quantised
+    fields["lora_publish"] = given.choice("lora_publish", auto="merged" if merged else "adapter")
+    fields["precision"] = given.choice("precision", auto="bf16" if model.computes_bf16 else "fp32")
+    fields["zero_stage"] = given.integer("zero_stage", 0, 3, auto=3 if fields["offload"] == "parameters" else 1)
 
-    fields["packing"] = given.flag("packing", auto=True)
-    fields["data_order"] = given.choice("data_order", ("shuffled", "given"), auto="shuffled")
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=recipe.epochs(dataset.n_examples, full=fields["full"]))
-    devices = max_devices // ranks_of_row(fields)
-    length, batch = _rows(given, dataset, model, fields, devices)
+    length, rows = _rows(given, dataset, model, fields, max_devices // ranks_of_row(fields))
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
-    if not shares_rows(model, fields):
-        raise InvalidHyperparameter(
-            "sequence_parallel",
-            fields["sequence_parallel"],
-            f"1, or a power of two to {ROW_MULTIPLE} that divides max_length {fields['max_length']} and the model's "
-            f"{model.heads[0]} attention heads, with tensor_parallel 1",
-        )
-    fields |= _batch(given, batch)
+    fields["micro_batch"] = given.integer("micro_batch", 1, 1024, auto=1)
+    fields["batch_size"] = given.integer("batch_size", 1, 4096, auto=rows * fields["micro_batch"])
+    _check_together(given, model, fields)
 
     fields["learning_rate"] = _learning_rate(given, dataset, model, fields)
-    fields["lr_scheduler"] = given.choice("lr_scheduler", SCHEDULES, auto="cosine")
-    fields["warmup_ratio"] = given.number("warmup_ratio", 0, 0.9, auto=0.03)
-    fields["weight_decay"] = given.number("weight_decay", 0, 1, auto=0.0)
-    fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
-    fields["publish"] = given.choice("publish", ("checkpoints", "end", "epoch", "best"), auto="checkpoints")
-    fields["eval_interval"] = given.integer("eval_interval", 0, 1_000_000, auto=0)
-    fields["early_stopping_patience"] = given.integer("early_stopping_patience", 0, 1_000_000, auto=0)
-    # Not fp8, which needs the largest element of a tensor before its first byte is written: no rank sees a whole one.
-    fields["serve_dtype"] = given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
+    fields["publish"] = given.choice("publish", auto="checkpoints")
     every = given.value("snapshot_every_s", None)
     fields["snapshot_every_s"] = every if every is None else given.number("snapshot_every_s", 0, 86400, auto=0)
     if own is not None:
@@ -203,27 +175,68 @@ def resolve(
     return fields
 
 
-def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
-    # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
-    # links and for models that one device cannot hold.
-    size = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
-    if size > 1 and model.quantised:
-        expected = "1: quantised weights are not cut; zero_stage 3 shares them out"
-        raise InvalidHyperparameter("tensor_parallel", size, expected)
-    if size > 1 and model.tensor_slices == 1:
-        raise InvalidHyperparameter(
+def _check_together(given: Given, model: ModelStats, fields: dict[str, Any]) -> None:
+    """Raises InvalidHyperparameter for the first value that does not go with others or with the model."""
+    full, tensor, batch, publish = (fields[n] for n in ("full", "tensor_parallel", "batch_size", "lora_publish"))
+    slices, most, why = model.shape.tensor_slices, model.adapter_max_rank, why_no_adapter(model, fields)
+    # The last is judged by its value.
+    of_lora = " and ".join(name for name in OF_LORA[:-1] if given.is_set(name))
+    rules = (
+        (
             "tensor_parallel",
-            size,
-            "1: experts of a mixture are not cut; zero_stage 3 shares out a model that is too large for one device",
-        )
-    if model.tensor_slices % size:
-        raise InvalidHyperparameter(
+            tensor > 1 and (model.quantised or slices == 1),
+            "1: quantised weights and experts of a mixture are not cut; zero_stage 3 shares them out",
+        ),
+        (
             "tensor_parallel",
-            size,
-            f"a divisor of {model.tensor_slices}, into which its "
-            "attention heads, key-value heads and MLP columns can be cut evenly",
-        )
-    return size
+            slices % tensor,
+            f"a divisor of {slices}, into which its attention heads, key-value heads and MLP columns can be cut evenly",
+        ),
+        (
+            "full",
+            full and model.quantised,
+            "false: the model's weights are quantised, and adapters alone are trained on them",
+        ),
+        ("full", full and of_lora, f"false with {of_lora}, which adapters alone have, or none of these"),
+        (
+            # It would be published merged, a hundred times as large: only where that is asked for in words.
+            "lora_rank",
+            most and fields["lora_rank"] > most and given.value("lora_publish", "auto") != "merged",
+            f"a whole number from 1 to {most}, which engines serve as an adapter ([serve] adapter_max_rank), or more "
+            "with lora_publish 'merged', which makes a whole model of it",
+        ),
+        (  # ranks of a group would drop other inputs than one
+            "lora_dropout",
+            fields["lora_dropout"] and ranks_of_row(fields) > 1,
+            "0 with tensor_parallel or sequence_parallel above 1",
+        ),
+        (
+            "lora_publish",
+            model.quantised and (why or publish == "merged"),
+            f"'adapter', which quantised weights stay beside{why and f', but {why}'}",
+        ),
+        ("lora_publish", publish == "adapter" and why, f"'merged': {why}"),
+        (
+            "kernels",
+            fields["kernels"] == "liger" and kind_of(model.device_kind).on_host,
+            "'torch': Liger's kernels are for GPUs",
+        ),
+        (
+            "zero_stage",
+            fields["offload"] == "parameters" and fields["zero_stage"] != 3,
+            "3, because offload is 'parameters'",
+        ),
+        (
+            "sequence_parallel",
+            not shares_rows(model, fields),
+            f"1, or a power of two to {ROW_MULTIPLE} that divides max_length {fields['max_length']} and the model's "
+            f"{model.shape.attention_heads} attention heads, with tensor_parallel 1",
+        ),
+        ("micro_batch", batch % fields["micro_batch"], f"a divisor of batch_size {batch}"),
+    )
+    for name, wrong, expected in rules:
+        if wrong:
+            raise InvalidHyperparameter(name, fields[name], expected)
 
 
 def ranks_of_row(fields: Mapping[str, Any]) -> int:
@@ -234,7 +247,7 @@ def ranks_of_row(fields: Mapping[str, Any]) -> int:
 def shares_rows(model: ModelStats, fields: Mapping[str, Any]) -> bool:
     """Whether `sequence_parallel` ranks can share the tokens of a row: in a layer's attention each has all tokens of
     some of its heads."""
-    parts, (heads, key_heads) = fields["sequence_parallel"], model.heads
+    parts, heads, key_heads = fields["sequence_parallel"], model.shape.attention_heads, model.shape.kv_heads
     return parts == 1 or (
         fields["tensor_parallel"] == 1
         and heads > 0
@@ -248,37 +261,6 @@ def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, toget
     number of micro-batches of every step."""
     micro_batches = batch_size // micro_batch
     return [together * groups for groups in range(1, max_devices // together + 1) if micro_batches % groups == 0]
-
-
-def _full(given: Given, model: ModelStats, fields: dict) -> bool:
-    # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for anything that adapters alone have
-    # asks for LoRA.
-    of_lora = [name for name in OF_LORA if given.is_set(name)]
-    small = model.n_parameters < LORA_FROM_PARAMETERS
-    full = given.flag("full", auto=not of_lora and small and not model.quantised)
-    if full and model.quantised:
-        expected = "false: the model's weights are quantised, and adapters alone are trained on them"
-        raise InvalidHyperparameter("full", full, expected)
-    alone = [name for name in of_lora if name != "lora_publish"]  # which _lora_publish judges, by its value
-    if full and alone:
-        named = " and ".join(alone)
-        raise InvalidHyperparameter("full", full, f"false with {named}, which adapters alone have, or none of these")
-    return full
-
-
-def _lora_rank(given: Given, model: ModelStats) -> int:
-    # A rank beyond the model's width trains more than all weights would. One beyond what engines take would be
-    # published merged, a hundred times as large and no adapter any more: only where that is asked for in words.
-    widest = min(1024, model.hidden or 1024)
-    rank = given.integer("lora_rank", 1, widest, auto=min(16, widest))
-    most = model.adapter_max_rank
-    if most and rank > most and given.value("lora_publish", "auto") != "merged":
-        expected = (
-            f"a whole number from 1 to {most}, which engines serve as an adapter ([serve] adapter_max_rank), or more "
-            "with lora_publish 'merged', which makes a whole model of it"
-        )
-        raise InvalidHyperparameter("lora_rank", rank, expected)
-    return rank
 
 
 def why_no_adapter(model: ModelStats, fields: Mapping[str, Any]) -> str:
@@ -295,24 +277,15 @@ def why_no_adapter(model: ModelStats, fields: Mapping[str, Any]) -> str:
     return ""
 
 
-def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
-    # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
-    why = why_no_adapter(model, fields)
-    auto = "merged" if why and not model.quantised else "adapter"
-    publish = given.choice("lora_publish", ("adapter", "merged"), auto=auto)
-    if model.quantised and (why or publish == "merged"):
-        expected = f"'adapter', which quantised weights stay beside{why and f', but {why}'}"
-        raise InvalidHyperparameter("lora_publish", publish, expected)
-    if publish == "adapter" and why:
-        raise InvalidHyperparameter("lora_publish", publish, f"'merged': {why}")
-    return publish
-
-
 def _rows(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict, devices: int) -> tuple[int, int]:
     """(tokens of a row of packed examples, rows of a step). Rows are long where there is much to learn, since a device
     likes that, and cut as often as a small job needs to take some steps at all and to use the devices that there are.
     Cutting for devices changes neither the tokens of a step nor the number of steps."""
-    length, shortest = _row_bounds(dataset, model)
+    # Long enough for every example (estimates are off by a third at times), no longer than the device likes.
+    preferred = 512 if kind_of(model.device_kind).on_host else 4096
+    longest = 2 ** math.ceil(math.log2(max(32, 1.3 * dataset.longest_example_tokens)))
+    length = max(32, min(model.max_position_embeddings, max(preferred, min(longest, 4 * preferred))))
+    shortest = min(length, max(longest, SHORTEST_ROW))
     if given.is_set("max_length"):
         length = shortest = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
     if not fields["packing"]:
@@ -330,23 +303,6 @@ def _rows(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict, 
     return length, batch
 
 
-def _row_bounds(dataset: DatasetStats, model: ModelStats) -> tuple[int, int]:
-    # Long enough for every example (estimates are off by a third at times), no longer than the device likes.
-    preferred = 512 if kind_of(model.device_kind).on_host else 4096
-    longest = 2 ** math.ceil(math.log2(max(32, 1.3 * dataset.longest_example_tokens)))
-    usual = max(32, min(model.max_position_embeddings, max(preferred, min(longest, 4 * preferred))))
-    return usual, min(usual, max(longest, SHORTEST_ROW))
-
-
-def _batch(given: Given, rows: int) -> dict[str, int]:
-    """rows: of a step, if nothing was asked for."""
-    micro = given.integer("micro_batch", 1, 1024, auto=1)
-    batch = given.integer("batch_size", 1, 4096, auto=rows * micro)
-    if batch % micro:
-        raise InvalidHyperparameter("micro_batch", micro, f"a divisor of batch_size {batch}")
-    return {"batch_size": batch, "micro_batch": micro}
-
-
 def _batch_size(rows: float, max_devices: int) -> int:
     # A power of two, so that 1, 2, 4 ... devices can share it; about fifty steps at least; and, if the data allows
     # some steps then, one row for every device, or some would have to stand idle.
@@ -357,7 +313,7 @@ def _batch_size(rows: float, max_devices: int) -> int:
 
 def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict) -> float:
     step_tokens = fields["n_epochs"] * dataset.n_tokens / steps(dataset, fields)
-    auto = recipe.peak_rate(model.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
+    auto = recipe.peak_rate(model.shape.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
     multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
     rate = given.number("learning_rate", 1e-9, 1.0, auto=auto)
     if rate * multiplier > HIGHEST_RATE * auto:
@@ -379,13 +335,9 @@ class Given:
 
     def integer(self, name: str, low: int, high: int, *, auto: int) -> int:
         value = self.value(name, auto)
-        if value is auto:
-            return auto
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or value % 1:
             raise InvalidHyperparameter(name, value, f"'auto' or a whole number from {low} to {high}")
-        return value
+        return int(value)
 
     def number(self, name: str, low: float, high: float, *, auto: float) -> float:
         value = self.value(name, auto)
@@ -393,16 +345,11 @@ class Given:
             raise InvalidHyperparameter(name, value, f"'auto' or a number from {low} to {high}")
         return float(value)
 
-    def flag(self, name: str, *, auto: bool) -> bool:
-        value = self.value(name, auto)
-        if not isinstance(value, bool):
-            raise InvalidHyperparameter(name, value, "true or false")
-        return value
-
-    def choice(self, name: str, options: tuple[str, ...], *, auto: str) -> str:
-        value = self.value(name, auto)
-        if value not in options:
-            raise InvalidHyperparameter(name, value, f"one of {', '.join(options)}")
+    def choice(self, name: str, options: tuple[Any, ...] = (), *, auto: Any) -> Any:
+        """One of `options`, or without them of what TrainSpec declares: some words, or true and false."""
+        value, options = self.value(name, auto), options or get_args(_FIELDS[name]) or (True, False)
+        if value not in options or type(value) is not type(options[0]):
+            raise InvalidHyperparameter(name, value, f"one of {', '.join(map(str, options)).lower()}")
         return value
 
     def names(self, name: str) -> list[str]:

@@ -76,19 +76,6 @@ _NORMS: dict[str, tuple[int, int]] = {
 }
 
 
-def layer_bytes(hidden: int, heads: int, ffn: int, *, experts: int, norms: tuple[int, int], shards: int = 1) -> int:
-    """What one layer keeps. heads: q + k. experts: e, 0 of a dense model. shards: ranks of a tensor-parallel group,
-    which share heads and MLP."""
-    of_hidden, of_heads = norms
-    cut = (4 + of_heads) * heads + 8 * ffn + 4 * experts * hidden
-    return (16 + of_hidden) * hidden + cut // shards
-
-
-def working_bytes(hidden: int, ffn: int, *, experts: int, shards: int = 1) -> int:
-    """What the layer whose backward pass runs works with. Arguments as above."""
-    return 8 * hidden + (2 * ffn + 16 * experts * hidden) // shards
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the arithmetic needs of a model; sizes are 0 where config.json does not tell them.
@@ -152,6 +139,25 @@ class ModelShape:
             _NORMS.get(str(text_part(config).get("model_type")), (0, 0)),
             bits / 8 + SCALE_BYTES if (bits := weight_bits(config.get("quantization_config") or {})) else 0.0,
         )
+
+    @property
+    def attention_heads(self) -> int:
+        return self.queries // self.head_dim if self.head_dim else 0
+
+    @property
+    def heads(self) -> int:
+        """Elements of a token's queries and of its keys."""
+        return (self.queries or self.hidden) + self.kv_heads * self.head_dim
+
+    def layer_bytes(self, shards: int = 1) -> int:
+        """What one layer keeps of a token. shards: ranks of a tensor-parallel group, which share heads and MLP."""
+        of_hidden, of_heads = self.norms
+        cut = (4 + of_heads) * self.heads + 8 * self.ffn + 4 * self.experts * self.hidden
+        return (16 + of_hidden) * self.hidden + cut // shards
+
+    def working_bytes(self, shards: int = 1) -> int:
+        """What the layer whose backward pass runs works with for a token."""
+        return 8 * self.hidden + (2 * self.ffn + 16 * self.experts * self.hidden) // shards
 
     @property
     def largest(self) -> int:
@@ -229,15 +235,19 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         weights = weights // ranks + live
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
-    buffers, offloaded, host = _buffers(shape, fields, trained), 0, 0
+    # DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm has two (stage_1_and_2.py,
+    # setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that is reduced; in ZeRO-3 one in fp32
+    # (stage3.py, "IPG"), beside what is scattered from it. An adapter's largest parameter is small beside a bucket.
+    largest = min(trained, shape.largest) if fields["full"] else 0
+    buffers = (4 if _on_host(fields) else 8) * max(min(trained, BUCKET_ELEMENTS), largest)
     buffers += DECODING_BYTES * shape.hidden * shape.ffn if shape.quantised_bytes else 0
+    offloaded = host = 0
     if fields["offload"] != "none":
         offloaded = optimizer
         step = 8 if stage == 3 else 4 + element + (4 if fields["precision"] == "fp32" else 0)
         host = optimizer + step * trained // ranks
         if stage < 3:
-            passing = element * _largest(shape, fields, trained)
-            buffers, host = buffers + passing, host + passing
+            buffers, host = buffers + element * largest, host + element * largest
         if stage == 1:
             gradients += 4 * trained // ranks
         offloaded, host = offloaded + away, host + away
@@ -280,28 +290,13 @@ def version_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
     return ELEMENT_BYTES[fields.get("serve_dtype", "bf16")] * elements
 
 
-def _buffers(shape: ModelShape, fields: Mapping[str, Any], trained: int) -> int:
-    """The bytes for the reduction of gradients. DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which
-    overlap_comm has two (stage_1_and_2.py, setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that
-    is reduced; in ZeRO-3 one in fp32 (stage3.py, "IPG"), beside what is scattered from it."""
-    elements = max(min(trained, BUCKET_ELEMENTS), _largest(shape, fields, trained))
-    return (4 if _on_host(fields) else 8) * elements
-
-
-def _largest(shape: ModelShape, fields: Mapping[str, Any], trained: int) -> int:
-    """Elements of the largest trained parameter; 0 for an adapter's, which is small beside a bucket."""
-    return min(trained, shape.largest) if fields["full"] else 0
-
-
 def _on_host(fields: Mapping[str, Any]) -> bool:
     return "device_kind" in fields and kind_of(fields["device_kind"]).on_host
 
 
 def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
     tokens, shards = _tokens(fields), fields.get("tensor_parallel", 1)
-    heads = (shape.queries or shape.hidden) + shape.kv_heads * shape.head_dim
-    layer = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms, shards=shards)
-    works = working_bytes(shape.hidden, shape.ffn, experts=shape.experts, shards=shards)
+    layer, works = shape.layer_bytes(shards), shape.working_bytes(shards)
     kept = 2 * shape.hidden * shape.layers + layer if fields["activation_checkpointing"] else shape.layers * layer
     of_tokens = tokens * (kept + works) * element // 2
     return of_tokens + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)

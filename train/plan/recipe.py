@@ -17,10 +17,9 @@ most. Adapters of few rows get half as much again of the rate, and take more pas
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
 FLOOR_RATIO = 0.1
 DECAY_SHARE = 0.2
 """The share of the steps in which `wsd` comes down: 10 to 20 % is what Hägele et al. (arXiv 2405.18392) found to be

@@ -11,6 +11,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from train.plan.errors import InvalidSpec
 from train.plan.recipe import Schedule
 
+SNAPSHOT_SHARE, SHORTEST_S, LONGEST_S = 0.02, 5.0, 300.0
+"""Snapshots take 2 % of a job's time, and a crash loses no more than 5 minutes."""
 MOST_VERSIONS = 50
 """That a run publishes: as many as it has epochs at most. Each has a name of its own and a model's bytes."""
 
@@ -49,7 +51,6 @@ class TrainSpec:
     micro_batch: int = 1
     max_length: int = 1024  # tokens per packed sequence
     packing: bool = True
-    data_order: Literal["shuffled", "given"] = "shuffled"  # anew in each epoch, or in each as the file has it
 
     learning_rate: float = 1e-5
     lr_scheduler: Schedule = "cosine"
@@ -70,9 +71,10 @@ class TrainSpec:
     precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
+    kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embedding and MLPs (train.model.kernels)
     device_kind: str = field(kw_only=True)  # of the devices that its ranks compute on
 
-    # None: as often as it is cheap (train.state.cadence); 0: only to leave the devices.
+    # None: as often as it is cheap (every_s); 0: only to leave the devices.
     snapshot_every_s: float | None = None
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
@@ -112,3 +114,8 @@ class TrainSpec:
 
 
 _SPEC = TypeAdapter(TrainSpec)
+
+
+def every_s(cost_s: float) -> float:
+    """Seconds between snapshots of this cost."""
+    return min(LONGEST_S, max(SHORTEST_S, cost_s / SNAPSHOT_SHARE))

@@ -37,12 +37,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.devices.kinds import Accelerator
-from train.plan.estimate import ELEMENT_BYTES, ModelShape, layer_bytes, trained_parameters
+from train.plan.estimate import ELEMENT_BYTES, ModelShape, trained_parameters
 
 NARROW = 512.0
 EXPERTS = 0.3
 ATTENTION = 0.6
-TRAFFIC, FUSED_TRAFFIC = 3.0, 1.2  # kernel by kernel, as here; compiled
+TRAFFIC = 3.0  # kernel by kernel; compiled ones 1.2
 ADAPTER = 6.0
 HEAD_TRAFFIC = 40.0  # bytes of a logit
 DEQUANTISED = 13.0
@@ -91,14 +91,8 @@ def step_time(
     device: Accelerator,
     *,
     load: Load,
-    traffic: float = TRAFFIC,
 ) -> StepTime:
-    """The time of a step on `ranks` devices.
-
-    Args:
-        fields: of a TrainSpec.
-        traffic: bytes of memory traffic for each byte that a layer keeps.
-    """
+    """The time of a step on `ranks` devices; `fields` are those of a TrainSpec."""
     shards, stage, offload = fields.get("tensor_parallel", 1), max(1, fields["zero_stage"]), fields["offload"]
     parts, groups, element = fields.get("sequence_parallel", 1), ranks // shards, ELEMENT_BYTES[fields["precision"]]
     again, passes = float(fields["activation_checkpointing"]), 3 if fields["full"] else 2
@@ -108,15 +102,14 @@ def step_time(
     rate = device.peak_flops * device.product_share * width / (width + NARROW)
     memory_rate = device.memory_rate * MEMORY_SHARE
 
-    heads, head = shape.queries + shape.kv_heads * shape.head_dim, shape.vocab * shape.hidden
+    heads, head = shape.heads, shape.vocab * shape.hidden
     weights = shape.layers * shape.hidden * (2 * heads + 3 * shape.ffn) if shape.layers else shape.n_parameters
     layers = 3 + again + forwards
     if shape.experts:
         weights += (1 / EXPERTS - 1) * shape.layers * 3 * shape.hidden * shape.ffn
     flops = 2 * weights * (passes + again + forwards) / shards + 2 * head * (passes + forwards)
     flops += 2 * shape.layers * shape.queries * load.attended * (0.5 + layers) / shards / ATTENTION
-    kept = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms, shards=shards)
-    moved = traffic * shape.layers * kept * layers + HEAD_TRAFFIC * shape.vocab
+    moved = TRAFFIC * shape.layers * shape.layer_bytes(shards) * layers + HEAD_TRAFFIC * shape.vocab
     moved += 0 if fields["full"] else ADAPTER * shape.lora_sides * layers
     compute = tokens * (flops / rate + moved * element / 2 / memory_rate)
     if shape.quantised_bytes:

@@ -12,26 +12,22 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from train.control.progress import ControlSignals, Events, Progress
-from train.control.rank_messages import any_rank
+from train.control.rank import DevicesWanted, Rank, any_rank
 from train.data.packing import Row, StepData, StepPlan, build_row
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.model.model import load_tokenizer
 from train.plan.errors import InvalidSpec, NothingGraded
-from train.plan.spec import TrainSpec
 from train.rollouts.samples import Facts, Samples, SamplesFile, SamplesPlan, Verdict
-from train.state.fragments import Grid
-from train.state.publish import fingerprint, publish
+from train.state.publish import publish
 from weights.format.errors import VersionLeased, VersionNotFound
 from weights.format.names import policy_name, step_of, version_name
-from weights.memory.store import WeightStore
 
 _POLL_S = 0.01
 _SAME = 1e-8
@@ -41,47 +37,35 @@ _SAME = 1e-8
 class Rollouts:
     """One rank's part, with the method of train.trainer.train.DataFeed. Methods are collective where they say so."""
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        method: Method,
-        engine: Any,
-        store: WeightStore,
-        grid: Grid,
-        plan: StepPlan,
-        sets: tuple[TokenSet, TokenSet | None],
-        emit: Events,
-        signals: ControlSignals,
-        progress: Progress,
-    ):
-        self._spec, self._engine, self._grid, self._plan = spec, engine, grid, plan
-        self._train, valid = sets
-        self._emit, self._signals, self._progress = emit, signals, progress
-        self._judge: type[Graded | Taught] = Taught if method.judged_by == "teacher" else Graded
-        facts = Facts(str(self._train.directory), str(valid.directory) if valid else None, self._ends)
-        if grid.rank == 0:
+    def __init__(self, rank: Rank, method: Method, plan: StepPlan, train: TokenSet, valid: TokenSet | None):
+        spec, self._engine, self._grid = rank.spec, rank.engine, rank.grid
+        self._rank, self._spec, self._plan, self._train = rank, spec, plan, train
+        self._lesson = taught if method.judged_by == "teacher" else graded
+        tokenizer, model = load_tokenizer(spec.base_path), rank.engine.module.model
+        end = getattr(model.generation_config, "eos_token_id", None)
+        ends = {*(end if isinstance(end, list) else [end]), tokenizer.eos_token_id} - {None}
+        self._ends = tuple(sorted(map(int, ends)))  # tokens that end an answer
+        self._form: Form | None = None
+        if form := spec.options.get("response_format"):
+            self._form = Form(form, tokenizer, model.config.get_text_config().vocab_size, self._ends)
+        facts = Facts(str(train.directory), str(valid.directory) if valid else None, self._ends)
+        if self._grid.rank == 0:
             facts.write(spec.run_dir)
         self._files = SamplesPlan(spec, facts)
         self._counts = self._files.counts
         # An adapter of its base where the base's engines take it, else whole weights, under a private name.
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
-        self._policy = replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id))
-        self._store = store
-        self._samples: Samples
-        self._judged: Graded | Taught
+        self._policy = replace(rank, spec=replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id)))
 
     # --- a step
 
-    def step(self, step: int) -> StepData | None:
-        """Collective: wait for the samples of this step; None if the devices were wanted before. Raises NothingGraded
-        and StoreFull, on every rank."""
+    def step(self, step: int) -> StepData:
+        """Collective: wait for the samples of this step. Raises DevicesWanted, NothingGraded and StoreFull, on every
+        rank."""
         began_s = time.perf_counter()
         published_s = self._publish(step)
-        samples = self._received(SamplesFile("train", step))
-        if samples is None:
-            return None
-        self._samples, counts = samples, self._counts
-        self._judged = self._judge(samples.verdict, samples.log_probs, counts.group)
+        samples, counts = self._received(SamplesFile("train", step)), self._counts
+        lesson = self._lesson(samples.verdict, samples.log_probs, counts.group)
         seconds = {"publishing": published_s, "sampling": time.perf_counter() - began_s - published_s}
         rows: list[tuple[int, Row]] = []
         packs = self._plan.packs_of_step(step)
@@ -90,21 +74,21 @@ class Rollouts:
             tokens = self._train.tokens_of(int(index))
             group = np.arange(prompt * counts.group, (prompt + 1) * counts.group)
             for number, members in enumerate(np.array_split(group, counts.rows)):
-                rows.append((prompt * counts.rows + number, self._row(tokens, members.tolist())))
+                rows.append((prompt * counts.rows + number, self._row(tokens, members.tolist(), samples, lesson)))
         sizes, last = np.array([len(ids) for ids in samples.ids]), [ids[-1] for ids in samples.ids]
         # By OpenAI's names where those exist.
         figures = {
-            **self._judged.step_metrics(),
+            **lesson.of_step,
             "completion_tokens_mean": float(sizes.mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
             "staleness": step - samples.weights_step,
         }
         n_tokens = int(sizes.sum()) + counts.group * self._train.tokens_in(packs)
-        return StepData(rows, max(1, int(sizes[self._judged.counted].sum())), n_tokens, figures, seconds)
+        return StepData(rows, max(1, int(sizes[lesson.counted].sum())), n_tokens, figures, seconds)
 
-    def _row(self, prompt: np.ndarray, members: Sequence[int]) -> Row:
+    def _row(self, prompt: np.ndarray, members: Sequence[int], samples: Samples, lesson: Lesson) -> Row:
         # Answers without an advantage change nothing, but every rank runs equally many forward passes.
-        ids, log_probs, advantages = self._samples.ids, self._samples.log_probs, self._judged.advantages
+        ids, log_probs, advantages = samples.ids, samples.log_probs, lesson.advantages
         learnt = [(ids[n], log_probs[n], advantages[n]) for n in members if advantages[n] is not None]
         learnt = learnt or [(ids[members[0]][:1], log_probs[members[0]][:1], np.zeros(1, np.float32))]
         answers, sampled, better = zip(*learnt, strict=True)
@@ -120,14 +104,12 @@ class Rollouts:
 
     # --- validation
 
-    def validate(self, step: int) -> dict[str, float] | None:
-        """Collective: the verdicts on the answers to the validation prompts; None if the devices were wanted."""
+    def validate(self, step: int) -> dict[str, float]:
+        """Collective: the verdicts on the answers to the validation prompts. Raises as `step`."""
         self._publish(step)
         samples = self._received(SamplesFile("valid", step))
-        if samples is None:
-            return None
-        metrics = self._judge(samples.verdict, samples.log_probs, self._counts.valid).validated()
-        return {**metrics, "completion_tokens_mean": sum(map(len, samples.ids)) / len(samples.ids)}
+        lesson = self._lesson(samples.verdict, samples.log_probs, self._counts.valid)
+        return {**lesson.of_validation, "completion_tokens_mean": sum(map(len, samples.ids)) / len(samples.ids)}
 
     # --- how
 
@@ -137,62 +119,32 @@ class Rollouts:
         rank."""
         if not any_rank(bool(self._files.missing(step)))[0]:
             return 0.0
-        self._progress.enter("publishing")
-        began_s, spec = time.perf_counter(), self._policy
-        if self._grid.rank == 0:
-            self._forget_before(step - self._files.staleness)
-        meta = {"job": spec.job_id, "base": spec.base_model, "base_version": spec.base_version, "step": step}
-        if spec.published_kind == "version":
-            meta["fingerprint"] = fingerprint(self._engine)
-        publish(self._engine, spec, self._store, version=version_name(step), meta=meta)
-        if self._grid.rank == 0:
-            self._emit("policy", step=step)
+        self._rank.progress.enter("publishing")
+        began_s, store, spec = time.perf_counter(), self._policy.store, self._policy.spec
+        old = store.list(spec.published_kind, spec.output_model) if self._grid.rank == 0 else []
+        for stored in old:
+            if step_of(stored.version) < step - self._files.staleness:  # no step samples from it any more
+                with suppress(VersionLeased, VersionNotFound):  # who makes an engine unload it removes it
+                    store.remove(stored)
+        publish(self._policy, version_name(step), {"step": step})
+        self._rank.emit("policy", step=step)
         return time.perf_counter() - began_s
 
-    def _forget_before(self, step: int) -> None:
-        """Remove versions that no step samples from any more. One that an engine still has is removed by whoever makes
-        the engine unload it."""
-        for stored in self._store.list(self._policy.published_kind, self._policy.output_model):
-            if step_of(stored.version) < step:
-                try:
-                    self._store.remove(stored)
-                except (VersionLeased, VersionNotFound):
-                    continue
-
-    def _received(self, file: SamplesFile) -> Samples | None:
-        """Collective: the samples, once their file is there; None if the devices were wanted before. Raises
-        NothingGraded, on every rank."""
+    def _received(self, file: SamplesFile) -> Samples:
+        """Collective: the samples, once their file is there. Raises DevicesWanted and NothingGraded, on every rank."""
+        progress = self._rank.progress
         while True:
-            self._progress.enter("sampling")
+            progress.enter("sampling")
             samples = Samples.read(file.path(self._spec.run_dir))
-            wanted, missing = any_rank(self._signals.suspend, samples is None)
-            if not missing:
+            wanted, missing = any_rank(progress.suspend, samples is None)
+            if samples is not None and not missing:
                 break
             if wanted:
-                return None
+                raise DevicesWanted
             time.sleep(_POLL_S)
-        assert samples is not None
         if samples.failed:
             raise NothingGraded(samples.failed)
         return samples
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return load_tokenizer(self._spec.base_path)
-
-    @cached_property
-    def _ends(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        end = getattr(self._engine.module.model.generation_config, "eos_token_id", None)
-        ends = [*(end if isinstance(end, list) else [end]), self._tokenizer.eos_token_id]
-        return tuple(sorted({int(token) for token in ends if token is not None}))
-
-    @cached_property
-    def _form(self) -> Form | None:
-        form = self._spec.options.get("response_format")
-        if form is None:
-            return None
-        return Form(form, self._tokenizer, self._engine.module.model.config.get_text_config().vocab_size, self._ends)
 
 
 class Form:
@@ -240,101 +192,73 @@ class Form:
 # -- what is learnt from verdicts --------------------------------------------------------------------------------------
 
 
-@dataclass
-class Judged:
-    """sampled: the log-probability of each token, (tokens,) of an answer. group: answers of a prompt, which follow each
-    other. Raises NothingGraded where nothing can be learnt."""
+@dataclass(frozen=True)
+class Lesson:
+    """What judged answers teach, in their order; answers to a prompt follow each other.
 
-    verdict: Verdict
-    sampled: Sequence[np.ndarray]
-    group: int
+    advantages: float32, how much better than expected an answer is, (1,) for all its tokens or (tokens,); None for one
+    from which nothing is learnt. counted: (answers,) bool, whose tokens the loss of a step is divided by. of_step,
+    of_validation: figures for the event.
+    """
 
-    @property
-    def failed(self) -> float:
-        """The share of answers at which the judge failed."""
-        return sum(map(bool, self.verdict["errors"])) / len(self.verdict["errors"])
-
-
-@dataclass
-class Graded(Judged):
-    """One reward for each answer, which is compared with the other answers to its prompt."""
-
-    def __post_init__(self) -> None:
-        self._rewards, errors = self.verdict["rewards"], self.verdict["errors"]
-        if all(errors) and not any(self._rewards):
-            raise NothingGraded(f"the grader gave no reward for any of {len(errors)} answers: {errors[0]}")
-
-    @cached_property
-    def advantages(self) -> list[np.ndarray | None]:
-        """Float32, how much better than expected an answer is, (1,) for all its tokens; None for an answer from which
-        nothing is learnt."""
-        return [np.array([better]) if better else None for better in advantages(self._rewards, self.group)]
-
-    @property
-    def counted(self) -> np.ndarray:
-        """(answers,) bool, whose tokens the loss of a step is divided by: those to prompts whose answers differ in
-        reward."""
-        learnt = np.array([better is not None for better in self.advantages])
-        return learnt.reshape(-1, self.group).any(axis=1).repeat(self.group)
-
-    def step_metrics(self) -> dict[str, float]:
-        """Figures of a step, for its event."""
-        rewards = self._rewards
-        return {
-            "train_mean_reward": _mean(rewards),
-            "mean_unresponsive_rewards": rewards.count(None) / len(rewards),
-            "equal_rewards": 1.0 - float(self.counted.mean()),
-            "grader_errors": self.failed,
-        }
-
-    def validated(self) -> dict[str, float]:
-        """Figures of a validation, for its event. "mean_reward_error": the standard error of the mean reward over
-        prompts, as answers to one are alike; without two prompts that have a reward there is none."""
-        groups = (self._rewards[start : start + self.group] for start in range(0, len(self._rewards), self.group))
-        means = [_mean(answers) for answers in groups if any(reward is not None for reward in answers)]
-        error = {"mean_reward_error": float(np.std(means, ddof=1) / len(means) ** 0.5)} if len(means) > 1 else {}
-        return {"mean_reward": _mean(self._rewards), **error}
+    advantages: list[np.ndarray | None]
+    counted: np.ndarray
+    of_step: dict[str, float]
+    of_validation: dict[str, float]
 
 
-@dataclass
-class Taught(Judged):
+def graded(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesson:
+    """One reward for each answer, which is compared with the other answers to its prompt. Raises NothingGraded.
+
+    "mean_reward_error": the standard error of the mean reward over prompts, as answers to one are alike; without two
+    prompts that have a reward there is none.
+    """
+    rewards, errors = verdict["rewards"], verdict["errors"]
+    if all(errors) and not any(rewards):
+        raise NothingGraded(f"the grader gave no reward for any of {len(errors)} answers: {errors[0]}")
+    better = [np.array([one]) if one else None for one in advantages(rewards, group)]
+    learnt = np.array([one is not None for one in better])
+    # To prompts whose answers differ in reward.
+    counted = learnt.reshape(-1, group).any(axis=1).repeat(group)
+    groups = (rewards[start : start + group] for start in range(0, len(rewards), group))
+    means = [_mean(answers) for answers in groups if any(reward is not None for reward in answers)]
+    error = {"mean_reward_error": float(np.std(means, ddof=1) / len(means) ** 0.5)} if len(means) > 1 else {}
+    of_step = {
+        "train_mean_reward": _mean(rewards),
+        "mean_unresponsive_rewards": rewards.count(None) / len(rewards),
+        "equal_rewards": 1.0 - float(counted.mean()),
+        "grader_errors": _failed(verdict),
+    }
+    return Lesson(better, counted, of_step, {"mean_reward": _mean(rewards), **error})
+
+
+def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesson:
     """The log-probability of each token of an answer to a model that an engine serves. A token's advantage is how much
-    likelier it is to the teacher than it was to the model that wrote it."""
+    likelier it is to the teacher than it was to the model that wrote it. Raises NothingGraded.
 
-    def __post_init__(self) -> None:
-        if all(theirs is None for theirs in self.verdict["log_probs"]):
-            errors = self.verdict["errors"]
-            why = f"the teacher gave no log-probabilities of any of {len(errors)} answers: {errors[0]}"
-            raise NothingGraded(why)
+    Figures, as estimated from the tokens that were sampled (`sampled`: their log-probabilities): the reverse KL
+    divergence per token and of a whole answer, and the entropy of the model per token.
+    """
+    answers = list(zip(verdict["log_probs"], sampled, strict=True))
+    better = [None if theirs is None else (np.array(theirs) - ours).astype(np.float32) for theirs, ours in answers]
+    counted = np.array([one is not None for one in better])
+    if not counted.any():
+        errors = verdict["errors"]
+        raise NothingGraded(f"the teacher gave no log-probabilities of any of {len(errors)} answers: {errors[0]}")
+    apart = np.concatenate([-one for one in better if one is not None])
+    figures = {
+        "reverse_kl": float(apart.mean()),
+        "answer_reverse_kl": float(apart.sum() / counted.sum()),
+        "entropy": float(-np.concatenate([ours for theirs, ours in answers if theirs is not None]).mean()),
+    }
+    return Lesson(
+        better, counted, {**figures, "teacher_errors": _failed(verdict)}, {"loss": figures["reverse_kl"], **figures}
+    )
 
-    @cached_property
-    def advantages(self) -> list[np.ndarray | None]:
-        """As `Graded` has them, (tokens,) of each answer."""
-        return [
-            None if theirs is None else (np.array(theirs) - ours).astype(np.float32)
-            for theirs, ours in zip(self.verdict["log_probs"], self.sampled, strict=True)
-        ]
 
-    @property
-    def counted(self) -> np.ndarray:
-        return np.array([better is not None for better in self.advantages])
-
-    def step_metrics(self) -> dict[str, float]:
-        """As estimated from the tokens that were sampled: the reverse KL divergence per token and of a whole answer,
-        and the entropy of the model per token."""
-        apart = np.concatenate([-better for better in self.advantages if better is not None])
-        ours = np.concatenate([ours for ours, counts in zip(self.sampled, self.counted, strict=True) if counts])
-        return {
-            "reverse_kl": float(apart.mean()),
-            "answer_reverse_kl": float(apart.sum() / self.counted.sum()),
-            "entropy": float(-ours.mean()),
-            "teacher_errors": self.failed,
-        }
-
-    def validated(self) -> dict[str, float]:
-        metrics = self.step_metrics()
-        del metrics["teacher_errors"]
-        return {"loss": metrics["reverse_kl"], **metrics}
+def _failed(verdict: Verdict) -> float:
+    """The share of answers at which the judge failed."""
+    return sum(map(bool, verdict["errors"])) / len(verdict["errors"])
 
 
 def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:

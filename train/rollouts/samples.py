@@ -132,8 +132,7 @@ class SamplesPlan:
         self.staleness: int = spec.options["staleness"]
         self._train = _Prompts(spec.train_path, facts.train)
         self._valid = _Prompts(spec.valid_path, facts.valid) if spec.valid_path and facts.valid else None
-        shuffled = spec.data_order == "shuffled"
-        self._steps = StepPlan(len(self._train), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
+        self._steps = StepPlan(len(self._train), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
 
     @property
     def policy_kind(self) -> Literal["adapter", "version"]:

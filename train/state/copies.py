@@ -24,8 +24,8 @@ from torch import distributed
 
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import in_host_memory, of_torch
-from train.control.rank_messages import barrier, broadcast_json
-from weights.format.errors import StoreError, StoreFull
+from train.control.rank import barrier, broadcast_json
+from weights.format.errors import StoreFull
 from weights.format.layout import Layout, Placed
 from weights.format.torch_views import Strided, as_tensor, runs_view, torch_dtype
 from weights.memory.store import WeightStore
@@ -58,16 +58,16 @@ def write_together(
     none (see `is_full`). Every error frees what was written.
     """
     began_s, rank = time.perf_counter(), distributed.get_rank()
-    draft, outcome = None, None
+    draft, outcome = None, {}
     if rank == 0:
         try:
             draft = reserve()
             outcome = {"draft": str(draft.path), "target": str(draft.target)}
-        except StoreError as error:
-            outcome = {"error": str(error), "full": isinstance(error, StoreFull)}
+        except StoreFull as error:
+            outcome = {"full": str(error)}
     outcome = broadcast_json(outcome)
-    if "error" in outcome:
-        raise (StoreFull if outcome["full"] else StoreError)(outcome["error"])
+    if "full" in outcome:
+        raise StoreFull(outcome["full"])
     if draft is None:
         draft = store.attach(outcome["draft"], layout)
     try:

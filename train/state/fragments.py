@@ -116,31 +116,38 @@ def written(engine: Any, owned: Iterable[Fragment]) -> Iterator[Fragment]:
             yield fragment.narrow(first, last)
 
 
-def trained_fragments(engine: Any) -> list[Fragment]:
+def trained_fragments(engine: Any) -> Iterator[Fragment]:
     """This rank's fragments of the trained parameters, as views of the optimizer's own memory."""
-    if is_zero3(engine):
-        return list(_zero3_fragments(engine))
     masters, states = _flat_masters(engine), engine.optimizer.optimizer.state
-    fragments = []
     for parameter in parameters(engine):
-        mapping = getattr(parameter.tensor, "_hp_mapping", None)
-        if mapping is None:
+        if not parameter.trained or (place := _place(engine, parameter.tensor)) is None:
             continue
+        group, at, start, numel = place
         # Not mapping.optim_fragment: ZeRO-2 fills it after the step of the first parameter group, when the others
         # have no state yet, and never again.
-        at, state = mapping.hp_fragment_address, states.get(masters[mapping.param_group_index]) or {}
-        moments = {key: state[key].narrow(0, at.start, at.numel) for key in MOMENTS if key in state}
-        fragments.append(
-            Fragment(
-                parameter.name, mapping.lp_fragment_address.start, mapping.hp_fragment.detach(), moments, parameter.held
-            )
-        )
-    return fragments
+        state = states.get(masters[group]) or {}
+        moments = {key: state[key].narrow(0, at, numel) for key in MOMENTS if key in state}
+        weights = masters[group].detach().narrow(0, at, numel)
+        yield Fragment(parameter.name, start, weights, moments, parameter.held)
 
 
-def frozen_fragments(engine: Any) -> list[Fragment]:
+def _place(engine: Any, tensor: torch.nn.Parameter) -> tuple[int, int, int, int] | None:
+    """Where this rank has its fragment: the group of the flat master, the first element in it, the first element of
+    what the rank holds of the parameter, and how many they are. None if it has none."""
+    optimizer = engine.optimizer
+    if is_zero3(engine):
+        group, at, size = optimizer.grad_position[optimizer.get_param_id(tensor)]
+        start = size * optimizer._get_param_partition_rank(tensor)
+        numel = min(size, tensor.ds_numel - start)  # the rest is padding
+        return (group, at, start, numel) if numel > 0 else None
+    if (mapping := getattr(tensor, "_hp_mapping", None)) is None:
+        return None
+    address = mapping.hp_fragment_address
+    return mapping.param_group_index, address.start, mapping.lp_fragment_address.start, address.numel
+
+
+def frozen_fragments(engine: Any) -> Iterator[Fragment]:
     """This rank's share of the frozen parameters: its partition under ZeRO-3, else an even cut of the replica."""
-    fragments = []
     place = grid(engine)
     for parameter in parameters(engine):
         if parameter.trained:
@@ -148,15 +155,13 @@ def frozen_fragments(engine: Any) -> list[Fragment]:
         if is_zero3(engine):
             partition = parameter.tensor.ds_tensor
             start = partition.ds_numel * place.data_rank
-            valid = max(0, min(partition.ds_numel, parameter.numel - start))
-            weights = partition.data.view(-1).narrow(0, 0, valid)
+            weights = partition.data.view(-1)[: max(0, parameter.numel - start)]
         else:
             edges = (place.data_rank, place.data_rank + 1)
             start, end = (parameter.held.size * edge // place.data_size for edge in edges)
             weights = parameter.tensor.detach().view(-1)[start:end]
         if weights.numel():
-            fragments.append(Fragment(parameter.name, start, weights, {}, parameter.held))
-    return fragments
+            yield Fragment(parameter.name, start, weights, {}, parameter.held)
 
 
 def is_zero3(engine: Any) -> bool:
@@ -230,20 +235,3 @@ def _flat_masters(engine: Any) -> list[torch.Tensor]:
         if hasattr(optimizer, attribute):
             return getattr(optimizer, attribute)
     raise TypeError(f"{type(optimizer).__name__} keeps its master weights where this version does not know")
-
-
-def _zero3_fragments(engine: Any) -> Iterator[Fragment]:
-    optimizer = engine.optimizer
-    for parameter in parameters(engine):
-        if not parameter.trained:
-            continue
-        tensor = parameter.tensor
-        group, offset, size = optimizer.grad_position[optimizer.get_param_id(tensor)]
-        flat = optimizer.fp32_partitioned_groups_flat[group]
-        start = size * optimizer._get_param_partition_rank(tensor)
-        valid = max(0, min(size, tensor.ds_numel - start))
-        if not valid:
-            continue
-        state = optimizer.optimizer.state.get(flat) or {}
-        moments = {key: state[key].narrow(0, offset, valid) for key in MOMENTS if key in state}
-        yield Fragment(parameter.name, start, flat.detach().narrow(0, offset, valid), moments, parameter.held)

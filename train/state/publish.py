@@ -7,77 +7,101 @@ the way: the rank that owns a range of a base weight adds the same range of scal
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm, zero
 from peft.tuners.lora import LoraLayer
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
-from train.control.progress import Events, Progress
+from train.control.rank import Rank
 from train.model.model import ADAPTER, CONFIG_FILE, DTYPES, STEM, checkpoint_name, config_json, is_factor, stored_name
+from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 from train.state import fragments
 from train.state.copies import Piece, Written, is_full, write_together
 from train.state.fragments import Fragment
-from train.state.stored_names import StoredNames, stored_names
 from weights.format.errors import StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import AUX_SUFFIXES
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, version_name
 from weights.format.torch_views import Strided, dtype_code
-from weights.memory.store import WeightStore
 
 FINGERPRINT_PROMPT = (3, 7, 11, 13)
 
 
-class Publisher:
-    """One rank's part in the run's versions."""
-
-    def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, emit: Events, progress: Progress):
-        self._spec, self._store, self._engine, self._emit, self._progress = spec, store, engine, emit, progress
-
-    def publish(self, step: int, epoch: float) -> None:
-        """Collective: a version of the model as it is after this step. Raises StoreFull, on every rank."""
-        spec = self._spec
-        self._progress.enter("publishing")
-        version = f"{spec.version_prefix}{version_name(step)}"
-        meta = {"job": spec.job_id, "base": spec.base_model, "base_version": spec.base_version, "step": step}
-        meta |= {"epoch": epoch, "method": spec.method}
-        adapter_of = None
-        if spec.published_kind == "adapter":
-            adapter_of = {"base": spec.base_model, "base_version": spec.base_version, "rank": spec.lora_rank}
-        else:
-            meta["fingerprint"] = fingerprint(self._engine)
-        written = publish(self._engine, spec, self._store, version=version, meta=meta)
-        self._emit("published", version=version, adapter=adapter_of, step=step, epoch=epoch, **asdict(written))
-
-    def publish_if_room(self, step: int, epoch: float) -> bool:
-        """As `publish`, and whether it did; where memory is full, training goes on without: the last step has a version
-        of its own."""
-        try:
-            self.publish(step, epoch)
-        except (StoreFull, OSError) as error:
-            if not is_full(error):
-                raise
-            text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {error}"
-            self._emit("message", level="warn", text=text)
-            return False
-        return True
+Shape = tuple[int, ...]
 
 
-def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
+@dataclass(frozen=True)
+class StoredTensor:
+    """Tensor `name` of the checkpoint: elements [start, start + numel) of a flattened parameter."""
+
+    name: str
+    shape: Shape
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+StoredNames = dict[str, list[StoredTensor]]
+"""Of each parameter the stored tensors that make it up, by where they start."""
+
+
+def publish_step(rank: Rank, step: int, epoch: float) -> None:
+    """Collective: a version of the model as it is after this step. Raises StoreFull, on every rank."""
+    spec, adapter_of = rank.spec, None
+    rank.progress.enter("publishing")
+    version = f"{spec.version_prefix}{version_name(step)}"
+    if spec.published_kind == "adapter":
+        adapter_of = {"base": spec.base_model, "base_version": spec.base_version, "rank": spec.lora_rank}
+    written = publish(rank, version, {"step": step, "epoch": epoch, "method": spec.method})
+    rank.emit("published", version=version, adapter=adapter_of, step=step, epoch=epoch, **asdict(written))
+
+
+def publish_if_room(rank: Rank, step: int, epoch: float) -> bool:
+    """As `publish_step`, and whether it did; where memory is full, training goes on without: the last step has a
+    version of its own."""
+    try:
+        publish_step(rank, step, epoch)
+    except (StoreFull, OSError) as error:
+        if not is_full(error):
+            raise
+        text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {error}"
+        rank.emit("message", level="warn", text=text)
+        return False
+    return True
+
+
+def publish(rank: Rank, version: str, meta: dict[str, Any]) -> Written:
     """Collective: write and commit `version` of `spec.output_model`: a complete Hugging Face directory, or for kind
     "adapter" (`spec.published_kind`) a peft one. Raises as `write_together`."""
+    engine, spec, store = rank.engine, rank.spec, rank.store
     kind = spec.published_kind
     existing = store.find(kind, spec.output_model, version)
     if existing is not None:
         # An earlier world of this job committed it at the same step and died before it reported its end.
         return Written(str(existing.path), existing.nbytes, 0.0)
+    meta = {"job": spec.job_id, "base": spec.base_model, "base_version": spec.base_version, **meta}
+    if kind == "version":
+        meta["fingerprint"] = fingerprint(engine)
     layout = Layout.plan(published_tensors(engine, spec), stem=STEM if kind == "adapter" else "model")
 
     def reserve() -> Any:
@@ -113,17 +137,16 @@ def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
     code = dtype_code(DTYPES[spec.serve_dtype])
     if spec.published_kind == "adapter":
         return [TensorSpec(stored_name(p.name), code, p.shape) for p in fragments.parameters(engine) if p.trained]
-    names, adapters = base_names(engine, spec.base_path), _adapter_names(engine)
-    dtypes = {p.name: code for p in fragments.parameters(engine) if p.name not in adapters}
+    names = base_names(engine, spec.base_path)
+    dtypes = {p.name: code for p in fragments.parameters(engine) if not is_factor(p.name)}
     dtypes |= {name: dtype_code(buffer.dtype) for name, buffer in _buffers(engine)}
-    return [TensorSpec(t.name, dtype, t.shape) for name, dtype in dtypes.items() for t in names.of(name)]
+    return [TensorSpec(t.name, dtype, t.shape) for name, dtype in dtypes.items() for t in names.get(name, ())]
 
 
 @lru_cache(maxsize=1)  # a rank has one engine
 def base_names(engine: Any, base_path: str) -> StoredNames:
     """Raises UnsupportedModel if the result could not be written under the base's own names."""
-    adapters = _adapter_names(engine)
-    shapes = {p.name: p.shape for p in fragments.parameters(engine) if p.name not in adapters}
+    shapes = {p.name: p.shape for p in fragments.parameters(engine) if not is_factor(p.name)}
     shapes |= {name: tuple(buffer.shape) for name, buffer in _buffers(engine)}
     return stored_names(engine.module.model, shapes, base_path)
 
@@ -147,27 +170,22 @@ def _pieces(engine: Any, spec: TrainSpec) -> Iterator[Piece]:
 def _stored(names: StoredNames, parameter: str, runs: Strided, weights: torch.Tensor) -> Iterator[Piece]:
     if runs.count > 1:
         # Columns of a matrix, and train.model.tensor_parallel cuts only what is stored as it is.
-        (stored,) = names.of(parameter)
+        (stored,) = names[parameter]
         yield stored.name, runs, weights
         return
-    for name, at, ours in names.cut(parameter, runs.start, runs.run):
+    for name, at, ours in cut(names[parameter], runs.start, runs.run):
         piece = weights[ours]
         yield name, Strided(at, piece.numel(), piece.numel(), 1), piece
 
 
 def served_fragments(engine: Any) -> Iterator[Fragment]:
     """This rank's fragments of what is served, LoRA merged; collective under ZeRO-3 with LoRA."""
-    adapters = _adapter_names(engine)
-    if not adapters:
-        yield from fragments.trained_fragments(engine)
-        yield from fragments.frozen_fragments(engine)
-        return
     layers = {
         checkpoint_name(f"{name}.base_layer.weight").removeprefix("model."): layer
         for name, layer in engine.module.named_modules()
         if isinstance(layer, LoraLayer)
     }
-    owned = {fragment.name: fragment for fragment in fragments.frozen_fragments(engine)}
+    owned = {one.name: one for of in (fragments.trained_fragments, fragments.frozen_fragments) for one in of(engine)}
     for parameter in fragments.parameters(engine):
         fragment = owned.get(parameter.name)
         if parameter.name in layers:  # on every rank in the same order: gathering is collective
@@ -177,7 +195,7 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
             with gathered:
                 if fragment is not None:
                     fragment = _merged(fragment, down, up, layer.scaling[ADAPTER])
-        if fragment is not None and parameter.name not in adapters:
+        if fragment is not None and not is_factor(parameter.name):
             yield fragment
 
 
@@ -210,15 +228,97 @@ def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
     return files
 
 
-def _adapter_names(engine: Any) -> set[str]:
-    return {p.name for p in fragments.parameters(engine) if is_factor(p.name)}
-
-
 def _buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:
     """Persistent buffers (those in the checkpoint), the same on every rank."""
-    buffers = []
-    for prefix, module in engine.module.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffers.append((f"{prefix}.{name}".removeprefix("model."), buffer))
-    return buffers
+    return [
+        (f"{prefix}.{name}".removeprefix("model."), buffer)
+        for prefix, module in engine.module.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+# --- how a model's parameters lie in its checkpoint
+#
+# transformers 5 loads some architectures into other tensors than they are stored in: the experts of Mixtral or
+# Qwen3-MoE are stored one by one and fused on loading into `experts.gate_up_proj` (experts, 2 * width, hidden) and
+# `experts.down_proj`. What is trained must go back under the stored names, because those are what engines load.
+#
+# The map is found in transformers' own terms: every stored name goes through the renamings and converters that loading
+# the model used (`model._weight_conversions`), so a name is never guessed. Only those of the converters' operations are
+# taken on that leave each stored tensor one contiguous range of the parameter, stacking and joining behind the stack:
+# then a ZeRO fragment is cut at the edges of stored tensors, and publishing stays a copy of ranges.
+
+
+def cut(tensors: Iterable[StoredTensor], start: int, numel: int) -> Iterator[tuple[str, int, slice]]:
+    """Where elements [start, start + numel) of a parameter go: stored name, first element there, slice of ours."""
+    for tensor in tensors:
+        first, last = max(start, tensor.start), min(start + numel, tensor.start + tensor.numel)
+        if first < last:
+            yield tensor.name, first - tensor.start, slice(first - start, last - start)
+
+
+def stored_names(model: PreTrainedModel, shapes: Mapping[str, Shape], path: str | Path) -> StoredNames:
+    """The map between the checkpoint in `path` and `model`, which was loaded from it.
+
+    shapes: of every parameter (and persistent buffer), whole, tied ones once, under the model's own names. Stored
+    tensors that are not among them (a tied head that is stored all the same, heads for speculation) are left out.
+
+    Raises UnsupportedModel if a parameter is not made of whole stored tensors, each one contiguous range of it.
+    """
+    conversions = getattr(model, "_weight_conversions", None) or []
+    stored = {placed.spec.name: placed.spec.shape for placed in Layout.read(Path(path))}
+    return match(conversions, model.base_model_prefix, shapes, stored)
+
+
+def match(conversions: list[Any], prefix: str, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> StoredNames:
+    """`stored_names` on plain values: conversions as transformers lists them, `prefix` of the base model."""
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    known = dict.fromkeys(shapes, True)  # `rename_source_key` asks for values that are not None
+    fused: dict[str, dict[str, list[str]]] = {}
+    names: StoredNames = {}
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if target not in shapes and name in shapes:
+            target, pattern = name, None
+        if target in shapes and pattern is None:
+            names.setdefault(target, []).append(StoredTensor(name, stored[name], 0))
+        elif target in shapes:
+            fused.setdefault(target, {}).setdefault(pattern, []).append(name)
+    for target, parts in fused.items():
+        converter = by_pattern[next(iter(parts))]
+        lists = [parts[pattern] for pattern in converter.source_patterns if pattern in parts]
+        names[target] = list(_ranges(target, lists, converter.operations, stored))
+    for parameter, shape in shapes.items():
+        tensors = names.get(parameter, [])
+        if [t.start for t in tensors] + [prod(shape)] != [*accumulate((t.numel for t in tensors), initial=0)]:
+            held = ", ".join(f"{t.name} {t.shape}" for t in tensors[:3]) or "nothing"
+            raise UnsupportedModel(
+                f"{parameter} {shape} is not filled by what the base checkpoint stores for it: {held}; so the result "
+                "could not be written under names that an engine loads"
+            )
+    return names
+
+
+def _ranges(
+    target: str, lists: list[list[str]], operations: list[Any], stored: Mapping[str, Shape]
+) -> Iterator[StoredTensor]:
+    """Where the stored tensors lie in `target`: lists[i] are the names of the i-th source pattern, in order."""
+    kinds = [type(operation) for operation in operations]
+    dims = [getattr(operation, "dim", None) for operation in operations]
+    merged = bool(kinds) and kinds[0] is MergeModulelist and dims[0] == 0
+    joined = kinds[merged:] == [Concatenate] and dims[-1] == int(merged)
+    if not (joined or (merged and len(kinds) == 1)):
+        raise UnsupportedModel(
+            f"{target} is made of {lists[0][0]} and others by {' and '.join(map(repr, operations))}; results can be "
+            "written back only where stored tensors are stacked along dimension 0 and joined along the next"
+        )
+    # Along the stack, then along the join: the order in which the elements lie in memory. Stacks of different heights
+    # are cut, and then do not fill the parameter.
+    rows = zip(*lists, strict=False) if merged else lists
+    ordered = [name for row in rows for name in row]
+    starts = accumulate((prod(stored[name]) for name in ordered), initial=0)
+    for name, start in zip(ordered, starts, strict=False):
+        yield StoredTensor(name, stored[name], start)

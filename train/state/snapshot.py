@@ -6,7 +6,7 @@ float32 and in the parameter's shape, the tensors that the run keeps from its be
 needs: the step, and how the validations went. Data position, order, learning rate and random streams are functions of
 the step and the spec, so there is nothing else to keep.
 
-It is written between two steps, which wait for it, so only as often as that is cheap (train.state.cadence).
+It is written between two steps, which wait for it, so only as often as that is cheap (train.plan.spec.every_s).
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from typing import Any
 
 import torch
 
-from train.control.progress import Events, Progress
-from train.control.rank_messages import broadcast_json
+from train.control.rank import Rank, broadcast_json
 from train.plan.errors import SnapshotMismatch
-from train.plan.spec import TrainSpec
+from train.plan.spec import every_s
 from train.state import copies, fragments
-from train.state.cadence import every_s
 from train.state.copies import Piece, Written, is_full, write_together
 from train.state.fragments import Fragment
 from weights.format.errors import IntegrityError, StoreError, StoreFull
@@ -78,19 +76,9 @@ class Snapshots:
     snapshot takes along, to be set before the first of them.
     """
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        store: WeightStore,
-        engine: Any,
-        tokens: str,
-        validations: Validations,
-        emit: Events,
-        progress: Progress,
-    ):
-        self._spec, self._store, self._engine, self._tokens = spec, store, engine, tokens
-        self._validations, self._emit, self._progress = validations, emit, progress
-        self._grid = fragments.grid(engine)
+    def __init__(self, rank: Rank, tokens: str, validations: Validations):
+        self._spec, self._store, self._engine, self._grid = rank.spec, rank.store, rank.engine, rank.grid
+        self._emit, self._progress, self._tokens, self._validations = rank.emit, rank.progress, tokens, validations
         self.kept: Mapping[str, torch.Tensor] = {}
         self._newest: tuple[int, Written] | None = None
         self._refused = False  # the last try found shared memory full, which the job has reported
@@ -165,12 +153,17 @@ class Snapshots:
         if self._grid.rank == 0:
             yield from ((name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in self.kept.items())
 
-    def read(self, path: str) -> int:
-        """Fill the engine and the validations with the snapshot at `path`, written at any world size; returns its step.
+    def read(self, path: str, wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, dict[str, torch.Tensor]]:
+        """Fill the engine and the validations with the snapshot at `path`, written at any world size; returns its step
+        and copies of kept tensors. wanted: their shapes.
 
         Raises SnapshotMismatch if it is gone or belongs to another run.
         """
-        stored, spec, engine = _stored(path), self._spec, self._engine
+        spec, engine = self._spec, self._engine
+        try:
+            stored = StoredVersion.read(Path(path))
+        except IntegrityError as error:
+            raise SnapshotMismatch(f"no snapshot at {path}; it was removed or never committed") from error
         meta = stored.manifest.meta
         with take_lease(stored) as lease, torch.no_grad():
             for key in _IDENTITY:
@@ -186,11 +179,11 @@ class Snapshots:
                 )
             shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
             trained = [parameter for parameter in fragments.parameters(engine) if parameter.trained]
-            for parameter in trained:
-                if (shape := shapes.get(f"master.{parameter.name}")) != parameter.shape:
+            for name, shape in {f"master.{p.name}": p.shape for p in trained}.items() | wanted.items():
+                if shapes.get(name) != shape:
                     raise SnapshotMismatch(
-                        f"the snapshot {path} has {shape} for {parameter.name}, the model {parameter.shape}; it "
-                        "belongs to another model or other LoRA targets"
+                        f"the snapshot {path} has {shapes.get(name)} as {name}, the run {shape}; it belongs to another "
+                        "model, method, data or other LoRA targets"
                     )
             step = int(meta["step"])
             fragments.create_moments(engine, step)
@@ -199,28 +192,11 @@ class Snapshots:
                 fragments.gather_weights(engine)
             else:  # at a fraction of what an all-gather through gloo costs
                 copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
+            kept = {name: as_tensor(lease.view(name), "F32", shape).clone() for name, shape in wanted.items()}
         engine.global_steps, engine.global_samples = step, step * spec.batch_size
-        scores, self._validations.published = meta["validations"]
+        scores, self._validations.published = meta.get("validations", ([], []))  # which old ones lack
         self._validations.scores = dict(scores)
-        return step
-
-    def read_kept(self, path: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A copy of one of the kept tensors of the snapshot at `path`. Raises SnapshotMismatch."""
-        with take_lease(_stored(path)) as lease:
-            stored = next((placed.spec.shape for placed in lease.layout if placed.spec.name == name), None)
-            if stored != shape:
-                raise SnapshotMismatch(
-                    f"the snapshot {path} has {stored} as {name}, expected {shape}; it was made with other data or by "
-                    "another method"
-                )
-            return as_tensor(lease.view(name), "F32", shape).clone()
-
-
-def _stored(path: str) -> StoredVersion:
-    try:
-        return StoredVersion.read(Path(path))
-    except IntegrityError as error:
-        raise SnapshotMismatch(f"no snapshot at {path}; it was removed or never committed") from error
+        return step, kept
 
 
 def _state_of(owned: Iterable[Fragment]) -> Iterator[Piece]:

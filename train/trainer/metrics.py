@@ -5,22 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm
+from deepspeed.utils.timer import SynchronizedWallClockTimer
 from torch.utils.tensorboard import SummaryWriter
 
 from runtime.devices.kinds import kind_of
-from train.control.progress import Events
+from train.control.rank import Rank
 from train.data.packing import StepData
 from train.methods.method import Method
-from train.model.tensor_parallel import Grid
 from train.plan.errors import TrainingDiverged
-from train.plan.spec import TrainSpec
 
 log = logging.getLogger(__name__)
 
@@ -28,60 +26,33 @@ log = logging.getLogger(__name__)
 class Metrics:
     """One rank's part in what is reported."""
 
-    def __init__(self, spec: TrainSpec, method: Method, engine: Any, grid: Grid, emit: Events):
-        self._method, self._engine, self._grid, self._emit = method, engine, grid, emit
-        self._on_host = kind_of(spec.device_kind).on_host
-        self._began_s, self._forward_s = 0.0, 0.0
-        self._passes: list[tuple[torch.Event, torch.Event]] = []  # begin and end of each
-        self._curves_folder = str(Path(spec.run_dir) / "tb")
+    def __init__(self, rank: Rank, method: Method):
+        self._method, self._engine, self._grid, self._emit = method, rank.engine, rank.grid, rank.emit
+        self._on_host = kind_of(rank.spec.device_kind).on_host
+        self._began_s = 0.0
+        # Around each forward pass: what a rank computes by itself, before it waits for others in collectives. All ranks
+        # end a step together, so the step's time says nothing of one of them.
+        self.forward_timer = SynchronizedWallClockTimer.Timer("forward")
+        self._curves_folder = str(Path(rank.spec.run_dir) / "tb")
         self._curves: SummaryWriter | None = None
 
     def begin_step(self) -> None:
         self._began_s = time.perf_counter()
         self._engine.module.take_metrics()  # of a validation
-        self._take_forward_s()
-
-    @contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """Around the forward pass of each micro-batch: what a rank computes by itself, before it waits for others in
-        collectives. All ranks end a step together, so the step's time says nothing of one of them."""
-        if self._on_host:
-            began_s = time.perf_counter()
-            yield
-            self._forward_s += time.perf_counter() - began_s
-            return
-        begin, end = (torch.Event(self._engine.device, enable_timing=True) for _ in range(2))
-        begin.record()
-        yield
-        end.record()
-        self._passes.append((begin, end))
-
-    def _take_forward_s(self) -> float:
-        """Seconds of the forward passes since the last call. On a device it waits for the end of the last one."""
-        if self._passes:
-            self._passes[-1][1].synchronize()
-        seconds = self._forward_s + sum(begin.elapsed_time(end) for begin, end in self._passes) / 1000
-        self._passes, self._forward_s = [], 0.0
-        return seconds
+        self.forward_timer.reset()
 
     def end_step(self, step: int, loss: torch.Tensor, data: StepData, **fields: Any) -> None:
         """Collective: report that `step` steps are done. loss: this rank's part. fields: more for the event. Raises
         TrainingDiverged, on every rank."""
-        # The other ranks of a tensor-parallel group have the same values.
-        own = torch.zeros(self._size, dtype=torch.float32, device=self._engine.device)
-        sums = self._engine.module.take_metrics()
-        if self._grid.tensor_rank == 0:
-            own[0] = loss
-            own[1 : 1 + len(sums)] = torch.tensor(sums)
-        seconds = torch.zeros(self._grid.world_size, dtype=torch.float32, device=own.device)
-        seconds[self._grid.rank] = self._take_forward_s()
-        message = torch.cat([own, seconds])
+        seconds = torch.zeros(self._grid.world_size, dtype=torch.float32, device=loss.device)
+        seconds[self._grid.rank] = self.forward_timer.elapsed() / 1000
+        message = torch.cat([self._sums(loss), seconds])
         comm.all_reduce(message)
         total, *rest = message.tolist()
+        named, rank_seconds = self._named(rest[: -len(seconds)]), rest[-len(seconds) :]
         grad_norm = float(self._engine.get_global_grad_norm() or 0.0)
         if not (math.isfinite(total) and math.isfinite(grad_norm)):
             raise TrainingDiverged(step, total, grad_norm)
-        named = self._named(rest[: self._size - 1])
         if self._grid.rank:
             return
         full_s, waited = time.perf_counter() - self._began_s, data.waited
@@ -105,27 +76,21 @@ class Metrics:
             devices=self._grid.world_size,
             tokens=data.tokens,
             **(fields | metrics),
-            rank_seconds=[round(rank_s, 4) for rank_s in rest[self._size - 1 :]],
+            rank_seconds=[round(rank_s, 4) for rank_s in rank_seconds],
             **timing,
         )
 
     def begin_validation(self) -> torch.Tensor:
-        """The loss and the method's sums, which are zero."""
+        """The loss so far, which is zero."""
         self._engine.module.take_metrics()
-        return torch.zeros(self._size, dtype=torch.float32, device=self._engine.device)
+        return torch.zeros((), dtype=torch.float32, device=self._engine.device)
 
-    def validated(self, sums: torch.Tensor, loss: torch.Tensor, *, counts: bool) -> None:
-        """Add one row of a validation to `sums`, if it counts."""
-        taken = self._engine.module.take_metrics()
-        if counts and self._grid.tensor_rank == 0:
-            sums[0] += loss
-            sums[1 : 1 + len(taken)] += torch.tensor(taken, device=sums.device)
-
-    def end_validation(self, sums: torch.Tensor) -> dict[str, float]:
-        """Collective: the scores of the validation by name."""
+    def end_validation(self, loss: torch.Tensor) -> dict[str, float]:
+        """Collective: the scores of the validation by name. loss: this rank's part."""
+        sums = self._sums(loss)
         comm.all_reduce(sums)
-        loss, *rest = sums.tolist()
-        return {"loss": loss, **self._named(rest)}
+        total, *rest = sums.tolist()
+        return {"loss": total, **self._named(rest)}
 
     def report_validation(self, step: int, total_steps: int, scores: dict[str, float]) -> None:
         if self._grid.rank == 0:
@@ -150,10 +115,14 @@ class Metrics:
             with suppress(OSError):  # the disk is full, and the last points are lost
                 self._curves.close()
 
-    @property
-    def _size(self) -> int:
-        """Number of sums of a step: the loss, correct tokens, trained tokens, and the method's own."""
-        return 3 + len(self._method.metric_names)
+    def _sums(self, loss: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the loss, correct tokens, trained tokens, and the method's own sums."""
+        own = torch.zeros(3 + len(self._method.metric_names), dtype=torch.float32, device=loss.device)
+        sums = self._engine.module.take_metrics()
+        if self._grid.tensor_rank == 0:  # the other ranks of its group have the same values
+            own[0] = loss
+            own[1 : 1 + len(sums)] = torch.tensor(sums)
+        return own
 
     def _named(self, sums: list[float]) -> dict[str, float]:
         correct, trained, *rest = sums

@@ -5,7 +5,7 @@ A method that compares the trained model with the one it started from (Method.ne
 of the weights: before the first step the model is still the starting one (an adapter adds nothing yet). The ranks share
 the packs, and the values are added up over the ranks, so every rank has all of them.
 
-The values are in `<run_dir>/reference/<key>.npz`; the key is the base version, the tokens (so the template, the
+The values are in `<run_dir>/reference/<key>.npy`; the key is the base version, the tokens (so the template, the
 tokenizer and the data) and how they are computed: whoever starts a run may put those of another there. They are in
 every snapshot too, for a run that goes on elsewhere: by then the starting model is gone.
 """
@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,81 +24,83 @@ import numpy as np
 import torch
 from deepspeed import comm
 
-from train.control.progress import Events, Progress
+from train.control.rank import DevicesWanted, Rank
 from train.data.token_set import TokenSet
 from train.methods.packed_objective import to_batch
 from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
-from train.state import fragments
-
-_SAVE_EVERY_S = 10.0
 
 
 class Reference:
-    """values: (examples, sequences) float32 of a token set, of which those of its first packs are known.
-    `tokens.reference` is None until all are."""
+    """values: (examples, sequences) float32 of a token set, NaN where they are not known. `tokens.reference` is None
+    until all are."""
 
-    def __init__(self, spec: TrainSpec, engine: Any, tokens: TokenSet, emit: Events, progress: Progress):
-        self._engine, self._tokens, self._emit, self._progress = engine, tokens, emit, progress
-        self._grid = fragments.grid(engine)
-        self._path = Path(spec.run_dir) / "reference" / f"{_key(spec, tokens)}.npz"
+    def __init__(self, rank: Rank, tokens: TokenSet):
+        self._rank, self._tokens = rank, tokens
+        self._path = Path(rank.spec.run_dir) / "reference" / f"{_key(rank.spec, tokens)}.npy"
+        self.values = np.full((tokens.n_examples, tokens.sequences), np.nan, np.float32)
         if self._path.exists():
-            with np.load(self._path) as kept:
-                self._set(kept["values"], int(kept["done"]))
-        else:
-            self._set(np.zeros((tokens.n_examples, tokens.sequences), np.float32), 0)
-        self._began_s = self._saved_s = time.monotonic()
+            self._set(np.load(self._path))
 
-    def _set(self, values: np.ndarray, done: int) -> None:
-        self.values, self._done = values, done
+    def _set(self, values: np.ndarray) -> None:
+        self.values = values
         if self.complete:
             self._tokens.reference = values
 
     @property
     def complete(self) -> bool:
-        return self._done == len(self._tokens.packs)
+        return not np.isnan(self.values).any()
 
-    def compute_some(self) -> None:
-        """Collective: compute one row on each rank. The engine's weights must be the starting ones."""
-        tokens, grid, device = self._tokens, self._grid, self._engine.device
-        self._progress.enter("reference")
-        own_pack = self._done + grid.data_rank
-        packs = range(self._done, min(self._done + grid.data_size, len(tokens.packs)))
-        # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
-        row = tokens.row(np.array([min(own_pack, packs[-1])]))
-        self._engine.eval()
-        with torch.no_grad():
-            log_probs = self._engine(to_batch(row, 1.0, device) | {"as_reference": True})
-        self._engine.train()
-        members = [tokens.packs[pack] for pack in packs]
-        totals = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=device)
-        if own_pack in packs and grid.tensor_rank == 0:
-            start = sum(map(len, members[: grid.data_rank]))
-            totals[start : start + len(members[grid.data_rank])] = log_probs.view(-1, tokens.sequences)
-        comm.all_reduce(totals)
-        if not totals.isfinite().all():
-            raise TrainingDiverged(0, totals.sum().item(), 0.0)
-        self.values[np.concatenate(members)] = totals.cpu().numpy()
-        self._set(self.values, self._done + len(packs))
-        if self.complete or time.monotonic() - self._saved_s > _SAVE_EVERY_S:
-            self.save()
+    def compute(self, agree: Callable[[], Any]) -> None:
+        """Collective: compute the values that are not known yet. The engine's weights must be the starting ones. agree:
+        called before each row; raises DevicesWanted, and a later run goes on from the values known by then."""
         if self.complete:
-            text = f"the starting model read {tokens.n_examples} examples for reference: "
-            self._emit("message", level="info", text=f"{text}{time.monotonic() - self._began_s:.1f} s")
+            return
+        tokens, grid, engine, began_s = self._tokens, self._rank.grid, self._rank.engine, time.monotonic()
+        unknown = [n for n, members in enumerate(tokens.packs) if np.isnan(self.values[members]).any()]
+        done = 0
+        known = torch.zeros(self.values.shape, dtype=torch.float32, device=engine.device)
+        engine.eval()
+        try:
+            while done < len(unknown):
+                agree()
+                self._rank.progress.enter("reference")
+                own = done + grid.data_rank
+                # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
+                pack = unknown[min(own, len(unknown) - 1)]
+                with torch.no_grad():
+                    log_probs = engine(
+                        to_batch(tokens.row(np.array([pack])), 1.0, engine.device) | {"as_reference": True}
+                    )
+                if own < len(unknown) and grid.tensor_rank == 0:
+                    known[tokens.packs[pack]] = log_probs.view(-1, tokens.sequences)
+                done += grid.data_size
+        except DevicesWanted:
+            if done:
+                self._add(known, unknown[:done])
+            raise
+        self._add(known, unknown)
+        engine.train()
+        text = f"the starting model read {tokens.n_examples} examples for reference: "
+        self._rank.emit("message", level="info", text=f"{text}{time.monotonic() - began_s:.1f} s")
 
-    def take(self, values: torch.Tensor) -> None:
-        """Take all values from a snapshot."""
-        self._set(values.numpy(), len(self._tokens.packs))
-        self.save()
+    def _add(self, known: torch.Tensor, packs: list[int]) -> None:
+        """Collective: the values of these packs, which each rank has a part of."""
+        comm.all_reduce(known)
+        if not known.isfinite().all():
+            raise TrainingDiverged(0, known.sum().item(), 0.0)
+        members = np.concatenate([self._tokens.packs[pack] for pack in packs])
+        self.values[members] = known.cpu().numpy()[members]
+        self.take(self.values)
 
-    def save(self) -> None:
-        """Write the values known so far, so that a run that is interrupted before its first step goes on from them."""
-        self._saved_s = time.monotonic()
-        if self._grid.rank == 0:
+    def take(self, values: np.ndarray) -> None:
+        """Take these values, and keep them with the job."""
+        self._set(values)
+        if self._rank.grid.rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             partial = self._path.with_suffix(".partial")
             with open(partial, "wb") as file:
-                np.savez(file, values=self.values, done=self._done)
+                np.save(file, values)
             os.rename(partial, self._path)
 
 
@@ -105,5 +108,4 @@ def _key(spec: TrainSpec, tokens: TokenSet) -> str:
     # Not the path of a base with a version: it is in shared memory at one time and on disk at another.
     base = [spec.base_model, spec.base_version] if spec.base_version else [spec.base_path, spec.base_adapter]
     facts = [*base, tokens.digest, tokens.capacity, spec.packing, spec.method, spec.options, spec.precision]
-    facts += ["given"] if spec.data_order == "given" else []  # what is done is counted in its packs
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]

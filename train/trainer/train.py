@@ -1,14 +1,14 @@
 """The training loop: data, step, save, publish, stop. `Run.run` is all of it, `Run.train_step` one step.
 
 Every rank runs this. Before each step and each micro-batch the ranks agree over the host whether any of them was
-signalled (train.control.rank_messages), so they suspend together without any other coordination. A step is a pure
-function of the seed and its number: an aborted one is repeated, and only time is lost.
+signalled (train.control.rank), so they leave together, by the exception DevicesWanted. A step is a pure function of the
+seed and its number: an aborted one is repeated, and only time is lost.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from deepspeed import comm
 
-from train.control.progress import ControlSignals, Events, Progress
-from train.control.rank_messages import any_rank, broadcast_json
+from train.control.rank import DevicesWanted, Rank, any_rank, broadcast_json
 from train.data.packing import Row, StepData, StepPlan, part_of
 from train.data.token_set import TokenSet
 from train.methods.method import Method
@@ -25,15 +24,12 @@ from train.methods.methods import method_of
 from train.methods.packed_objective import to_batch
 from train.model.tensor_parallel import Grid
 from train.plan.recipe import learning_rate
-from train.plan.spec import TrainSpec
 from train.rollouts.rollouts import Rollouts
-from train.state import fragments
-from train.state.publish import Publisher
+from train.state.publish import publish_if_room, publish_step
 from train.state.snapshot import Snapshots, Validations
 from train.trainer.metrics import Metrics
 from train.trainer.reference import Reference
 from weights.format.errors import StoreFull
-from weights.memory.store import WeightStore
 
 KEPT_S = 60.0
 """Least time before the first step of a world is aborted, so that a job makes progress however often its devices are
@@ -50,8 +46,8 @@ class DataFeed:
         self._method, self._plan, self._tokens, self._grid = method, plan, tokens, grid
         self._parts = sequence_parallel
 
-    def step(self, step: int) -> StepData | None:
-        """Collective: what this step learns from. None if the devices were wanted before it was there."""
+    def step(self, step: int) -> StepData:
+        """What this step learns from."""
         group, part = divmod(self._grid.data_rank, self._parts)
         micro_batches = self._plan.micro_batches(step, group, self._grid.data_size // self._parts)
         rows = [(number, part_of(self._row(step, number, packs), part, self._parts)) for number, packs in micro_batches]
@@ -69,114 +65,95 @@ class Run:
     Build it with `train.trainer.worker.prepare`, then `run`. Events are those of the contract in `train.control.group`.
     """
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        store: WeightStore,
-        engine: Any,
-        train: TokenSet,
-        valid: TokenSet | None,
-        emit: Events,
-        signals: ControlSignals,
-        progress: Progress,
-    ):
-        self.spec, self.store, self.engine = spec, store, engine
+    def __init__(self, rank: Rank, train: TokenSet, valid: TokenSet | None):
+        spec = rank.spec
+        self.rank, self.spec, self.engine, self.grid, self.progress = rank, spec, rank.engine, rank.grid, rank.progress
         self.train, self.valid = train, valid
-        self.signals, self.progress = signals, progress
-        self.method, self.grid = method_of(spec.method), fragments.grid(engine)
-        self.emit = emit if self.grid.rank == 0 else lambda event, **data: None
+        self.method = method_of(spec.method)
         self.step = self.first_step = 0
-        self.boundary_s = 0.0  # time.monotonic() when the ranks last agreed between two steps
+        self.ended_s = 0.0  # time.monotonic() after the last step
         self._resumed_from: str | None = None
         self.validations = Validations()
-        self.snapshots = Snapshots(spec, store, engine, train.digest, self.validations, self.emit, progress)
+        self.snapshots = Snapshots(rank, train.digest, self.validations)
         sets = {"train": train, "valid": valid} if self.method.needs_reference else {}
         self.references = {
-            f"reference.{name}": Reference(spec, engine, tokens, self.emit, progress)
-            for name, tokens in sets.items()
-            if tokens is not None
+            f"reference.{name}": Reference(rank, tokens) for name, tokens in sets.items() if tokens is not None
         }
-        shuffled = spec.data_order == "shuffled"
-        self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
+        self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
         self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid, spec.sequence_parallel)
         self.rollouts = None
         if self.method.rolls_out:
-            self.rollouts = Rollouts(
-                spec, self.method, engine, store, self.grid, self.plan, (train, valid), emit, signals, progress
-            )
-            self.feed = self.rollouts
-        self.publisher = Publisher(spec, store, engine, self.emit, progress)
-        self.metrics = Metrics(spec, self.method, engine, self.grid, self.emit)
+            self.feed = self.rollouts = Rollouts(rank, self.method, self.plan, train, valid)
+        self.metrics = Metrics(rank, self.method)
 
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
-        self.step = self.first_step = self.snapshots.read(path)
-        for name, reference in self.references.items():
-            if not reference.complete:
-                reference.take(self.snapshots.read_kept(path, name, reference.values.shape))
+        wanted = {name: kept.values.shape for name, kept in self.references.items() if not kept.complete}
+        self.step, found = self.snapshots.read(path, wanted)
+        self.first_step = self.step
+        for name, values in found.items():
+            self.references[name].take(values.numpy())
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
         """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
-        for reference in self.references.values():
-            while not reference.complete:
-                if self._agreed()[0]:
-                    reference.save()
-                    return self._suspended()
-                reference.compute_some()
-        self.snapshots.kept = {name: torch.from_numpy(kept.values) for name, kept in self.references.items()}
-        if self.step == 0:
-            self._validate()
-            self._warn_of_fewer_validations()
-        elif self.rollouts is not None and self._validates():  # its answers may be there by now
-            self._validate()
-        self._publish()  # an earlier world may have been about to finish or to publish
-        while not self._is_over():
-            suspend, due = self._agreed()
-            if suspend:
-                return self._suspended()
-            if due:
-                self.snapshots.save(self.step)
-            if self.train_step():
-                if self._validates():
-                    self._validate()
-                if not self._is_over():  # else it is published as the result
-                    self._publish()
+        try:
+            self._train()
+        except DevicesWanted:
+            self.ended_s = time.monotonic()
+            return self._suspended()
         self._publish_result()
-        self.boundary_s = time.monotonic()
+        self.ended_s = time.monotonic()
         return {"outcome": "succeeded", "step": self.step}
 
-    def train_step(self) -> bool:
-        """Collective: do the next step, all its micro-batches and the optimizer's. False if the ranks aborted it for
-        wanted devices: nothing but gradients has changed, and the process is about to end."""
+    def close(self) -> None:
+        """Write out what is buffered: the process may end without any of Python's own clean-up."""
+        self.metrics.close()
+
+    def _train(self) -> None:
+        """Collective. Raises DevicesWanted."""
+        for reference in self.references.values():
+            reference.compute(self._agree)
+        self.snapshots.kept = {name: torch.from_numpy(kept.values) for name, kept in self.references.items()}
+        if self.step == 0 or (self.rollouts is not None and self._validates()):  # its answers may be there by now
+            self._validate()
+        if self.step == 0:
+            self._warn_of_fewer_validations()
+        self._publish()  # an earlier world may have been about to finish or to publish
+        while not self._is_over():
+            if self._agree(self.step > self.first_step and self.snapshots.due()):
+                self.snapshots.save(self.step)
+            self.train_step()
+            if self._validates():
+                self._validate()
+            if not self._is_over():  # else it is published as the result
+                self._publish()
+
+    def train_step(self) -> None:
+        """Collective: do the next step, all its micro-batches and the optimizer's. Raises DevicesWanted where it was
+        aborted: nothing but gradients has changed, and the process is about to end."""
         spec, step, engine = self.spec, self.step, self.engine
         self.metrics.begin_step()
-        if (data := self.feed.step(step)) is None:
-            return False
+        data = self.feed.step(step)
         total, warmup_ratio = self.plan.total_steps, spec.warmup_ratio
         rate = learning_rate(
             step, total, peak=spec.learning_rate, warmup_ratio=warmup_ratio, schedule=spec.lr_scheduler
         )
         for group in engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
-        began_s = time.monotonic()
+        until_s = time.monotonic() + (KEPT_S if step == self.first_step else 0.0)
         scale = 1.0 / data.denominator  # of the global step: gradients and losses of micro-batches add up
         loss = torch.zeros((), dtype=torch.float32, device=engine.device)
-        least_s = KEPT_S if step == self.first_step else 0.0
-        scaled = ((row, scale * row.weight) for _, row in data.rows)
-        shared = self._divergence("step", scaled, began_s, least_s)
-        if shared is None:
-            return self._abort_step(began_s)
+        shared = self._divergence("step", ((row, scale * row.weight) for _, row in data.rows), until_s)
         for number, row in data.rows:
-            self.progress.enter("step", step)
-            if self._aborts(began_s, least_s):
-                return self._abort_step(began_s)
+            self._keep_or_leave("step", until_s)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             batch = to_batch(row, scale * row.weight, engine.device) | shared
-            with self.metrics.forward_pass():
-                part = engine(batch)
+            self.metrics.forward_timer.start()
+            part = engine(batch)
+            self.metrics.forward_timer.stop()
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
             # if told not to (its hook there runs before it detects its own backward).
             engine.backward(part * 1, scale_wrt_gas=False)
@@ -185,49 +162,56 @@ class Run:
         self.step += 1
         fields = {"total_steps": total, "epoch": min(spec.n_epochs, self._epoch()), "learning_rate": rate}
         self.metrics.end_step(self.step, loss, data, **fields)
-        return True
 
-    def _abort_step(self, began_s: float) -> bool:
-        text = f"step {self.step + 1} was left after {time.monotonic() - began_s:.1f} s because its devices are wanted"
-        self.emit("message", level="info", text=f"{text}; it will be done again")
-        return False
+    def _evaluated(
+        self, phase: str, rows: Iterable[tuple[Row, float]], until_s: float, **more: Any
+    ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        """Collective: the batch of each row, and what the engine says of it without gradients. Raises DevicesWanted.
 
-    def _divergence(
-        self, phase: str, rows: Iterable[tuple[Row, float]], began_s: float, least_s: float
-    ) -> dict[str, torch.Tensor] | None:
-        """Collective: what each batch has of the whole step (Method.needs_divergence). None if the ranks abort it (see
-        `_aborts`). rows: this rank's, each with its scale; equally many on every rank."""
-        if not self.method.needs_divergence:
-            return {}
-        total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
+        Args:
+            rows: each with its scale, equally many on every rank: under ZeRO-3 each forward is a collective.
+            more: of every batch.
+        """
         self.engine.eval()
         try:
             for row, scale in rows:
-                self.progress.enter(phase, self.step)
-                if self._aborts(began_s, least_s):
-                    return None
-                batch = to_batch(row, scale, self.engine.device)
+                self._keep_or_leave(phase, until_s)
+                batch = to_batch(row, scale, self.engine.device) | more
                 with torch.no_grad():
-                    log_probs = self.engine(batch | {"as_reference": True})
-                total += (log_probs - batch["reference"]).sum() * scale
+                    said = self.engine(batch)
+                yield batch, said
         finally:
             self.engine.train()
+
+    def _divergence(self, phase: str, rows: Iterable[tuple[Row, float]], until_s: float) -> dict[str, torch.Tensor]:
+        """Collective: what each batch has of the whole step (Method.needs_divergence). Raises DevicesWanted."""
+        if not self.method.needs_divergence:
+            return {}
+        total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
+        for batch, log_probs in self._evaluated(phase, rows, until_s, as_reference=True):
+            total += (log_probs - batch["reference"]).sum() * batch["scale"]
         if self.grid.tensor_rank:  # the other ranks of its group have the same value
             total.zero_()
         comm.all_reduce(total)
         return {"divergence": total}
 
-    def close(self) -> None:
-        """Write out what is buffered: the process may end without any of Python's own clean-up."""
-        self.metrics.close()
-
     # --- signals
 
-    def _agreed(self) -> list[bool]:
-        """Collective: whether the devices are wanted, and whether a snapshot is due."""
-        due = self.grid.rank == 0 and self.step > self.first_step and self.snapshots.due()
-        self.boundary_s = time.monotonic()
-        return any_rank(self.signals.suspend, due)
+    def _agree(self, due: bool = False) -> bool:
+        """Collective: whether something is due on the first rank. Raises DevicesWanted."""
+        wanted, due = any_rank(self.progress.suspend, due and self.grid.rank == 0)
+        if wanted:
+            raise DevicesWanted
+        return due
+
+    def _keep_or_leave(self, phase: str, until_s: float) -> None:
+        """Collective: begin with a micro-batch. Raises DevicesWanted, not before time.monotonic() is `until_s`."""
+        self.progress.enter(phase, self.step)  # for each: a file may take longer than the limit for a hang
+        if any_rank(self.progress.suspend and time.monotonic() > until_s)[0]:
+            if phase == "step":
+                text = f"step {self.step + 1} was left because its devices are wanted; it will be done again"
+                self.rank.emit("message", level="info", text=text)
+            raise DevicesWanted
 
     def _suspended(self) -> dict[str, Any]:
         """Collective: the outcome of a run that leaves its devices."""
@@ -242,10 +226,6 @@ class Run:
             "bytes": nbytes,
             "seconds": {"snapshot": seconds},
         }
-
-    def _aborts(self, began_s: float, least_s: float) -> bool:
-        """Collective: whether the devices are wanted and work that began at `began_s` has had its `least_s`."""
-        return any_rank(self.signals.suspend and time.monotonic() - began_s > least_s)[0]
 
     # --- validations and versions
 
@@ -268,7 +248,7 @@ class Run:
         of_epoch = spec.publishes_epochs and self.step in self.plan.epoch_end_steps() and self.step > self.first_step
         is_best = spec.publish == "best" and self.validations.best_step == self.step > 0
         due = (of_epoch or is_best) and self.step not in self.validations.published
-        if due and self.publisher.publish_if_room(self.step, self._epoch()):
+        if due and publish_if_room(self.rank, self.step, self._epoch()):
             self.validations.published.append(self.step)
 
     def _publish_result(self) -> None:
@@ -276,7 +256,7 @@ class Run:
         and a later start only publishes."""
         if not self._best_is_published():
             try:
-                self.publisher.publish(self.step, self._epoch())
+                publish_step(self.rank, self.step, self._epoch())
             except StoreFull:
                 self.snapshots.save_on_disk(self.step)
                 raise
@@ -285,43 +265,33 @@ class Run:
         """Collective. If the devices are wanted before its end it is aborted, and its curve lacks this point."""
         if self.valid is None:
             return
-        rollouts = self.rollouts
-        scores = rollouts.validate(self.step) if rollouts is not None else self._validation(self.valid)
-        if scores is not None:
-            self.validations.add(self.step, scores)
-            self.metrics.report_validation(self.step, self.plan.total_steps, scores)
-
-    def _validation(self, valid: TokenSet) -> dict[str, float] | None:
-        packs = np.arange(len(valid.packs))
-        scale = 1.0 / self.method.denominator(valid, packs)
-        # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
-        turns = -(-len(packs) // self.grid.data_size)
-        indices = range(self.grid.data_rank, turns * self.grid.data_size, self.grid.data_size)
-        sums, began_s = self.metrics.begin_validation(), time.monotonic()
-        rows = ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in indices)
-        shared = self._divergence("validating", rows, began_s, _KEPT_VALIDATION_S)
-        if shared is None:
-            return None
-        self.engine.eval()
         try:
-            for index in indices:
-                if self._aborts(began_s, _KEPT_VALIDATION_S):
-                    return None
-                self.progress.enter("validating")  # for each row: a file may take longer than the limit for a hang
-                with torch.no_grad():
-                    row = valid.row(packs[[index % len(packs)]])
-                    part = self.engine(to_batch(row, scale, self.engine.device) | shared)
-                self.metrics.validated(sums, part, counts=index < len(packs))
-        finally:
-            self.engine.train()
-        return self.metrics.end_validation(sums)
+            scores = self.rollouts.validate(self.step) if self.rollouts is not None else self._validation(self.valid)
+        except DevicesWanted:
+            return
+        self.validations.add(self.step, scores)
+        self.metrics.report_validation(self.step, self.plan.total_steps, scores)
+
+    def _validation(self, valid: TokenSet) -> dict[str, float]:
+        packs, place = np.arange(len(valid.packs)), self.grid
+        until_s, scale = time.monotonic() + _KEPT_VALIDATION_S, 1.0 / self.method.denominator(valid, packs)
+        indices = range(place.data_rank, -(-len(packs) // place.data_size) * place.data_size, place.data_size)
+
+        def rows() -> Iterator[tuple[Row, float]]:
+            return ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in indices)
+
+        shared = self._divergence("validating", rows(), until_s)
+        loss = self.metrics.begin_validation()
+        for _, part in self._evaluated("validating", rows(), until_s, **shared):
+            loss += part
+        return self.metrics.end_validation(loss)
 
     def _warn_of_fewer_validations(self) -> None:
         every, most = self.spec.eval_interval, self.spec.most_validations
         apart = self.plan.apart(every, most)
         if apart > every:
             text = f"validations are {apart} steps apart, not {every} (eval_interval): publish=best has at most {most}"
-            self.emit("message", level="warn", text=text)
+            self.rank.emit("message", level="warn", text=text)
 
     def _best_is_published(self) -> bool:
         """Collective: whether the result is a version that was published before."""
@@ -332,7 +302,7 @@ class Run:
                 f"validations were not better than that of step {best} (early_stopping_patience "
                 f"{self.spec.early_stopping_patience})"
             )
-            self.emit("message", level="info", text=text)
+            self.rank.emit("message", level="info", text=text)
         if self.spec.publish != "best" or not 0 < best < self.step:
             return False
         # Only the first rank knows whether its commit succeeded.
@@ -341,5 +311,5 @@ class Run:
             text = f"the result is the version of step {best}, whose validation was the best"
         else:
             text = f"the result is the version of step {self.step}: that of step {best}, the best, was not published"
-        self.emit("message", level="info" if is_published else "warn", text=text)
+        self.rank.emit("message", level="info" if is_published else "warn", text=text)
         return is_published

@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 
 from runtime.logs import configure_logging
 from runtime.processes.lifeline import Lifeline
-from train.control.progress import ControlSignals, Events, Progress
+from train.control.rank import Events, Progress, Rank
 from train.data.chat import ChatEncoder, vocabulary_of
 from train.data.token_set import TokenSet, open_token_set
 from train.methods.methods import method_of
@@ -32,6 +31,7 @@ from train.methods.packed_objective import PackedObjective
 from train.model.model import keeps_state, load_model, load_tokenizer
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
+from train.state import fragments
 from train.state.publish import base_names
 from train.trainer.engine import build_engine, init_world, meeting_url
 from train.trainer.train import Run
@@ -46,14 +46,14 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     started = time.perf_counter()
     spec = TrainSpec.from_dict(args["spec"])
     configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
-    signals, progress = ControlSignals(), Progress()
-    lifeline.serve({"ping": progress.report, "suspend": signals.ask_suspend})
+    progress = Progress()
+    lifeline.serve({"ping": progress.report, "suspend": progress.ask_suspend})
     progress.enter("joining")
     meeting = meeting_url(args["meeting"], args["rank"], args["world_size"])
     init_world(spec.device_kind, meeting)
     joined = time.perf_counter()
     _base = hold_base(spec)
-    run = prepare(spec, lifeline.emit, signals, progress, args["snapshot"])
+    run = prepare(spec, lifeline.emit, progress, args["snapshot"])
     # Engine and model live until the process ends: nothing for the collector to find, every pass would cost.
     gc.collect()
     gc.freeze()
@@ -62,7 +62,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     outcome = run.run()
     progress.enter("done", run.step)
     run.close()
-    seconds = {**outcome.pop("seconds", {}), "leave": time.monotonic() - run.boundary_s}
+    seconds = {**outcome.pop("seconds", {}), "leave": time.monotonic() - run.ended_s}
     lifeline.emit("done", seconds=seconds, **outcome)
     return 0
 
@@ -82,17 +82,18 @@ def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
     return held
 
 
-def prepare(
-    spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Progress, snapshot_path: str | None = None
-) -> Run:
-    """Collective: prepare tokens, model, engine, and the state of `snapshot_path` if given. Propagates their errors."""
+def prepare(spec: TrainSpec, emit: Events, progress: Progress, snapshot_path: str | None = None) -> Run:
+    """Collective: prepare tokens, model, engine, and the state of `snapshot_path` if given. Propagates their errors.
+    emit: called on the first rank alone."""
     rank = comm.get_rank()
     store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
     progress.enter("tokenising")
     method = method_of(spec.method)
     encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path), vocabulary_of(spec.base_path)))
-    sets = [
-        open_token_set(
+    heard = emit if rank == 0 else lambda event, **data: None
+
+    def opened(path: str) -> TokenSet:
+        return open_token_set(
             path,
             spec.base_path,
             encoder,
@@ -100,19 +101,13 @@ def prepare(
             method,
             max_length=method.data_length(spec.max_length, spec.options),
             packing=spec.packing,
-            as_given=spec.data_order == "given",
             rank=rank,
             alive=partial(progress.enter, "tokenising"),
         )
-        if path
-        else None
-        for path in (spec.train_path, spec.valid_path)
-    ]
-    train, valid = sets
-    assert train is not None
-    if rank == 0 and snapshot_path is None:
-        for level, text in _about_data(spec, train):
-            emit("message", level=level, text=text)
+
+    train, valid = opened(spec.train_path), opened(spec.valid_path) if spec.valid_path else None
+    if snapshot_path is None:
+        _report_data(heard, spec, train)
 
     progress.enter("loading")
     # Under ZeRO-3 the first rank (each of the first group) sends every parameter to all (zero.Init). The others would
@@ -124,7 +119,7 @@ def prepare(
     engine = build_engine(PackedObjective(model, method, spec.options), spec)
     if snapshot_path is None and spec.published_kind == "version":
         base_names(engine, spec.base_path)  # before any step
-    run = Run(spec, store, engine, train, valid, emit, signals, progress)
+    run = Run(Rank(spec, store, engine, fragments.grid(engine), heard, progress), train, valid)
     if snapshot_path:
         run.resume_from(snapshot_path)
     return run
@@ -144,8 +139,8 @@ def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
         )
 
 
-def _about_data(spec: TrainSpec, train: TokenSet) -> Iterator[tuple[str, str]]:
-    """(level, text) of the messages about the data of a new job."""
+def _report_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
+    """Messages about the data of a new job."""
     method, packs, batch = method_of(spec.method), len(train.packs), spec.batch_size
     samples, steps = method.samples(spec.options), -(-packs * spec.n_epochs // batch)
     text = f"{train.n_examples} examples, {train.n_tokens} tokens"
@@ -159,9 +154,10 @@ def _about_data(spec: TrainSpec, train: TokenSet) -> Iterator[tuple[str, str]]:
         text += f", packed into {packs} sequences of {train.capacity} ({fill:.0%} full)"
     answers = f", with {samples.group} answers to each" if samples.room else ""
     text += f": a step has {batch} of them (batch_size){answers}; with n_epochs {spec.n_epochs} they make {steps} steps"
-    yield "info", text
+    emit("message", level="info", text=text)
     if effort := spec.options.get("reasoning_effort"):
-        yield "warn", f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
+        text = f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
+        emit("message", level="warn", text=text)
     if train.n_truncated or train.n_dropped:
         text = f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} were "
-        yield "warn", text + "left out because nothing to learn was left of them"
+        emit("message", level="warn", text=text + "left out because nothing to learn was left of them")

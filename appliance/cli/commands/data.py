@@ -170,13 +170,14 @@ def check(session: Session, args: Namespace) -> None:
 def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The report of a file of this machine. Raises CliError."""
     look_for_all()
-    from train.data_checks.process import BadOption, report_on
+    from train.data_checks.process import report_on
+    from train.plan.errors import InvalidSpec
 
     names = {name: str(Path(options[name]).expanduser()) for name in ("model", "against") if name in options}
     try:
         with output.progress(f"reading {path}"):
             return report_on(path, str(path), **(options | names))
-    except BadOption as error:
+    except InvalidSpec as error:
         raise BadUsage(str(error)) from error
     except ValueError as error:
         raise CommandFailed(str(error)) from error

@@ -131,9 +131,9 @@ def submit(session: Session, args: Namespace) -> None:
 
     Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,
     learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,
-    data_order (shuffled, given), micro_batch, packing, eval_interval, early_stopping_patience,
-    activation_checkpointing, offload, snapshot_every_s; for methods that learn from the model's own
-    answers also staleness (0 to 4).
+    micro_batch, packing, eval_interval, early_stopping_patience,
+    activation_checkpointing, offload, kernels (torch, liger), snapshot_every_s; for methods that learn from the model's
+    own answers also staleness (0 to 4).
 
     Examples:
       appliance job submit --model smollm2-135m --file train.jsonl --wait

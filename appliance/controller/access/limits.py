@@ -27,7 +27,7 @@ from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
 from appliance.store.objects import jobs
-from appliance.store.records import keys, page_sessions, usage
+from appliance.store.records import keys, usage
 from appliance.store.rows import UNFINISHED, KeyRow
 
 ANSWERS_PER_INPUT = 3
@@ -154,7 +154,7 @@ class Spending:
 
     def publish_keys(self) -> None:
         """Permissions or quotas of keys changed: the gateways get the keys of now."""
-        self._bus.keys_changed(key_table(self._db, time.time()))
+        self._bus.publish(keys=key_table(self._db, time.time()))
 
     def take(self, rows: list[dict[str, Any]]) -> None:
         """rows: {"key", "model", "version", "requests", "errors", "prompt_tokens", "completion_tokens"}, perhaps
@@ -204,28 +204,24 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     """The live keys for the gateways' table, by SHA-256, without limits that do not apply, each with its logins of the
     page; and, of keys that have expired, when."""
     logins: dict[str, dict[str, Any]] = {}
-    for login in page_sessions.list_live(db, now_s):
+    for login in keys.list_sessions(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
     trained = cache(partial(jobs.names_made_by, db))  # an owner may have many keys, each with a list
-    rows = keys.list_ended(db, now_s - EXPIRED_TOLD_S)
-    ended: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in rows}
-    return ended | {row.sha256: _key(db, row, now_s, logins.get(row.id), trained) for row in keys.list_live(db)}
-
-
-def _key(
-    db: Database, row: KeyRow, now_s: float, sessions: dict[str, Any] | None, trained: Callable[[str], list[str]]
-) -> dict[str, Any]:
-    """trained: names of the models that an owner's jobs made."""
-    (spent_until_s, spent), owner = spent_quota(db, row, now_s), row.owner or row.id
-    limits = {
-        "models": None if row.models is None else sorted({*row.models, *trained(owner)}),
-        "requests_per_minute": row.requests_per_minute,
-        "tokens_per_minute": row.tokens_per_minute,
-        "spent_until_s": spent_until_s,
-        "spent_quota": spent or None,
-        "quota": min(filter(None, (row.tokens_per_day, row.tokens_per_month)), default=None),
-        "expires_s": row.expires_s,
-        "sessions": sessions,
-    }
-    applied = {name: value for name, value in limits.items() if value is not None}
-    return {"id": row.id, "owner": owner, "scopes": row.scopes} | applied
+    ended_itself = "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s"
+    ended = keys.list_all(db, ended_itself, now_s - EXPIRED_TOLD_S)
+    table: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in ended}
+    for row in keys.list_live(db):
+        (spent_until_s, spent), owner = spent_quota(db, row, now_s), row.owner or row.id
+        limits = {
+            "models": None if row.models is None else sorted({*row.models, *trained(owner)}),
+            "requests_per_minute": row.requests_per_minute,
+            "tokens_per_minute": row.tokens_per_minute,
+            "spent_until_s": spent_until_s,
+            "spent_quota": spent or None,
+            "quota": min(filter(None, (row.tokens_per_day, row.tokens_per_month)), default=None),
+            "expires_s": row.expires_s,
+            "sessions": logins.get(row.id),
+        }
+        applied = {name: value for name, value in limits.items() if value is not None}
+        table[row.sha256] = {"id": row.id, "owner": owner, "scopes": row.scopes} | applied
+    return table

@@ -27,9 +27,7 @@ from weights.format.names import version_name
 _MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])?\Z")
 _STABLE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _NOT_IN_SUFFIX = re.compile(r"[^a-z0-9_.-]+|\.\.+")
-MAX_SUFFIX = 64
 STABLE_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit, without '..'"
-SUFFIX_RULE = "a string of at most 64 characters, with a letter from a to z or a digit"
 MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beginning with a letter or digit"
 
 
@@ -48,10 +46,6 @@ def suffix_in_name(suffix: str) -> str:
     """The form that a job's suffix has in a model's name, as OpenAI makes it: in lower case, with "-" for characters
     that a name cannot have; "" if nothing is left."""
     return _NOT_IN_SUFFIX.sub("-", suffix.lower()).strip("-._")
-
-
-def is_suffix(suffix: str) -> bool:
-    return len(suffix) <= MAX_SUFFIX and bool(suffix_in_name(suffix))
 
 
 def fine_tuned_name(base: str, organization: str, suffix: str | None) -> str:
@@ -121,7 +115,7 @@ def made_by_jobs(db: Database, name: str) -> bool:
     """Whether jobs make the model of this name, or will: nothing else may bring a version of it in."""
     row = models.find(db, name)
     has_job = row is not None and row.job_id is not None
-    return has_job or bool(jobs.unfinished_making(db, name))
+    return has_job or bool(jobs.list_unfinished(db, " AND output_model = ?", name))
 
 
 def root_base(db: Database, model: ModelRow) -> str:

@@ -1,8 +1,9 @@
 """/admin/v1: the routes for operating the box as a whole: status, metrics, tiers, doctor, audit, hand-overs, logs;
-devices and their holders, energy, nodes."""
+devices and their holders, energy, nodes; the mode that divides the devices, its schedule, and what a mode would do."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,32 +12,55 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import StringConstraints
+from pydantic import Field, StringConstraints
 from starlette.responses import PlainTextResponse
 
 from appliance.controller.admin.metrics import ControllerCollector, read_engines
-from appliance.controller.context.context import ControllerContext, name_of
+from appliance.controller.context.context import ControllerContext, name_of, record
 from appliance.controller.devices import cordons
-from appliance.controller.devices.mode import floor_notes, mode_in_force, of_job
-from appliance.controller.http.resource import RECENT, list_object, part
-from appliance.controller.http.routers import Readings, Status, StrictBody, answer, audited, needs
-from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
+from appliance.controller.devices.mode import (
+    Mode,
+    floor_notes,
+    mode_in_force,
+    of_job,
+    policy_of,
+    read_mode,
+    window_of,
+    write_mode,
+)
+from appliance.controller.http.resource import RECENT, list_object, listed, part
+from appliance.controller.http.routers import Readings, Status, StrictBody, answer, audited, needs, unaudited
+from appliance.controller.interfaces.errors import (
+    NEVER_RETRY,
+    ApiError,
+    BadRequest,
+    InvalidValue,
+    NotFound,
+    OperationFailed,
+    shown,
+)
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
 from appliance.controller.jobs.events import add_message
 from appliance.controller.openai.job_routes import job_object
 from appliance.store.database import Database, Part
+from appliance.store.ids import new_id
 from appliance.store.objects import jobs
-from appliance.store.records import audit, keys
-from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, columns
+from appliance.store.records import audit, keys, windows
+from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, WindowRow, columns
 from runtime.logs import end_of, logs_in
+from scheduler.core.errors import InvalidSchedule
+from scheduler.core.workload import Policy, PolicyKind
 from scheduler.handover.effects import StepRecord
+from scheduler.loop.mode_schedule import Window
 
 _LOG_BYTES = 256 * 1024
+LONGEST_WAIT_S = 900.0
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
     db, logs = context.db, Path(context.box["data_dir"]) / "logs"
-    device_routes(context, router)
+    _device_routes(context, router)
+    _mode_routes(context, router)
 
     @router.get("/status", response_model=dict[str, Any])
     async def status(now: Status, caller: Caller) -> Response:
@@ -75,9 +99,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         collector = ControllerCollector(context, now, await read_engines(context.routing.open_engines()))
         return await answer(lambda: PlainTextResponse(generate_latest(collector), media_type=CONTENT_TYPE_LATEST))
 
-    @router.get("/tiers", response_model=dict[str, Any])
-    async def tiers(caller: Caller) -> Response:
-        return await answer(lambda: {"object": "list", "data": context.tiers.status()})
+    @router.get("/tiers")
+    def tiers() -> dict[str, Any]:
+        return {"object": "list", "data": context.tiers.status()}
 
     @router.get("/doctor")
     async def doctor(caller: Caller) -> dict[str, Any]:
@@ -144,7 +168,7 @@ def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | No
 
 def _handover(row: HandoverRow) -> dict[str, Any]:
     """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
-    steps = [step_view(step) for step in row.steps]
+    steps = [step_view(StepRecord(**step)) for step in row.steps]
     return {
         "id": str(row.id),
         **columns(row, "reason state started_s ended_s"),
@@ -190,7 +214,7 @@ class Drain(StrictBody):
     reason: Annotated[str, StringConstraints(max_length=512)] = ""
 
 
-def device_routes(context: ControllerContext, router: APIRouter) -> None:
+def _device_routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     def known(device_id: str) -> dict[str, Any]:
@@ -203,7 +227,7 @@ def device_routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/devices")
     def devices(now: Status, readings: Readings) -> dict[str, Any]:
-        return {"object": "list", "data": cordons.metered(cordons.in_view(db, now["devices"]), readings)}
+        return listed(cordons.metered(cordons.in_view(db, now["devices"]), readings))
 
     @router.post("/devices/{device_id:path}/drain")
     @audited("device.drain", "holder")
@@ -252,7 +276,7 @@ def device_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/nodes")
     async def nodes() -> dict[str, Any]:
         """Each node: one that does not answer within a second has `answered_s` null."""
-        return {"object": "list", "data": context.nodes.status()}
+        return listed(context.nodes.status())
 
     @router.delete("/nodes/{name}")
     @audited("node.forget", "devices")
@@ -262,3 +286,125 @@ def device_routes(context: ControllerContext, router: APIRouter) -> None:
             message = f"The box has lost no node {shown(name)}; `appliance gpu list` shows those of lost ones. A node"
             raise NotFound(f"{message} that is there leaves with Ctrl-C or SIGTERM.", "name", "node_not_lost")
         return {"id": name, "deleted": True, "devices": devices}
+
+
+# --- the mode and its windows
+
+Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+
+
+class ModeSet(StrictBody):
+    """serving_floor: devices that serving keeps; if omitted, the box's default."""
+
+    policy: PolicyKind
+    train_devices: Annotated[int, Field(ge=0)] | None = None
+    serving_floor: Annotated[int, Field(ge=0)] | None = None
+
+
+class WindowCreate(ModeSet):
+    """A window begins when `cron` fires; it ends when `until` fires, or after `for_s`, or when another begins."""
+
+    cron: Cron
+    tz: Annotated[str, StringConstraints(min_length=1, max_length=64)] = "UTC"
+    until: Cron | None = None
+    for_s: float | None = None
+
+
+def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
+    db = context.db
+
+    def floor() -> int:
+        return context.scheduler.status()["serving_floor"]
+
+    def row_view(row: WindowRow) -> dict[str, Any]:
+        window = window_of(row, floor())
+        return {**_window(window), "created_s": row.created_s, "next_s": window.next_s(time.time())}
+
+    def mode_view() -> dict[str, Any]:
+        holds = mode_in_force(db, floor(), time.time())
+        return {
+            **_policy(holds.policy),
+            **columns(holds, "since_s until_s"),
+            "set_by": "window" if holds.window else "hand",
+            "window": holds.window and _window(holds.window),
+            "overridden": holds.overridden and _window(holds.overridden),
+            "by_hand": asdict(read_mode(db)),
+            "notes": floor_notes(holds.policy, len(context.scheduler.status()["devices"])),
+        }
+
+    @router.get("/mode")
+    async def get_mode() -> dict[str, Any]:
+        return mode_view()
+
+    @router.put("/mode")
+    async def set_mode(
+        body: ModeSet, caller: Caller, wait: bool = False, timeout_s: Annotated[float | None, Query(gt=0)] = None
+    ) -> dict[str, Any]:
+        _check(context, body)
+        with db.transaction():
+            wanted = write_mode(db, Mode(**body.model_dump(), by=name_of(context, caller)))
+            # Now, for the answer may wait for minutes.
+            record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
+        limit_s = min(timeout_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
+        try:
+            async with asyncio.timeout(limit_s):
+                handover_id = await context.scheduler.set_mode(wanted, wait=wait)
+        except TimeoutError as error:
+            text = f"The mode is set; the hand-over to it goes on, and did not end within {limit_s:.0f} s."
+            message = f"{text} `appliance mode history` shows how far it is."
+            raise ApiError(504, message, code="wait_timeout", kind="server_error", headers=NEVER_RETRY) from error
+        return mode_view() | {"handover": handover_by_id(db, handover_id)}
+
+    @router.post("/mode/plan")
+    @unaudited  # a preview
+    async def plan(body: ModeSet | None = None) -> dict[str, Any]:
+        """What this mode would do now (without a body: the current mode), and why. Changes nothing."""
+        if body is not None:
+            _check(context, body)
+        return context.scheduler.explain(body and policy_of(Mode(**body.model_dump()), floor()))
+
+    @router.get("/mode/schedule")
+    async def list_windows() -> dict[str, Any]:
+        return listed([row_view(row) for row in windows.list_all(db)])
+
+    @router.post("/mode/schedule")
+    @audited("mode.schedule.add")
+    async def add_window(body: WindowCreate, caller: Caller) -> dict[str, Any]:
+        _check(context, body)
+        row = WindowRow(id=new_id("win_", 8), created_s=time.time(), **body.model_dump())
+        try:
+            window_of(row, floor())
+        except InvalidSchedule as error:
+            raise BadRequest(f"{error}.", error.param, "invalid_schedule") from error
+        windows.insert(db, row)
+        context.scheduler.nudge(f"window {row.id} was added", name_of(context, caller))
+        return row_view(row)
+
+    @router.delete("/mode/schedule/{window_id}")
+    @audited("mode.schedule.remove")
+    async def remove_window(window_id: str, caller: Caller) -> dict[str, Any]:
+        if not windows.delete(db, window_id):
+            message = f"No window {shown(window_id)}; `appliance mode schedule list` shows all."
+            raise NotFound(message, "window_id", "window_not_found")
+        context.scheduler.nudge(f"window {window_id} was removed", name_of(context, caller))
+        return {"id": window_id, "deleted": True}
+
+
+def _policy(policy: Policy) -> dict[str, Any]:
+    return {"policy": policy.kind, **columns(policy, "train_devices serving_floor")}
+
+
+def _window(window: Window) -> dict[str, Any]:
+    return {**columns(window, "id cron tz until for_s"), **_policy(window.policy)}
+
+
+def _check(context: ControllerContext, body: ModeSet) -> None:
+    devices = len(context.scheduler.status()["devices"])
+    for name, value in (("serving_floor", body.serving_floor), ("train_devices", body.train_devices)):
+        if value is not None and value > devices:
+            raise InvalidValue(f"{name} is {value}; this box has {devices} devices. Give 0 to {devices}.", name)
+    if body.policy == "split" and body.train_devices is None:
+        message = "The mode 'split' needs train_devices: how many devices training may have at most."
+        raise BadRequest(message, "train_devices", "missing_required_parameter")
+    if body.policy != "split" and body.train_devices is not None:
+        raise InvalidValue(f"train_devices belongs to the mode 'split', not to '{body.policy}'.", "train_devices")

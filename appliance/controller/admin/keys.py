@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import shutil
+import sqlite3
 import time
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
@@ -25,10 +26,9 @@ from appliance.controller.http.routers import StrictBody, audited, needs, unaudi
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.jobs.wanted import ask, pause_jobs_of, pause_jobs_without_model
+from appliance.controller.jobs.phases import ask, pause_jobs_of, pause_jobs_without_model
 from appliance.controller.openai.new_job import Priority
 from appliance.store.database import TABLES, Database, Part
-from appliance.store.errors import DuplicateRow
 from appliance.store.objects import evals, files, jobs, models
 from appliance.store.records import keys, usage
 from appliance.store.rows import UNFINISHED, KeyRow, columns
@@ -47,11 +47,9 @@ Bound = Literal[tuple(OwnerBounds.model_fields)]  # type: ignore[valid-type]
 
 class KeyLimits(StrictBody):
     """What a key may use and spend; null lifts a limit. models: names of models, in addition to those its owner's jobs
-    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its
-    jobs, which may be not preemptible or have a deadline if it is above 0. bounds: what its owner may keep, where that
-    differs from `[controller.bounds]`. expires_s: Unix time at which it ends by
-    itself.
-    """
+    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its jobs, which may
+    be not preemptible or have a deadline if it is above 0. bounds: what its owner may keep, where that differs from
+    `[controller.bounds]`. expires_s: Unix time at which it ends by itself."""
 
     models: Annotated[list[CallableName], Field(max_length=1000)] | None = None
     requests_per_minute: Limit | None = None
@@ -89,7 +87,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @needs(*ANY)
     def me(caller: Caller) -> dict[str, Any]:
         """The key that asks, as `/keys` shows it. For the box itself: `id` and `owner` null, its scopes."""
-        row = keys.find(db, caller.key_id) if caller.key_id is not None else None
+        row = keys.find(db, caller.key_id or "")
         return key_view(row) if row else {"id": None, "name": "box", "owner": None, "scopes": sorted(caller.scopes)}
 
     @router.get("/keys")
@@ -115,7 +113,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         _check(context, body)
         try:
             row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner, **body.columns())
-        except DuplicateRow as error:
+        except sqlite3.IntegrityError as error:
             message = f"A key named {shown(body.name)} exists; revoke it first or choose another name."
             raise Conflict(message, "name", "key_exists") from error
         context.spending.publish_keys()
@@ -123,11 +121,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
-        row = _live(context, id_or_name)
+        row = _found(context, id_or_name)
         _check(context, body, known=row.models or ())
         if row.subject and body.expires_s is not None:
-            why = "whose groups say who may still come: that key has no end"
-            raise InvalidValue(f"{row.name} comes by the login provider, {why}.", "expires_s")
+            raise InvalidValue(f"{row.name} comes by the login provider, whose groups end that key.", "expires_s")
         limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
@@ -144,7 +141,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
         the page that came by it; jobs, batches, usage and limits stay."""
         await request.body()  # gateways cut off what still arrives by the old one, and nobody would see the new one
-        row = _live(context, id_or_name)
+        row = _found(context, id_or_name)
         if row.subject:
             message = f"{row.name} comes by the login provider, and nobody holds that key; make one of the same owner."
             raise BadRequest(message, "id", "key_of_a_login")
@@ -158,17 +155,13 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
         """Stops the key's work: fails its background responses, batches, runs of evals and operations, pauses its jobs.
         Revoking it again has no further effect, and says so."""
-        if (before := keys.find(db, id_or_name)) is None:
-            raise NotFound(f"No key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
+        before = _found(context, id_or_name, alive=False)
         stopped = end_key(context, before.id, caller, "key.revoke")
         context.spending.publish_keys()
         context.scheduler.nudge(f"{before.id} was revoked")
-        return {
-            **key_view(keys.find(db, before.id) or before),
-            "stopped": stopped,
-            "already_revoked": before.revoked_s is not None,
-            "admin_keys": sum(ADMIN in one.scopes for one in keys.list_live(db)),
-        }
+        admins = sum(ADMIN in one.scopes for one in keys.list_live(db))
+        more = {"stopped": stopped, "already_revoked": before.revoked_s is not None, "admin_keys": admins}
+        return key_view(keys.find(db, before.id) or before) | more
 
     @router.get("/usage")
     @needs(READ, INFERENCE, FINE_TUNING)
@@ -191,11 +184,11 @@ def key_view(row: KeyRow) -> dict[str, Any]:
     return columns(row, f"id name scopes owner prefix created_s revoked_s {limits} max_priority")
 
 
-def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
+def _found(context: ControllerContext, id_or_name: str, *, alive: bool = True) -> KeyRow:
     """Raises NotFound."""
     row = keys.find(context.db, id_or_name)
-    if row is None or row.revoked_s is not None:
-        raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
+    if row is None or (alive and row.revoked_s is not None):
+        raise NotFound(f"No {'live ' * alive}key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
     return row
 
 
@@ -207,7 +200,7 @@ def _check(context: ControllerContext, body: KeyLimits, known: Collection[str] =
             raise BadRequest(message, "models", "model_not_found")
     if body.expires_s is not None and body.expires_s <= time.time():
         past = f"expires_s is {body.expires_s:.0f}, {minute(body.expires_s)}, which is past"
-        raise InvalidValue(f"{past}; a key that shall end now is revoked instead.", "expires_s")
+        raise InvalidValue(f"{past}; revoke a key that is to end now.", "expires_s")
 
 
 # --- what ends with a key, however it ends: its logins and its tasks; its jobs are paused
@@ -219,7 +212,7 @@ def end_key(context: ControllerContext, key_id: str, caller: Principal, action: 
     RowNotFound."""
     stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}  # and of other kinds
     with context.db.transaction():
-        is_fresh = not keys.is_revoked(context.db, key_id)
+        is_fresh = not keys.how_ended(context.db, key_id)
         row = keys.revoke(context.db, key_id)
         if is_fresh:
             stopped |= {"jobs": pause_jobs_of(context.db, row.id), **context.tasks.of_key(row.id)}
@@ -232,7 +225,7 @@ def end_key(context: ControllerContext, key_id: str, caller: Principal, action: 
 async def end_expired(context: ControllerContext) -> None:
     """Revoke the keys whose time is over. The gateways refuse them by themselves from then on, so the table of all
     keys is written once for all of them: a course's three hundred end in the same second."""
-    ended = keys.list_ending(context.db, time.time())
+    ended = keys.list_all(context.db, "expires_s <= ? AND revoked_s IS NULL", time.time())
     for row in ended:
         end_key(context, row.id, caller_of(context.db, None), "key.expire")
     if ended:
@@ -246,7 +239,6 @@ async def end_expired(context: ControllerContext) -> None:
 # audit log, jobs. Revoked: the keys. Models that were trained on their files are listed. Repeating the request
 # continues where the last one stopped. A row belongs to its own owner, or to the owner of the key it was made with.
 
-
 _COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
 _WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
 _NAMED = (("audit", "target"), ("model_settings", "by_whom"), ("handovers", "asked_by"))
@@ -257,8 +249,6 @@ Owner = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Forget(StrictBody):
-    """owner: as in keys."""
-
     owner: Owner
 
 

@@ -32,8 +32,8 @@ from appliance.controller.http.routers import StrictBody, audited, make_router, 
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
 from appliance.controller.interfaces.principal import ANY, GATEWAY, Caller
-from appliance.store.records import keys, page_sessions
-from appliance.store.rows import KeyRow, PageSessionRow, columns
+from appliance.store.records import keys
+from appliance.store.rows import PAGE_SESSIONS, KeyRow, PageSessionRow, columns
 
 LASTS_S = 24 * 3600.0
 COOKIE = "x-appliance-cookie"
@@ -74,17 +74,17 @@ def routes(context: ControllerContext, router: APIRouter) -> APIRouter:
     @router.get("/sessions")
     @needs(*ANY)
     def list_sessions(caller: Caller) -> dict[str, Any]:
-        rows = page_sessions.list_live(db, time.time(), caller.viewer)
+        rows = keys.list_sessions(db, time.time(), caller.viewer)
         return {"object": "list", "data": [view(context, row) for row in rows]}
 
     @router.delete("/sessions/{session_id}")
     @needs(*ANY)
     @audited("session.end")
     async def end(session_id: str, response: Response, caller: Caller) -> dict[str, Any]:
-        row = page_sessions.find(db, session_id)
+        row = PAGE_SESSIONS.find(db, session_id)
         if row is None or caller.viewer not in (None, keys.owner_of(db, row.key_id)):
             raise NotFound(f"No login of the page with the id {shown(session_id)}.", "id", "session_not_found")
-        page_sessions.end(db, row.id)
+        PAGE_SESSIONS.delete(db, row.id)
         context.spending.publish_keys()
         if row.id == caller.session:
             response.headers[COOKIE] = f"{row.id}=; Max-Age=0"
@@ -99,7 +99,7 @@ def _begin(
     """A new login of this key, as the API shows it, with the page's half of the token; the other half is in a header of
     the response. secure: the cookie travels by TLS alone."""
     now_s, agent = time.time(), request.headers.get("user-agent", "")[:200]
-    row, cookie, page = page_sessions.create(context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + LASTS_S)
+    row, cookie, page = keys.create_session(context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + LASTS_S)
     context.spending.publish_keys()
     response.headers[COOKIE] = f"{row.id}={cookie}; Max-Age={LASTS_S:.0f}{'; Secure' if secure else ''}"
     return view(context, row) | {"page": page}
@@ -119,7 +119,7 @@ def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
     """Forget those whose time is over, also at gateways, which then cut off what they still ask."""
-    if page_sessions.forget_ended(context.db, now_s):
+    if context.db.execute("DELETE FROM page_sessions WHERE until_s <= ?", [now_s]).rowcount:
         context.spending.publish_keys()
 
 
@@ -170,18 +170,15 @@ def _oidc_routes(context: ControllerContext) -> APIRouter:
         with _refusals():
             claims = await _claims(provider(), settings, redirect_uri, body.code, nonce, verifier)
 
-        def audit(key_id: str, outcome: Any, **detail: Any) -> None:
-            who = replace(caller, key_id=key_id or GATEWAY)
-            record(context, who, "session.create", key_id, outcome=outcome, provider=settings.issuer, **detail)
-
         subject = hashlib.sha256(f"{settings.issuer}\n{claims['sub']}".encode("utf-8", "surrogatepass")).hexdigest()
         try:
             key = _key_of(context, settings, claims, subject)
         except ApiError as error:
-            audit("", "refused", subject=subject[:_SHOWN_CHARACTERS], why=error.message)
+            detail = {"provider": settings.issuer, "subject": subject[:_SHOWN_CHARACTERS], "why": error.message}
+            record(context, caller, "session.create", "", outcome="refused", **detail)
             raise
-        made = _begin(context, key.id, request, response, secure=body.secure)
-        audit(key.id, "done", key=key.name, scopes=key.scopes)
+        made, who = _begin(context, key.id, request, response, secure=body.secure), replace(caller, key_id=key.id)
+        record(context, who, "session.create", key.id, provider=settings.issuer, key=key.name, scopes=key.scopes)
         return made
 
     return router
@@ -280,7 +277,7 @@ def _key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[
     granted = {scope for group in groups if isinstance(group, str) for scope in settings.groups.get(group, ())}
     scopes = [scope for scope in keys.SCOPES if scope in granted]
     with db.transaction():
-        row = keys.of_subject(db, subject)
+        row = keys.first(db, "subject = ? AND subject != ''", subject, last=True)
         if row is None and scopes:
             claim = next((claims[one] for one in (settings.name_claim, "email", "sub") if claims.get(one)), "")
             name = re.sub(r"[^A-Za-z0-9._@-]+", "-", str(claim))[:48].strip("-._@") or "person"
@@ -291,7 +288,7 @@ def _key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[
         if row is not None and row.scopes != scopes:
             keys.update(db, row.id, scopes=scopes)
         if row is not None and not scopes:
-            page_sessions.end_of_key(db, row.id)
+            keys.end_sessions(db, row.id)
     if not scopes or row is None:
         context.spending.publish_keys()
         raise refused("none of your groups may do anything on this box")

@@ -12,15 +12,14 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, get_args
 
 import httpx
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.scheduler import SchedulerStatus
+from appliance.controller.context.context import ControllerContext, SchedulerStatus
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.jobs.events import TRAINING_FAILED
@@ -75,26 +74,19 @@ _TIER_METERS = (
 )
 
 
-class Series(NamedTuple):
+def series(name: str, text: str, labels: str, samples: Iterable[tuple[Sequence[str], float | None]]) -> Metric:
     """name: without `appliance_`; a counter's ends in `_total`. labels: separated by spaces. samples: the values of the
     labels, and the measured value; None is left out."""
-
-    name: str
-    text: str
-    labels: str
-    samples: Iterable[tuple[Sequence[str], float | None]]
-
-    def family(self) -> Metric:
-        kind: Any = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
-        found: Metric = kind(f"appliance_{self.name}", self.text, labels=self.labels.split())
-        for labels, value in self.samples:
-            if value is not None:
-                found.add_metric(list(labels), float(value))  # type: ignore[attr-defined]
-        return found
+    kind: Any = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    found: Metric = kind(f"appliance_{name}", text, labels=labels.split())
+    for of, value in samples:
+        if value is not None:
+            found.add_metric(list(of), float(value))  # type: ignore[attr-defined]
+    return found
 
 
-def _counted(name: str, text: str, labels: str, found: Iterable[Sequence[str]]) -> Series:
-    return Series(name, text, labels, sorted(Counter(tuple(one) for one in found).items()))
+def _counted(name: str, text: str, labels: str, found: Iterable[Sequence[str]]) -> Metric:
+    return series(name, text, labels, sorted(Counter(tuple(one) for one in found).items()))
 
 
 async def read_engines(engines: Mapping[str, tuple[str, str]]) -> Engines:
@@ -136,73 +128,73 @@ class ControllerCollector(Collector):
             # A series that begins with its first failure has had no increase for Prometheus.
             ended.add_metric([state], *self._now["handovers_ended"].get(state, (0, 0.0)))
         yield ended
-        for part in (self._of_scheduler(), self._of_engines(), self._of_devices(), self._of_jobs(), self._of_storage()):
-            yield from (series.family() for series in part)
+        for part in (self._of_scheduler, self._of_engines, self._of_devices, self._of_jobs, self._of_storage):
+            yield from part()
 
-    def _of_scheduler(self) -> Iterator[Series]:
+    def _of_scheduler(self) -> Iterator[Metric]:
         now, replicas = self._now, self._now["replicas"]
         holds = mode_in_force(self._db, now["serving_floor"], time.time()).policy.kind
-        yield Series("mode", "1 for the mode in force.", "policy", [([one], one == holds) for one in POLICIES])
+        yield series("mode", "1 for the mode in force.", "policy", [([one], one == holds) for one in POLICIES])
         running = self._db.value("SELECT count(*) FROM handovers WHERE ended_s IS NULL")
-        yield Series("handovers_running", "Hand-overs in progress.", "", [((), running)])
-        yield Series("scheduler_plan_seconds", "How long the last plan took.", "", [((), now["plan_s"])])
+        yield series("handovers_running", "Hand-overs in progress.", "", [((), running)])
+        yield series("scheduler_plan_seconds", "How long the last plan took.", "", [((), now["plan_s"])])
         named = ((one["model"], one["version"], one["state"]) for one in replicas)
         yield _counted("replicas", "Replicas by model, version and state.", "model version state", named)
         resident = [((one["id"], one["model"]), one["rss_bytes"]) for one in replicas]
-        yield Series("replica_resident_bytes", "Resident memory of a replica's processes.", "replica model", resident)
+        yield series("replica_resident_bytes", "Resident memory of a replica's processes.", "replica model", resident)
         text = "1 while a part of the box fails and is tried again; the part is no longer told once it is well."
-        yield Series("degraded", text, "part", [([part], 1) for part in sorted(self._degraded)])
+        yield series("degraded", text, "part", [([part], 1) for part in sorted(self._degraded)])
 
-    def _of_engines(self) -> Iterator[Series]:
+    def _of_engines(self) -> Iterator[Metric]:
         for name, text, figure in _ENGINE_METERS:
-            yield Series(name, text, "replica model", [(one, said.get(figure)) for one, said in self._engines.items()])
+            yield series(name, text, "replica model", [(one, said.get(figure)) for one, said in self._engines.items()])
         queue = [
             ((*one, state), said.get(f"num_requests_{state}"))
             for one, said in self._engines.items()
             for state in ("running", "waiting")
         ]
         text = "Requests that an engine computes, and those in its queue."
-        yield Series("engine_requests", text, "replica model state", queue)
+        yield series("engine_requests", text, "replica model state", queue)
 
-    def _of_devices(self) -> Iterator[Series]:
+    def _of_devices(self) -> Iterator[Metric]:
         devices = cordons.in_view(self._db, self._now["devices"])
         held = ((one["holder"]["kind"] if one["holder"] else "none", one["health"]) for one in devices)
         yield _counted("devices", "Devices by who holds them (job, replica, none) and health.", "holder health", held)
         labels = [(one["id"], one["kind"]) for one in devices]
         healthy = zip(labels, (one["health"] == "ok" for one in devices), strict=True)
-        yield Series("device_healthy", "1 while a device may get new work.", "device kind", healthy)
+        yield series("device_healthy", "1 while a device may get new work.", "device kind", healthy)
         memory = zip(labels, (one["memory_bytes"] for one in devices), strict=True)
-        yield Series("device_memory_bytes", "Memory of a device.", "device kind", memory)
+        yield series("device_memory_bytes", "Memory of a device.", "device kind", memory)
         readings = self._readings.items()
         for name, text, field in _DEVICE_METERS:
-            yield Series(name, text, "device", [([device], getattr(one, field)) for device, one in readings])
+            yield series(name, text, "device", [([device], getattr(one, field)) for device, one in readings])
         throttled = [
             ((device, reason), reason in one.throttled)
             for device, one in readings
             if one.power_w is not None
             for reason in THROTTLES
         ]
-        yield Series("device_throttled", "1 while a device is slower for this reason.", "device reason", throttled)
+        yield series("device_throttled", "1 while a device is slower for this reason.", "device reason", throttled)
 
-    def _of_jobs(self) -> Iterator[Series]:
+    def _of_jobs(self) -> Iterator[Metric]:
         db, rows = self._db, jobs.list_unfinished(self._db)
         yield _counted("jobs", "Unfinished jobs by phase.", "phase", ([job_phase(row)] for row in rows))
         running = [row for row in rows if row.phase == "running"]
         waiting = len(rows) - len(running)
-        yield Series("job_queue_length", "Unfinished jobs that hold no devices.", "", [((), waiting)])
+        yield series("job_queue_length", "Unfinished jobs that hold no devices.", "", [((), waiting)])
         failed = sorted({TRAINING_FAILED: 0, **jobs.failed_by_code(db)}.items())
-        yield Series("jobs_failed", "Failed jobs that are kept, by error.", "code", [([c], n) for c, n in failed])
+        yield series("jobs_failed", "Failed jobs that are kept, by error.", "code", [([c], n) for c, n in failed])
         newest = {row.id: step for row in running for step in jobs.last_metrics(db, row.id, 1)}
         labels = [(row.id, row.model) for row in running]
         for name, text, field in _JOB_METERS:
-            yield Series(name, text, "job model", zip(labels, (getattr(row, field) for row in running), strict=True))
+            yield series(name, text, "job model", zip(labels, (getattr(row, field) for row in running), strict=True))
         for name, text, field in _STEP_METERS:
             steps = (getattr(newest.get(row.id), field, None) for row in running)
-            yield Series(name, text, "job model", zip(labels, steps, strict=True))
+            yield series(name, text, "job model", zip(labels, steps, strict=True))
         held = zip(labels, (len(row.devices) for row in running), strict=True)
-        yield Series("job_devices", "Devices that a running job holds.", "job model", held)
+        yield series("job_devices", "Devices that a running job holds.", "job model", held)
         text = "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses."
-        yield Series("job_mfu_ratio", text, "job model", zip(labels, map(self._mfu, running), strict=True))
+        yield series("job_mfu_ratio", text, "job model", zip(labels, map(self._mfu, running), strict=True))
         ranks = [
             ((row.id, row.model, str(rank), device), seconds)
             for row in running
@@ -212,7 +204,7 @@ class ControllerCollector(Collector):
             for rank, (seconds, device) in enumerate(zip(step.rank_seconds, row.devices, strict=True))
         ]
         text = "What a rank of a running job computed by itself in the last step: its forward passes."
-        yield Series("job_rank_seconds", text, "job model rank device", ranks)
+        yield series("job_rank_seconds", text, "job model rank device", ranks)
 
     def _mfu(self, row: JobRow) -> float | None:
         """The share of the device's peak that the arithmetic of the weights takes: six operations of each weight for
@@ -227,15 +219,15 @@ class ControllerCollector(Collector):
         flops = (6 if chosen.get("full") else 4) * model.params * row.tokens_per_s
         return flops / (len(row.devices) * device.peak_flops)
 
-    def _of_storage(self) -> Iterator[Series]:
+    def _of_storage(self) -> Iterator[Metric]:
         memory, tiers = self._now["memory"], self._tiers()
         shared = [([what], memory.get(f"{what}_bytes")) for what in ("used", "budget", "room")]
-        yield Series("weight_store_bytes", "Shared memory of the weight store.", "what", shared)
+        yield series("weight_store_bytes", "Shared memory of the weight store.", "what", shared)
         for name, text, field in _TIER_METERS:
-            yield Series(name, text, "tier", [([tier["name"]], tier[field]) for tier in tiers])
+            yield series(name, text, "tier", [([tier["name"]], tier[field]) for tier in tiers])
         disks = [([mount], shutil.disk_usage(folder)) for mount, folder in (("data", self._data), ("shm", SHM_MOUNT))]
-        yield Series("disk_bytes", "Size of a file system of the box.", "mount", [(of, d.total) for of, d in disks])
-        yield Series("disk_free_bytes", "Free bytes of it.", "mount", [(of, d.free) for of, d in disks])
+        yield series("disk_bytes", "Size of a file system of the box.", "mount", [(of, d.total) for of, d in disks])
+        yield series("disk_free_bytes", "Free bytes of it.", "mount", [(of, d.free) for of, d in disks])
         if (last := self._last_backup) is not None:
             text = "Unix time of the newest backup that was taken."
-            yield Series("backup_last_success_timestamp_seconds", text, "", [((), last.made_s)])
+            yield series("backup_last_success_timestamp_seconds", text, "", [((), last.made_s)])

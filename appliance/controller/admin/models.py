@@ -26,8 +26,7 @@ from appliance.controller.access.model_access import (
     stored_version,
     unknown_model,
 )
-from appliance.controller.context.context import ControllerContext, name_of, record
-from appliance.controller.context.scheduler import ModelStates, SchedulerStatus
+from appliance.controller.context.context import ControllerContext, ModelStates, SchedulerStatus, name_of, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.routers import Status, StrictBody, answer, audited
@@ -36,7 +35,7 @@ from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import settings as job_settings
 from appliance.controller.models import activation
 from appliance.controller.models.activation import Canaries
-from appliance.controller.models.imported import adapter_base, register
+from appliance.controller.models.lifecycle import adapter_base, register
 from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store.database import Database, Part
@@ -44,6 +43,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments, operations
 from appliance.store.rows import MODEL_SETTINGS, DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns
+from appliance.tiers.tiers import name_of as stored_name
 from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
@@ -73,11 +73,6 @@ class Change(StrictBody):
 
     set: dict[str, Any] = Field(default_factory=dict)
     number: Annotated[int, Field(ge=0, le=1 << 53)] | None = None
-
-
-class Pin(StrictBody):
-    version: Text
-    pinned: bool
 
 
 class Rollback(StrictBody):
@@ -174,9 +169,8 @@ def model_view(
             {
                 **columns(v, "version created_s bytes source"),
                 "kind": "adapter" if v.meta.get("adapter") else "version",
-                "pinned": bool(v.pinned),
                 "held_back": bool(v.held_back),
-                "tiers": context.tiers.tiers_of_version(v),
+                "tiers": context.tiers.tiers_of(stored_name(v)),
             }
             for v in models.list_versions(db, row.id)
         ],
@@ -200,11 +194,8 @@ def _refuse_of_adapter(context: ControllerContext, name: str, given: Mapping[str
     base = next((row.base for row in models.callable_adapters(context.db) if row.name == name), None)
     field = next((field for field, value in given.items() if field not in _OF_ADAPTERS and value is not None), None)
     if base is not None and field is not None:
-        raise InvalidValue(
-            f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}. "
-            f"An adapter's own are {' and '.join(_OF_ADAPTERS)}.",
-            field,
-        )
+        why = f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}."
+        raise InvalidValue(f"{why} An adapter's own are {' and '.join(_OF_ADAPTERS)}.", field)
 
 
 def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[str]) -> None:
@@ -219,7 +210,7 @@ def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[s
         nodes.refuse_more_replicas("min_replicas", row.min_replicas, row.tensor_parallel)
 
 
-# --- which version answers: roll back, pin, begin and end a canary
+# --- which version answers: roll back, begin and end a canary
 
 
 def _version_routes(context: ControllerContext, router: APIRouter, running: Canaries) -> None:
@@ -238,14 +229,6 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
             await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
             record(context, caller, "model.rollback", row.id, before=row.active_version, to=to)
             return {"model": row.id, "from": row.active_version, "to": to}
-
-    @router.post("/models/{name:path}/pin")
-    @audited("model.pin")
-    async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
-        row = stored_version(db, stored_model(db, name).id, body.version)
-        models.update_version(db, name, row.version, pinned=int(body.pinned))
-        context.tiers.nudge()
-        return {"model": name, **body.model_dump()}
 
     @router.put("/models/{name:path}/canary")
     async def begin(name: str, body: Canary, caller: Caller) -> dict[str, Any]:
@@ -303,7 +286,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/models/{name:path}/settings")
     def show_settings(name: str) -> dict[str, Any]:
         """An adapter has none: a command that shows its deployment shows its base's too."""
-        rows = models.settings_history(db, stored_model(db, name).id)
+        rows = MODEL_SETTINGS.list_all(db, "model = ?", stored_model(db, name).id)
         return {
             "object": "model.settings",
             "model": name,
@@ -416,10 +399,8 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
                 remedy = "delete it first or choose another name"
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
-        arguments = {
-            **columns(body, "source origin name revision as_version"),
-            "adapter": await _adapter(context, body),
-        }
+        arguments = columns(body, "source origin name revision as_version")
+        arguments["adapter"] = await _adapter(context, body)
         target, progress = name or body.source, {"done": 0, "total": None, "unit": "", "message": "starting"}
         with db.transaction():
             for twin in operations.list_all(db, "state = 'running' AND target = ?", target):
@@ -483,17 +464,16 @@ def import_kind(context: ControllerContext) -> Kind:
                 write_s = time.monotonic() + PROGRESS_EVERY_S
 
         given = task.arguments
-        source, adapter = given["source"], given["adapter"]
+        source, adapter, origin = given["source"], given["adapter"], given["origin"]
         try:
             if adapter is not None:
                 options = {**adapter, "base_path": Path(adapter["base_path"])}
                 made, origin = await ops.run(ops.library.import_adapter, source, report=report, **options), None
             else:
                 names = {"name": given["name"], "revision": given["revision"]}
-                made, origin = await ops.run(ops.library.import_model, source, report=report, **names), given["origin"]
-            caller = caller_of(db, task.key_id)
-            serves = not given["as_version"]
-            result = await register(context, made, caller, source=origin or made.source, adapter=adapter, serves=serves)
+                made = await ops.run(ops.library.import_model, source, report=report, **names)
+            more = {"source": origin or made.source, "adapter": adapter, "serves": not given["as_version"]}
+            result = await register(context, made, caller_of(db, task.key_id), **more)
         except OperationFailed as error:
             raise TaskFailed(error.code, str(error)) from error
         operations.update(db, row.id, state="succeeded", result=result, progress=progress, ended_s=time.time())

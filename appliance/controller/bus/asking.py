@@ -11,13 +11,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import msgspec
 import orjson
 
 from appliance.controller.interfaces.errors import error_object
@@ -82,22 +80,8 @@ class Asking:
 
     @property
     def models(self) -> Collection[str]:
-        """The models that are asked for."""
+        """The models that are asked for, which may be woken meanwhile."""
         return self._wanted.keys()
-
-    @contextmanager
-    def wanted(self, model: str) -> Iterator[None]:
-        """The model may be woken meanwhile."""
-        self._wanted[model] += 1
-        if self._wanted[model] == 1:
-            self._wants_changed()
-        try:
-            yield
-        finally:
-            self._wanted[model] -= 1
-            if not self._wanted[model]:
-                del self._wanted[model]
-                self._wants_changed()
 
     def why(self, key_id: str | None, model: str) -> str:
         """Why requests of this key wait; empty: none of them does."""
@@ -122,25 +106,29 @@ class Asking:
             body: or a function that makes it for each attempt. Its exceptions are raised.
             within_s: after this time the answer is a 504.
         """
+        request_id = request_id or new_id("req_")
+        self._wanted[model] += 1
+        if self._wanted[model] == 1:
+            self._wants_changed()
         try:
             async with asyncio.timeout(within_s):
-                with self.wanted(model):
-                    return await self._asked(key_id, model, url, body, request_id or new_id("req_"))
+                while True:
+                    content = orjson.dumps(body if isinstance(body, dict) else await body())
+                    answer, retry_s = await self._post(key_id, url, content, request_id)
+                    if retry_s is None:
+                        return answer
+                    self._refusals[key_id, model] = answer.error
+                    # Or all requests of a key would come again at once for one that may go.
+                    await asyncio.sleep(retry_s * random.uniform(1, 3))  # noqa: S311
         except TimeoutError:
             why = f"no answer within {within_s:.0f} s: {self.why(key_id, model) or 'its engines are busy'}"
             return EngineAnswer(504, error_object(why, "server_error", None, "timeout"))
         finally:
             self._refusals.pop((key_id, model), None)
-
-    async def _asked(self, key_id: str | None, model: str, url: str, body: Body, request_id: str) -> EngineAnswer:
-        while True:
-            content = orjson.dumps(body if isinstance(body, dict) else await body())
-            answer, retry_s = await self._post(key_id, url, content, request_id)
-            if retry_s is None:
-                return answer
-            self._refusals[key_id, model] = answer.error
-            # Or all requests of a key would come again at once for one that may go.
-            await asyncio.sleep(retry_s * random.uniform(1, 3))  # noqa: S311
+            self._wanted[model] -= 1
+            if not self._wanted[model]:
+                del self._wanted[model]
+                self._wants_changed()
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -161,8 +149,8 @@ class Asking:
             why = f"The gateway is away: {type(error).__name__} {error}".strip()
             return EngineAnswer(503, error_object(why, "server_error", None, "gateway_away")), AWAY_RETRY_S
         try:
-            body = await asyncio.to_thread(_parsed, url, response.content)
-        except (orjson.JSONDecodeError, msgspec.DecodeError):
+            body = await asyncio.to_thread(orjson.loads, response.content)
+        except orjson.JSONDecodeError:
             message = "The engine's answer is not JSON."
             return EngineAnswer(502, error_object(message, "server_error", None, ENGINE_FAILED)), None
         answer = EngineAnswer(response.status_code, body)
@@ -171,11 +159,3 @@ class Asking:
         if answer.status not in (429, 503):
             return answer, None
         return answer, float(response.headers.get("retry-after", QUOTA_RETRY_S))
-
-
-def _parsed(url: str, content: bytes) -> Any:
-    """The JSON of an answer, with vectors as they came: 2,048 are 170 MB, and all threads wait while those are read."""
-    if url != "/v1/embeddings":
-        return orjson.loads(content)
-    fields = {name: bytes(raw) for name, raw in msgspec.json.decode(content, type=dict[str, msgspec.Raw]).items()}
-    return {name: orjson.Fragment(raw) if name == "data" else orjson.loads(raw) for name, raw in fields.items()}

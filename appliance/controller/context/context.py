@@ -1,42 +1,219 @@
-"""The context, which is everything a route needs, built once at start; and the audit log that routes write."""
+"""The context, which is everything a route needs, built once at start: the scheduler as routes use it, the doctor, and
+references to the rest; and the audit log that routes write."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
 from anyio import CapacityLimiter
 
 from appliance.backup import LastBackup
 from appliance.controller.access.limits import Quotas, Spending
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus
-from appliance.controller.context.model_files import LibraryOps
-from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
-from appliance.controller.devices.mode import PowerKeeper
+from appliance.controller.devices.mode import Mode, PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
+from appliance.controller.engines.versions import LibraryOps
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.principal import Principal
+from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
+from appliance.store.objects import models
 from appliance.store.records import audit, keys
+from appliance.store.records.box import SqliteJournal
 from appliance.store.rows import AuditRow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.processes.kernel import run_command
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import EffectFailed
+from scheduler.core.workload import AWAKE, Policy
+from scheduler.loop.loop import SchedulerLoop
 from train.graders.hosts import GraderHosts
+from weights.memory.store import WeightStore
 
 if TYPE_CHECKING:
+    from scheduler.ray.effects import RayEffects
     from scheduler.ray.nodes import Nodes
 
+
+# --- the scheduler as routes use it: all is done by its loop
+
+SchedulerStatus = dict[str, Any]
+"""As `Scheduler.status` makes it.
+
+devices: each with its `holder`, {"kind": "job" | "replica", "id"} or None. memory: "room_bytes" is what a reservation
+in the weight store could get now. handover: the id of the one in progress. handovers_ended:
+`SqliteJournal.ended`. queue: jobs in order, each {"id",
+"position", "phase", "devices", "reason" (a Slurm reason code or None), "message"}. troubles: models whose engines fail,
+each {"model", "version", "reason", "message", "not_before_s" (of the next try), "tries", "lasting"}. notes: why
+something waits or was abandoned, for users.
+"""
+
+
+class Scheduler:
+    """serving_floor: devices that serving keeps if a mode sets no number."""
+
+    def __init__(
+        self,
+        loop: SchedulerLoop,
+        effects: RayEffects,
+        journal: SqliteJournal,
+        routing: BusRouting,
+        db: Database,
+        bus: Bus,
+        weights: WeightStore,
+        memory: BoxMemory,
+        serving_floor: int,
+        config: SchedulerConfig,
+    ):
+        self._loop, self._effects, self._journal, self._routing = loop, effects, journal, routing
+        self._db, self._bus, self._weights, self._memory = db, bus, weights, memory
+        self._serving_floor, self._config = serving_floor, config
+
+    def status(self) -> SchedulerStatus:
+        """The current state, from memory: no waiting."""
+        now, usage, host = self._loop.status(), self._weights.usage(), self._memory.status()
+        resident = self._effects.resident_bytes()
+        return {
+            "devices": now["devices"],
+            "replicas": [
+                {**one, "inflight": self._bus.inflight(one["id"]), "rss_bytes": resident.get(one["id"], 0)}
+                for one in now["replicas"]
+            ],
+            "memory": {
+                "budget_bytes": self._weights.budget_bytes,
+                "used_bytes": usage.used_bytes,
+                "room_bytes": self._weights.room_bytes(),
+                "host_bytes": psutil.virtual_memory().total,
+                "reserve_bytes": host["reserve_bytes"],
+                "host": host,
+                "nodes": self._memory.nodes(),
+                "asleep_per_device": self._config.max_asleep_per_device,
+            },
+            "handover": str(now["handovers"][-1]) if now["handovers"] else None,
+            "handovers_ended": self._journal.ended,
+            "serving_floor": self._serving_floor,
+            "queue": now["jobs"],
+            "troubles": now["troubles"],
+            "notes": [
+                *self._memory.notes(),
+                *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
+                *(f"{model}: {text}" for model, text in now["notes"].items()),
+                *(f"{name}: {row.note}" for name, row in models.settings_in_force(self._db).items() if row.note),
+                *now["waits"],
+            ],
+            "plan_s": now["plan_s"],
+        }
+
+    def nudge(self, reason: str, by: str = "") -> None:
+        """The store changed (a job, a model, the mode): plan soon. Never blocks, never raises.
+
+        by: the person who asked; the resulting hand-overs carry the name.
+        """
+        self._routing.refresh()  # models may have come or gone
+        self._loop.nudge(by, reason if by else "")
+
+    def reset_failures(self, model: str) -> None:
+        """This model was changed: if its engines failed, retry at once."""
+        self._loop.reset_failures(model)
+
+    def explain(self, policy: Policy | None) -> dict[str, Any]:
+        """What would be done under this policy (None: the current one), and why (`scheduler.loop.explain`). Changes
+        nothing."""
+        return self._loop.explain(policy)
+
+    async def set_mode(self, mode: Mode, *, wait: bool = False) -> str | None:
+        """The mode was just written to the store. Returns the id of the hand-over that implements it as soon as that
+        has begun, or None when nothing has to move. wait: only once nothing is left to do for it."""
+        generation = self._loop.nudge(mode.by, f"mode {mode.policy}")
+        handover_id = await self._loop.next_handover(generation)
+        if wait:
+            await self._loop.wait_settled(generation)
+        return None if handover_id is None else str(handover_id)
+
+    async def converge_model(self, model: str) -> None:
+        """The model's active version changed in the store: swap its replicas to it. Raises SwapFailed if a replica
+        serves another version; the reason is that of this model's hand-overs."""
+        last, served = self._journal.last_id(), bool(self._awake(model))
+        self._loop.reset_failures(model)
+        await self._loop.wait_settled(self._loop.nudge())
+        await self._routing.wait_applied()  # an adapter needs nothing more
+        row = models.find(self._db, model)
+        if row is None:
+            raise SwapFailed(model, None, "the model was deleted in the meantime")
+        wanted = row.active_version
+        replicas = self._awake(model)
+        if served and not replicas and (trouble := self._loop.trouble(model, wanted)) is not None:
+            raise SwapFailed(model, wanted, f"no engine starts with it: {trouble.reason}")
+        if stale := [r["id"] for r in replicas if r["version"] != wanted]:
+            steps = [step.detail for step in self._journal.steps_since(last) if step.detail.get("model") == model]
+            errors = [str(detail["error"]) for detail in steps if detail.get("error")]
+            raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")
+
+    def _awake(self, model: str) -> list[dict[str, Any]]:
+        return [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
+
+    async def withdraw(self, model: str) -> None:
+        """The model's rows are gone from the store: returns when no replica of it is left."""
+        # Under its own name or that of one of its versions.
+        while any(r["model"].partition("@")[0] == model for r in self._loop.status()["replicas"]):
+            await self._loop.wait_settled(self._loop.nudge())
+
+    async def unload_adapters(self, names: list[str]) -> None:
+        """The rows of these adapters ("NAME@VERSION") are gone: returns when no engine has them loaded. Raises
+        OperationFailed if their requests run for too long."""
+        await self._routing.wait_applied()
+        for name in names:
+            try:
+                await self._effects.unload_adapter(name)
+            except EffectFailed as error:
+                raise OperationFailed(str(error), code="adapter_in_use") from error
+
+
+class ModelStates:
+    """What each model does now, in a word, and why its engines fail; from one read of the scheduler's status."""
+
+    def __init__(self, db: Database, status: SchedulerStatus):
+        self._hosts = {row.name: row.host for row in models.callable_adapters(db)}
+        self._replicas: dict[str, set[str]] = {}
+        for replica in status["replicas"]:
+            self._replicas.setdefault(replica["model"], set()).add(replica["state"])
+        self._troubles = {trouble["model"]: trouble["message"] for trouble in status["troubles"]}
+
+    def word(self, name: str) -> str:
+        """serving (an engine is awake), failed (its engines do not start and are retried: `message` says why and when),
+        asleep (a process waits with its memory released) or cold (no process)."""
+        states = self._replicas.get(self.host(name), set())
+        if "open" in states:
+            return "serving"
+        if self.message(name):
+            return "failed"
+        if not states.isdisjoint(AWAKE):
+            return "serving"
+        return "asleep" if "asleep" in states else "cold"
+
+    def message(self, name: str) -> str | None:
+        """Why its engines fail and when the next try is; None if they do not fail."""
+        return self._troubles.get(self.host(name))
+
+    def host(self, name: str) -> str:
+        """The model on whose engines it is served."""
+        return self._hosts.get(name, name)
+
+
+# --- the doctor
 
 LIMIT_S = KEPT_S = 30.0
 
@@ -45,16 +222,15 @@ class Doctor:
     """Runs the doctor's checks beside a running box, in a process of its own, once at a time; its result is kept for
     `KEPT_S`."""
 
-    def __init__(self, command: Sequence[str], clock: Callable[[], float] = time.time) -> None:
-        self._command, self._clock = command, clock
-        self._looking = asyncio.Lock()
-        self._result: dict[str, Any] = {"at_s": float("-inf")}
+    def __init__(self, *command: str) -> None:
+        self._command, self._one = command, asyncio.Lock()
+        self._result: dict[str, Any] = {"at_s": 0.0}
 
     async def look(self) -> dict[str, Any]:
         """{"exit_code", "data": findings as `appliance.boot.doctor.Finding` has them, "at_s"}. Raises
         OperationFailed."""
-        async with self._looking:
-            if not 0 <= self._clock() - self._result["at_s"] < KEPT_S:
+        async with self._one:
+            if not 0 <= time.time() - self._result["at_s"] < KEPT_S:
                 try:
                     status, out, err = await run_command(*self._command, within_s=LIMIT_S)
                 except TimeoutError:
@@ -63,9 +239,11 @@ class Doctor:
                 if status != 0:
                     why = (err.decode(errors="replace").strip() or "they said nothing").splitlines()[-1]
                     raise OperationFailed(f"The checks ended with an error: {why}", code="doctor_failed")
-                self._result = json.loads(out) | {"at_s": self._clock()}
+                self._result = json.loads(out) | {"at_s": time.time()}
             return self._result
 
+
+# --- the context
 
 FILE_THREADS = 4
 

@@ -205,21 +205,18 @@ class Tasks:
             log.error("the task %s of %s failed: %s", object_id, name, first_words(error), exc_info=error)
 
     async def _failure(self, kind: Kind, row: TaskRow) -> TaskFailed | None:
-        """Runs it. Returns why it failed; None: it has ended."""
+        """Runs it, once one of all slots is free and one of the owner's `per_owner`: so owners take turns. Returns why
+        it failed; None: it has ended."""
         if kind.noun and (how := keys.how_ended(self._db, row.key_id)):
             return TaskFailed(KEY_ENDED, f"The API key of this {kind.noun} {how}.")
         try:
-            await _until_room(partial(self._run_in_turn, kind, row))
+            owner = keys.owner_of(self._db, row.key_id or "")
+            own = self._slots_of_owners.setdefault((kind.name, owner), asyncio.Semaphore(kind.per_owner))
+            async with own, self._slots[kind.name]:
+                await _until_room(partial(kind.run, row))
         except TaskFailed as error:
             return error
         except Exception as error:  # noqa: BLE001 - logged, and its object says so
             log.error("%s of %s has a bug", row.id, kind.name, exc_info=error)
             return TaskFailed(INTERNAL_ERROR, first_words(error))
         return None
-
-    async def _run_in_turn(self, kind: Kind, row: TaskRow) -> None:
-        """An owner waits for a slot among all with `per_owner` tasks at most, so owners take turns."""
-        owner = keys.owner_of(self._db, row.key_id or "")
-        own = self._slots_of_owners.setdefault((kind.name, owner), asyncio.Semaphore(kind.per_owner))
-        async with own, self._slots[kind.name]:
-            await kind.run(row)

@@ -2,8 +2,7 @@
 nodes, whose devices users see until the nodes return or an admin forgets them (the scheduler never does); and the watch
 that cordons devices which fail.
 
-A cordon is stored by the device's UUID, where it has one, else by its id "<node>/<index>": when a GPU drops off the
-bus, the driver numbers those behind it again. A device is a row of `Scheduler.status`.
+A device is a row of `Scheduler.status`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, TypedDict
+from dataclasses import replace
+from typing import Any
 
 from appliance.store.database import Database
-from appliance.store.records import audit, box
-from appliance.store.rows import AuditRow, columns
+from appliance.store.records import audit
+from appliance.store.rows import CORDONS, NODES, AuditRow, CordonRow, NodeRow, columns
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import CORDONED as LOOP_SAYS
@@ -26,38 +25,19 @@ from scheduler.devices.health import failing
 
 log = logging.getLogger(__name__)
 
-CORDONS, NODES = "device_cordons", "joined_nodes"
+
+def read(db: Database) -> dict[str, CordonRow]:
+    return {row.name: row for row in CORDONS.list_all(db)}
 
 
-class Cordon(TypedDict):
-    """drain: {"reason", "by", "since_s"} by a person. fault: why the box cordoned the device; "" if it did not.
-    retry_s: when the box tries it again; None: it waits for a person."""
-
-    drain: dict[str, Any] | None
-    fault: str
-    retry_s: float | None
-
-
-NONE = Cordon(drain=None, fault="", retry_s=None)
-
-
-def read(db: Database) -> dict[str, Cordon]:
-    rows: dict[str, Cordon] = box.get(db, CORDONS, {})
-    return rows
-
-
-def write(db: Database, rows: Mapping[str, Cordon]) -> None:
-    box.put(db, CORDONS, rows)
-
-
-def faulty(rows: Mapping[str, Cordon]) -> set[str]:
+def faulty(db: Database) -> set[str]:
     """Those that the box cordoned."""
-    return {name for name, row in rows.items() if row["fault"]}
+    return {row.name for row in CORDONS.list_all(db, "fault != ''")}
 
 
-def drained(db: Database) -> frozenset[str]:
+def drained(db: Database) -> set[str]:
     """Those that a person drained."""
-    return frozenset(name for name, row in read(db).items() if row["drain"])
+    return {row.name for row in CORDONS.list_all(db, "drain IS NOT NULL")}
 
 
 def _names(device: Mapping[str, Any]) -> list[str]:
@@ -65,28 +45,28 @@ def _names(device: Mapping[str, Any]) -> list[str]:
     return [name for name in (device.get("uuid"), device["id"]) if name]
 
 
-def _of(rows: Mapping[str, Cordon], device: Mapping[str, Any]) -> Cordon | None:
+def _of(rows: Mapping[str, CordonRow], device: Mapping[str, Any]) -> CordonRow | None:
     return next((rows[name] for name in _names(device) if name in rows), None)
 
 
 def drain(db: Database, device: Mapping[str, Any], reason: str, by: str, now_s: float) -> bool:
     """Ask the device's holder to leave. False if it was cordoned already; a new reason replaces the old one."""
     with db.transaction():
-        rows = read(db)
-        row = _of(rows, device)
-        since_s = row["drain"]["since_s"] if row and row["drain"] else now_s
+        row = _of(read(db), device)
+        since_s = row.drain["since_s"] if row and row.drain else now_s
         drain = {"reason": reason, "by": by, "since_s": since_s}
-        write(db, {**rows, _names(device)[0]: {**(row or NONE), "drain": drain}})
+        CORDONS.put(db, replace(row or CordonRow(_names(device)[0]), drain=drain))
         return row is None
 
 
 def undrain(db: Database, device: Mapping[str, Any]) -> None:
     """Return the device to use; a person or the box cordoned it."""
     with db.transaction():
-        write(db, {name: row for name, row in read(db).items() if name not in _names(device)})
+        for name in _names(device):
+            CORDONS.delete(db, name)
 
 
-def shown(rows: Mapping[str, Cordon], device: dict[str, Any]) -> dict[str, Any]:
+def shown(rows: Mapping[str, CordonRow], device: dict[str, Any]) -> dict[str, Any]:
     """A device with its health from the store, `drain` (None without one), and `cordon`: what keeps it out of
     use, "person" or "box"; None for what is not said here (its node leaves)."""
     row = _of(rows, device)
@@ -95,11 +75,11 @@ def shown(rows: Mapping[str, Cordon], device: dict[str, Any]) -> dict[str, Any]:
         lags = device["health"] == "draining" and device.get("health_reason") == LOOP_SAYS
         back = {"health": "ok", "health_reason": ""} if lags else {}
         return {**device, **back, "drain": None, "cordon": None}
-    by_person, why = row["drain"], row["fault"]
+    by_person, why = row.drain, row.fault
     if by_person:
         why = f"drained by {by_person['by']}" + (f": {by_person['reason']}" if by_person["reason"] else "")
-    elif row["retry_s"] is not None:
-        why += f"; it is tried again in {max(0.0, row['retry_s'] - time.time()):.0f} s"
+    elif row.retry_s is not None:
+        why += f"; it is tried again in {max(0.0, row.retry_s - time.time()):.0f} s"
     return {
         **device,
         "health": "draining" if device["health"] == "ok" else device["health"],
@@ -111,52 +91,23 @@ def shown(rows: Mapping[str, Cordon], device: dict[str, Any]) -> dict[str, Any]:
 
 # --- nodes
 
-_SHOWN = ("id", "node", "index", "kind", "name", "memory_bytes", "uuid")
+_SHOWN = "id node index kind name memory_bytes uuid"
 _METERS = (
     "temperature_c slowdown_c power_w power_limit_w energy_j busy memory_used_bytes clock_hz throttled "
     "ecc_uncorrected at_s"
 )
 
 
-def joined(db: Database, node: str, devices: Sequence[dict[str, Any]]) -> bool:
-    """The node is present. False when that was known: a new controller meets the nodes of its predecessor."""
-    with db.transaction():
-        known = box.get(db, NODES, {})
-        row = {"devices": [{name: device[name] for name in _SHOWN} for device in devices], "lost": None}
-        box.put(db, NODES, {**known, node: row})
-        return node not in known or known[node]["lost"] is not None
-
-
-def left(db: Database, node: str) -> None:
-    """The node left in order and is not expected back."""
-    with db.transaction():
-        box.put(db, NODES, {name: row for name, row in box.get(db, NODES, {}).items() if name != node})
-
-
-def lost(db: Database, node: str, reason: str, now_s: float) -> None:
-    """The node is gone without notice. Unix time."""
-    with db.transaction():
-        known = box.get(db, NODES, {})
-        if node in known:
-            box.put(db, NODES, {**known, node: {**known[node], "lost": {"since_s": now_s, "reason": reason}}})
-
-
-def missed(db: Database, present: Collection[str]) -> list[str]:
-    """Expected nodes that are not among `present` and not already recorded as lost."""
-    return [name for name, row in box.get(db, NODES, {}).items() if row["lost"] is None and name not in present]
-
-
 def forget(db: Database, node: str) -> list[str] | None:
     """Hide a lost node's devices and delete their cordons. Returns their ids; None when the node is not lost."""
     with db.transaction():
-        row = box.get(db, NODES, {}).get(node)
-        if row is None or row["lost"] is None:
+        row = NODES.find(db, node)
+        if row is None or row.lost is None:
             return None
-        ids = [device["id"] for device in row["devices"]]
-        for device in row["devices"]:
+        for device in row.devices:
             undrain(db, device)
-        left(db, node)
-        return ids
+        NODES.delete(db, node)
+        return [device["id"] for device in row.devices]
 
 
 def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -164,14 +115,14 @@ def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
     `lost`: {"reason", "since_s"} or None; `health` is "lost" where it is not None.
     """
-    away = {name: row for name, row in box.get(db, NODES, {}).items() if row["lost"] is not None}
-    rows = read(db)
-    devices = [{**shown(rows, device), "lost": None} for device in there if device["node"] not in away]
-    for _, node in sorted(away.items()):
-        since = {"health": "lost", "health_reason": node["lost"]["reason"], "holder": None, "lost": node["lost"]}
-        for device in node["devices"]:
-            drain = (_of(rows, device) or NONE)["drain"]
-            devices.append({**device, **since, "drain": drain, "cordon": None})
+    rows, away = read(db), NODES.list_all(db, "lost IS NOT NULL")
+    gone = {node.id for node in away}
+    devices = [{**shown(rows, device), "lost": None} for device in there if device["node"] not in gone]
+    for node in away:
+        since = {"health": "lost", "health_reason": (node.lost or {})["reason"], "holder": None, "lost": node.lost}
+        for device in node.devices:
+            cordon = _of(rows, device)
+            devices.append({**device, **since, "drain": cordon.drain if cordon else None, "cordon": None})
     return devices
 
 
@@ -199,7 +150,7 @@ class DeviceWatch:
         self._readings: dict[str, deque[Reading]] = {}
         self._kept_s = 2 * max(config.hot_for_s, config.slow_for_s)
         self._uuids: dict[str, str] = {}  # by device id, of present devices
-        self._ours = faulty(read(db))
+        self._ours = faulty(db)
 
     async def look(self, read_devices: Callable[[Collection[str]], Awaitable[tuple[Reading, ...]]]) -> None:
         """Read and judge; called every `device_check_s`. read_devices: one reading per GPU of all nodes, except of
@@ -224,25 +175,29 @@ class DeviceWatch:
     def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
         """A node with these devices joined or left."""
         if what == "joined":
-            if joined(self._db, node, [asdict(device) for device in devices]):
+            known = NODES.find(self._db, node)
+            NODES.put(self._db, NodeRow(node, [columns(device, _SHOWN) for device in devices]))
+            if known is None or known.lost is not None:  # else a new controller meets a node of its predecessor
                 self._record("node.joined", node)
             self.check(devices)
             return
         for device_id in [name for name in self._readings if name.startswith(f"{node}/")]:
             del self._readings[device_id]
-        if what == "left":
-            left(self._db, node)
+        if what == "left":  # in order, and is not expected back
+            NODES.delete(self._db, node)
             self._record("node.left", node)
         else:
             self._lost(node, "its node does not answer any more")
 
     def began(self, present: Collection[str]) -> None:
         """Mark expected nodes as lost that were not among these when the controller started."""
-        for node in missed(self._db, present):
-            self._lost(node, "its node was not there when the box's controller began")
+        for node in NODES.list_all(self._db, "lost IS NULL"):
+            if node.id not in present:
+                self._lost(node.id, "its node was not there when the box's controller began")
 
     def _lost(self, node: str, reason: str) -> None:
-        lost(self._db, node, reason, self._clock())
+        if NODES.find(self._db, node) is not None:
+            NODES.update(self._db, node, lost={"since_s": self._clock(), "reason": reason})
         self._record("node.lost", node, reason)
 
     def check(self, devices: Collection[Device]) -> None:
@@ -262,30 +217,29 @@ class DeviceWatch:
         now_s, ids = self._clock(), {uuid: device_id for device_id, uuid in self._uuids.items()}
         with self._db.transaction():
             before = read(self._db)
-            for name in self._ours - faulty(before):
+            ours = {name for name, row in before.items() if row.fault}
+            for name in self._ours - ours:
                 self._readings.pop(ids.get(name, name), None)
-            readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
-            rows, lifted = dict(before), list[str]()
-            faults = failing(readings, self._config)
+            faults, lifted = failing({name: tuple(kept) for name, kept in self._readings.items()}, self._config), []
             for device_id, fault in faults.items():
-                if not rows.keys() & {device_id, name := self._uuids.get(device_id, device_id)}:
+                name = self._uuids.get(device_id, device_id)
+                if not before.keys() & {device_id, name}:
                     retry_s = now_s + self._config.device_retry_s if fault.may_pass else None
-                    rows[name] = Cordon(drain=None, fault=fault.reason, retry_s=retry_s)
+                    CORDONS.insert(self._db, CordonRow(name, fault=fault.reason, retry_s=retry_s))
                     self._record("device.cordon", device_id, fault.reason)
             for name, row in before.items():
                 device_id = ids.get(name, name)
-                due = row["retry_s"] is not None and now_s >= row["retry_s"] and not row["drain"]
+                due = row.retry_s is not None and now_s >= row.retry_s and not row.drain
                 if due and device_id not in faults and "/" in device_id:  # one that is absent is known by its UUID only
-                    self._record("device.try_again", device_id, f"it was cordoned: {row['fault']}")
-                    del rows[name]
+                    self._record("device.try_again", device_id, f"it was cordoned: {row.fault}")
+                    CORDONS.delete(self._db, name)
                     lifted.append(device_id)
-            if rows != before:
-                write(self._db, rows)
+            now_ours = faulty(self._db)
         # Memory changes only after the write: with a full disk the next check finds everything again.
-        self._ours = faulty(rows)
+        self._ours = now_ours
         for device_id in lifted:
             self._readings.pop(device_id, None)
-        if self._ours != faulty(before):
+        if now_ours != ours:
             self._nudge()
 
     def _record(self, action: str, target: str, reason: str = "") -> None:

@@ -104,11 +104,10 @@ class PowerKeeper:
         self,
         limits_w: Mapping[str, float],
         db: Database,
-        serving_floor: int,
         devices: Collection[Device],
         kind: DeviceKind,
     ):
-        self._db, self._floor, self._devices, self._kind = db, serving_floor, devices, kind
+        self._db, self._devices, self._kind = db, devices, kind
         self._limits_w = {} if kind.on_host else limits_w
         self._limit_w: float | None = None
         self._refused: dict[str, str] = {}
@@ -117,8 +116,7 @@ class PowerKeeper:
         """Called every `POWER_EVERY_S`: a device that was reset has lost its limit."""
         if not self._limits_w:
             return
-        mode = mode_in_force(self._db, self._floor, time.time()).policy.kind
-        self._limit_w = self._limits_w.get(mode)
+        self._limit_w = self._limits_w.get(mode_in_force(self._db, 0, time.time()).policy.kind)
         drained = cordons.drained(self._db)
         kept = {d.uuid: d.id for d in self._devices if d.uuid and drained.isdisjoint((d.id, d.uuid))}
         refusals = await asyncio.to_thread(self._kind.set_power_limits, kept, self._limit_w)

@@ -85,10 +85,6 @@ class EngineSizes:
         """The largest LoRA rank that engines of this model accept; 0: none."""
         return adapter_rank_limit(self._engine, task=model.task, arch=model.arch)
 
-    def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
-        """Tokens that one request may have; None if the model does not say."""
-        return self.size(model, version).max_model_len
-
     def _served(self, model: ModelRow, version: VersionRow | None) -> tuple[ModelRow, VersionRow | None]:
         version = version or models.active(self._db, model)
         adapter = version.meta.get("adapter") if version is not None else None
@@ -144,18 +140,15 @@ class SettingsCheck:
             tensor_parallel=devices,
             **self._sizes.spec_fields(model, version, devices, settings),
         )
-        async with self._one:
-            return await self._ask(spec)
-
-    async def _ask(self, spec: ReplicaSpec) -> str:
         warm, log_path = self._home.warm_socket("serve"), Path(self._home.log_dir) / "settings-check.log"
         try:
-            child = await Child.spawn(warm, ENTRY, {"spec": spec.to_json()}, log_path=log_path, name=spec.replica_id)
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    event: dict[str, Any] | None = await child.next_event()
-            finally:
-                await child.kill_and_wait()
+            async with self._one:
+                child = await Child.spawn(warm, ENTRY, {"spec": spec.to_json()}, log_path=log_path, name=check_id)
+                try:
+                    async with asyncio.timeout(TIMEOUT_S):
+                        event: dict[str, Any] | None = await child.next_event()
+                finally:
+                    await child.kill_and_wait()
         except (RuntimeLayerError, TimeoutError) as error:
             why = str(error) or f"no answer within {TIMEOUT_S:.0f} s"
             raise OperationFailed(f"vLLM cannot be asked about these settings now: {why}") from error

@@ -9,8 +9,8 @@ from typing import Any
 from appliance.controller.access.limits import Spending
 from appliance.controller.access.model_access import resolve
 from appliance.controller.bus.bus import Bus, ModelLoad
-from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.gateway.core.table import OPEN
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.models import AdapterRow, callable_adapters
@@ -36,7 +36,7 @@ class _Served:
     version: str
     owner: str
     socket: str
-    state: str = "open"  # or "draining"
+    state: str = OPEN  # or "draining"
     takes_adapters: bool = True
 
 
@@ -66,6 +66,16 @@ class _Callable:
     def host(self) -> str | None:
         """The model on whose engines it is served; None: its own."""
         return self.adapter.host if self.adapter is not None else self.pins
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Traffic of one model: names, its own and those of the adapters on its engines. prefill_tokens_per_s, kv_tokens:
+    of one replica, None where unknown."""
+
+    names: tuple[str, ...] = ()
+    prefill_tokens_per_s: float | None = None
+    kv_tokens: int | None = None
 
 
 class BusRouting:
@@ -110,14 +120,14 @@ class BusRouting:
     def version(self, replica_id: str) -> str:
         """What gateways are told that an open replica serves; "" of any other."""
         served = self._replicas.get(replica_id)
-        return served.version if served is not None and served.state == "open" else ""
+        return served.version if served is not None and served.state == OPEN else ""
 
     def open_engines(self) -> dict[str, tuple[str, str]]:
         """Model and socket, by replica, of those that answer requests and give signs of life."""
         return {
             replica_id: (served.model, served.socket)
             for replica_id, served in self._replicas.items()
-            if served.state == "open" and replica_id not in self._avoided
+            if served.state == OPEN and replica_id not in self._avoided
         }
 
     def close(self, replica_id: str) -> None:
@@ -147,13 +157,13 @@ class BusRouting:
         self._sizes = {name: self._engine_sizes.size(row, None) for name, row in rows.items()}
         audiences = models.audiences(self._db)
         silent = models.without_chat_template(self._db)
-        given = models.settings_with_chat_template(self._db) if silent else set()
-        table = {name: self._model(name, row) for name, row in self._names.items()}
+        in_force = models.settings_in_force(self._db) if silent else {}
+        given = {name for name, row in in_force.items() if row.settings.get("chat_template")}
+        table = {}
         for name, row in self._names.items():
-            table[name]["owners"] = audiences.get(row.of, [])
-            if (row.of, row.version) in silent and row.of not in given:
-                table[name]["chats"] = False
-        return self._bus.set_models(table)
+            chats = (row.of, row.version) not in silent or row.of in given
+            table[name] = self._model(name, row) | {"owners": audiences.get(row.of, []), "chats": chats}
+        return self._bus.publish(models=table)
 
     async def offer_policy(self, name: str, base: str, base_version: str, version: str) -> None:
         """Have gateways serve a model in training, to the box alone."""
@@ -243,47 +253,42 @@ class BusRouting:
         return found
 
     def _model(self, name: str, row: _Callable) -> dict[str, Any]:
-        replicas: list[dict[str, Any]] = [
+        """A row as `appliance.gateway.core.table.Model` has it."""
+        replicas = [
             {
                 "id": replica_id,
                 "socket": served.socket,
                 "version": row.version if row.adapter else served.version,
                 "state": served.state,
-                **({"avoid": True} if replica_id in self._avoided else {}),
+                "avoid": replica_id in self._avoided,
             }
             for replica_id, served in sorted(self._replicas.items())
             if _answers(served, name, row)
         ]
-        policy = self.policies.get(name)
+        policy, canary = self.policies.get(name), row.canary
         size = self._sizes.get(policy.base if policy is not None else row.of)
-        table_row: dict[str, Any] = {
+        trouble, refused = self._troubles.get(row.host or name), None
+        version = row.adapter.base_version if row.adapter else row.version
+        if trouble is not None and trouble.version == version and all(one["state"] != OPEN for one in replicas):
+            refused = {
+                "reason": trouble.reason,
+                "next_try_s": trouble.not_before_s,
+                "hold_before_s": HOLD_BEFORE_LASTING_S if trouble.lasting else HOLD_BEFORE_S,
+            }
+        return {
             "version": row.version,
             "replicas": replicas,
             "task": row.task,
             "max_model_len": size.max_model_len if size is not None else None,
             "slots": size.max_num_seqs if size is not None else None,
+            "host": row.host or "",
+            "trouble": refused,
+            "trained_from": policy.base if policy is not None else "",
+            # Of an adapter in training each request names its version.
+            "adapter": row.adapter.engine_name if row.adapter and policy is None else "",
+            "pins": row.pins if row.pins and not row.adapter else "",
+            "canary": {"name": canary.name, "share": canary.share, "since_s": canary.created_s} if canary else None,
         }
-        if row.host is not None:
-            table_row["host"] = row.host
-        is_open = any(replica["state"] == "open" for replica in replicas)
-        trouble = self._troubles.get(row.host or name)
-        version = row.adapter.base_version if row.adapter else row.version
-        if not is_open and trouble is not None and trouble.version == version:
-            table_row["trouble"] = {
-                "reason": trouble.reason,
-                "next_try_s": trouble.not_before_s,
-                "hold_before_s": HOLD_BEFORE_LASTING_S if trouble.lasting else HOLD_BEFORE_S,
-            }
-        if policy is not None:  # of an adapter in training each request names its version
-            table_row["trained_from"] = policy.base
-        elif row.adapter:
-            table_row["adapter"] = row.adapter.engine_name
-        elif row.pins:
-            table_row["pins"] = row.pins
-        if row.canary is not None:
-            canary = row.canary
-            table_row["canary"] = {"name": canary.name, "share": canary.share, "since_s": canary.created_s}
-        return table_row
 
 
 def _answers(served: _Served, name: str, row: _Callable) -> bool:

@@ -1,32 +1,45 @@
-"""Provides model versions to engines: in shared memory on demand, from the nearest tier that has them whole."""
+"""Provides model versions to engines: in shared memory on demand, from the nearest tier that has them whole; and
+deletes their bytes."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from appliance.config import BoxConfig
 from appliance.controller.access.model_access import Resolved, resolve
 from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.models.errors import ModelError
+from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
-from appliance.tiers.tiers import Tiers, name_of
+from appliance.store.rows import VersionRow
+from appliance.tiers.tiers import TierFlow, Tiers, name_of
 from runtime.devices.kinds import kind_of
 from scheduler.core.workload import Device
 from serve.core.adapter_source import AdapterServer
-from weights.format.errors import WeightsError
+from weights.format.errors import VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import Name, policy_of
+from weights.memory.lease import unpin
 from weights.memory.store import Lease, WeightStore
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 GPU_ENGINE_BYTES = 4 * 2**30
 """Host memory of an engine whose tensors are on a GPU: Python, torch, the CUDA context, vLLM's buffers."""
 
-
+READERS_LEAVE_S = 30.0
+"""For an engine that is unloading an adapter, or a copy to a tier, before a deleted version is left to eviction."""
 AT_ONCE = 4
 """A tier elsewhere takes seconds for each, on threads that requests use too."""
 
@@ -133,3 +146,55 @@ class AdapterSource(AdapterServer):
             raise LookupError(f"{model} {version} is not an adapter of this box")
         async with self._places:
             return self._store.lease(await asyncio.to_thread(self._tiers.bring_in, name_of(row)))
+
+
+class LibraryOps:
+    """Long operations on files of models, on threads. All raise OperationFailed for errors that a user can act on. Rows
+    in the store are the callers' responsibility.
+
+    let_go: gives up the box's own leases on a model. elsewhere: has other nodes remove their copies of what is
+    deleted."""
+
+    def __init__(
+        self,
+        library: ModelLibrary,
+        store: WeightStore,
+        flow: TierFlow,
+        let_go: Callable[[str], None],
+        elsewhere: Callable[[list[Name]], Awaitable[None]],
+    ):
+        self.library, self._store, self._flow = library, store, flow
+        self.let_go, self._elsewhere = let_go, elsewhere
+
+    async def run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        try:
+            return await asyncio.to_thread(work, *arguments, **named)
+        except (ModelError, WeightsError, OSError) as error:
+            # For programs, the error's own name: CheckpointRefused -> checkpoint_refused.
+            code = "".join("_" + c.lower() if c.isupper() else c for c in type(error).__name__).lstrip("_")
+            raise OperationFailed(str(error), code=code) from error
+
+    async def remove(self, model: str, rows: Sequence[VersionRow]) -> None:
+        """Delete the bytes of these versions. Idempotent."""
+        self.let_go(model)
+        names = [name_of(row) for row in rows]
+        for name in names:
+            await self.run(self.library.remove, name.model, name.version)
+            await self._forget(name)
+            self._flow.forget(name)
+        await self._elsewhere(names)
+
+    async def _forget(self, name: Name) -> None:
+        """Remove it from shared memory once it has no readers. If readers stay, eviction removes it later."""
+        until_s = time.monotonic() + READERS_LEAVE_S
+        while (stored := await self.run(self._store.find, *name)) is not None:
+            try:
+                await asyncio.to_thread(self._store.remove, stored)
+            except VersionNotFound:
+                return
+            except VersionLeased as error:
+                if time.monotonic() > until_s:
+                    log.warning("%s was deleted, but %s", name, error)
+                    await self.run(unpin, stored)
+                    return
+                await asyncio.sleep(0.05)

@@ -26,39 +26,25 @@ from appliance.controller.access.model_access import caller_of, check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.evals import shapes
-from appliance.controller.evals.shapes import (
-    Entry,
-    EvalCreate,
-    EvalUpdate,
-    FileContent,
-    FileId,
-    Jsonl,
-    RunCreate,
-    Sampled,
-    check_sampled,
-    fields_of,
-    sample_object,
-    sample_of,
-)
+from appliance.controller.evals.shapes import Entry, Jsonl, Sampled, sample_object
 from appliance.controller.files.storage import FILES
 from appliance.controller.grading.checks import check_code, check_completion, check_form, check_schema, grader_of
 from appliance.controller.grading.judging import Grading, Judged
 from appliance.controller.http.resource import Resource, list_object, part
-from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, NotFound, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from appliance.store.database import Part
+from appliance.store.database import Part, owned_by
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
-from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns
+from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, ModelAnswer, judge_models, parse, sources
 from train.graders.grading import Graded
 from train.graders.hosts import MOST_BROKEN, ForkBroke, WorkerBroke
 from train.graders.templates import Sample
 
-EVAL_RUNS = "eval_runs"
+RUN_TASKS = "eval_runs"
 WINDOW_S = 24 * 3600.0
 AT_ONCE = 64
 """Items that are asked for, or wait for a place, at once."""
@@ -72,58 +58,50 @@ _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 @dataclass
 class Answered:
-    """An item of the data. error: empty, or the reason for a missing sample. answers: of the model. judged: of each
-    grader. results: of each grader, once it is graded."""
+    """An item of the data with its sample. body: that the model was asked; answer: the sample as a model's answer, or
+    the reason why there is none. judged: of each grader. results: of each grader, once it is graded."""
 
     place: int
     item: dict[str, Any]
     sample: Sample
-    sample_shown: dict[str, Any]
-    error: str
-    answers: list[ModelAnswer]
+    body: dict[str, Any]
+    answer: ModelAnswer
     judged: list[Judged]
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def row(self, run_id: str) -> EvalItemRow:
         status = "pass" if all(one["passed"] for one in self.results) else "fail"
-        if self.error or any("error" in one for one in self.results):
+        if self.answer.error or any("error" in one for one in self.results):
             status = "error"
         made = new_id("outputitem_"), run_id, self.place, time.time()
-        return EvalItemRow(*made, status, self.item, self.sample_shown, self.results)
+        return EvalItemRow(*made, status, self.item, sample_object(self.body, [self.answer]), self.results)
 
 
 def insert_run(
-    context: ControllerContext,
-    of: EvalRow,
-    caller: Principal,
-    data_source: dict[str, Any],
-    *,
-    name: str = "",
-    metadata: dict[str, str] | None = None,
+    context: ControllerContext, of: EvalRow, caller: Principal, data_source: dict[str, Any], **more: Any
 ) -> EvalRunRow:
-    """Makes a run within the caller's bounds and starts its task. Call it in a transaction. Raises ApiError."""
+    """Makes a run within the caller's bounds and starts its task. Call it in a transaction. more: its name and
+    metadata. Raises ApiError."""
     context.quotas.check(caller, begins=True)
     row = EvalRunRow(
         id=new_id("evalrun_"),
         eval_id=of.id,
-        name=name,
         created_s=time.time(),
         key_id=caller.key_id,
         owner=caller.owner,
         model=data_source.get("model") or "",
         data_source=data_source,
-        metadata=metadata,
         bytes=len(orjson.dumps(data_source)),
+        **more,
     )
-    evals.insert_run(context.db, row)
-    context.tasks.start(EVAL_RUNS, row.id, row.key_id)
-    return row
+    context.tasks.start(RUN_TASKS, row.id, row.key_id)
+    return evals.insert_run(context.db, row)
 
 
 class EvalRunner:
     def __init__(self, context: ControllerContext, grading: Grading):
         self._context, self._db, self._grading = context, context.db, grading
-        context.tasks.add(Kind(EVAL_RUNS, self.run, self.fail, "run", per_owner=1))
+        context.tasks.add(Kind(RUN_TASKS, self.run, self.fail, "run", per_owner=1))
 
     async def delete(self, object_id: str) -> None:
         """Delete an eval, with its runs, or a run."""
@@ -134,7 +112,7 @@ class EvalRunner:
     def cancel(self, run_id: str) -> None:
         """Items that are judged stay so. Idempotent."""
         self._end(run_id, "canceled", None)
-        self._context.tasks.restart(EVAL_RUNS, run_id)
+        self._context.tasks.restart(RUN_TASKS, run_id)
 
     async def run(self, task: TaskRow) -> None:
         """Raises TaskFailed."""
@@ -155,9 +133,7 @@ class EvalRunner:
                         for first in range(0, len(answered), together):
                             items = answered[first : first + together]
                             await self._grade(row, graders, items)
-                            rows = [item.row(row.id) for item in items]
-                            row = _counted(row, items, rows)
-                            await to_thread.run_sync(self._store, row, rows)
+                            row = await to_thread.run_sync(self._store, row, items)
         except InvalidGrader as error:  # the box may have become stricter since the eval was made
             raise TaskFailed("invalid_grader", f"A criterion of the eval is refused: {error}.") from None
         except TimeoutError:
@@ -207,9 +183,9 @@ class EvalRunner:
             if evals.unfinished_ids(self._db, row.id):
                 evals.update_run(self._db, row.id, status="in_progress", total=total)
 
-    def _entries(self, row: EvalRunRow, source: FileContent | FileId) -> Iterator[tuple[Entry, int]]:
+    def _entries(self, row: EvalRunRow, source: shapes.FileContent | shapes.FileId) -> Iterator[tuple[Entry, int]]:
         """Raises TaskFailed, also while they are read."""
-        if isinstance(source, FileContent):
+        if isinstance(source, shapes.FileContent):
             return ((entry, len(entry.model_dump_json())) for entry in source.content)
         file = file_rows.find(self._db, source.id, viewer=caller_of(self._db, row.key_id).viewer)
         if file is None:
@@ -235,25 +211,23 @@ class EvalRunner:
     async def _sampled(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], place: int, entry: Entry
     ) -> Answered:
-        item = entry.item
-        body: dict[str, Any] = {"messages": []}
+        item, body = entry.item, dict[str, Any](messages=[])
         if isinstance(source, Sampled):
             try:
                 body = await asyncio.to_thread(shapes.body_of, source, item)
+                answer = await self._grading.chat(row.key_id, body)
             except GradingFailed as error:
                 answer = ModelAnswer(model=source.model, error=str(error))
-            else:
-                answer = await self._grading.chat(row.key_id, body)
-            sample, answers = Sample(answer.text, answer.tools), [answer]
+            sample = Sample(answer.text, answer.tools)
         else:
-            sample, answers = sample_of(entry.sample), []
+            sample = shapes.sample_of(entry.sample)
             answer = ModelAnswer(sample.output_text, row.model)
         asked = () if answer.error else graders
         judged = [await self._grading.ask_judges(row.key_id, grader, sample, item) for grader in asked]
-        return Answered(place, item, sample, sample_object(body, [answer]), answer.error, answers, judged)
+        return Answered(place, item, sample, body, answer, judged)
 
     async def _grade(self, row: EvalRunRow, graders: list[Grader], items: list[Answered]) -> None:
-        sampled = [item for item in items if not item.error]
+        sampled = [item for item in items if not item.answer.error]
         for number, grader in enumerate(graders if sampled else ()):
             judged = [item.judged[number] for item in sampled]
             samples = [(item.sample, item.item) for item in sampled]
@@ -261,32 +235,31 @@ class EvalRunner:
             for item, reward, answers in zip(sampled, graded, judged, strict=True):
                 item.results.append(_result(grader, reward, list(answers.values())))
 
-    def _store(self, row: EvalRunRow, items: list[EvalItemRow]) -> None:
-        """Store judged items together with the run's counters, unless it was cancelled meanwhile."""
+    def _store(self, row: EvalRunRow, items: list[Answered]) -> EvalRunRow:
+        """Store judged items together with the run's counters, unless it was cancelled meanwhile. Returns the run."""
+        rows = [item.row(row.id) for item in items]
+        results, counts, size = {name: Counter(of) for name, of in row.results.items()}, Counter(row.counts), row.bytes
+        usage = {model: Counter(of) for model, of in row.usage.items()}
+        for item, stored in zip(items, rows, strict=True):
+            counts[stored.status] += 1
+            size += ITEM_BYTES + len(orjson.dumps([stored.item, stored.sample, stored.results]))
+            answers = [answer for judged in item.judged for _, answer in judged.values()]
+            for answer in (*answers, item.answer) if row.model else answers:
+                if not answer.error:
+                    counters = columns(answer, "prompt_tokens completion_tokens cached_tokens")
+                    usage.setdefault(answer.model, Counter()).update(invocation_count=1, **counters)
+            for result in item.results:
+                sums = results.setdefault(result["name"], Counter())
+                sums["passed" if result["passed"] else "failed"] += 1
+                if "error" not in result:
+                    sums.update(rewarded=1, reward=result["score"])
+        changes: dict[str, Any] = {"results": results, "usage": usage, "counts": counts, "bytes": size}
         with self._db.transaction():
             if evals.unfinished_ids(self._db, row.id):
-                evals.insert_items(self._db, items)
-                evals.update_run(self._db, row.id, **columns(row, "results usage counts bytes"))
-
-
-def _counted(row: EvalRunRow, items: list[Answered], rows: list[EvalItemRow]) -> EvalRunRow:
-    """The run with these items in its counters."""
-    results, counts, size = {name: Counter(of) for name, of in row.results.items()}, Counter(row.counts), row.bytes
-    usage = {model: Counter(of) for model, of in row.usage.items()}
-    for item in items:
-        for answer in (*item.answers, *(answer for judged in item.judged for _, answer in judged.values())):
-            if not answer.error:
-                counters = columns(answer, "prompt_tokens completion_tokens cached_tokens")
-                usage.setdefault(answer.model, Counter()).update(invocation_count=1, **counters)
-        for result in item.results:
-            sums = results.setdefault(result["name"], Counter())
-            sums["passed" if result["passed"] else "failed"] += 1
-            if "error" not in result:
-                sums.update(rewarded=1, reward=result["score"])
-    for stored in rows:
-        counts[stored.status] += 1
-        size += ITEM_BYTES + len(orjson.dumps([stored.item, stored.sample, stored.results]))
-    return replace(row, results=results, usage=usage, counts=counts, bytes=size)
+                for stored in rows:
+                    EVAL_ITEMS.insert(self._db, stored)
+                evals.update_run(self._db, row.id, **changes)
+        return replace(row, **changes)
 
 
 def _result(grader: Grader, graded: Graded, judged: list[tuple[dict[str, Any], ModelAnswer]]) -> dict[str, Any]:
@@ -309,11 +282,11 @@ RUNS = Resource(
     "eval_run",
     "/v1/evals/{eval_id}/runs",
     (FINE_TUNING,),
-    evals.find_run,
+    EVAL_RUNS.find_visible,
     param="run_id",
-    missing="No eval run found with id {}.",
     fields=("eval_id", "model", "status"),
 )
+ITEMS = Resource("output_item", f"{RUNS.prefix}/{{run_id}}/output_items", RUNS.scopes, EVAL_ITEMS.find)
 
 
 def _known_run(eval_id: str, run_id: str, request: Request, caller: Caller) -> EvalRunRow:
@@ -335,7 +308,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
     of_evals = EVALS.serve(context, shapes.eval_object, evals.page, part(20, order="asc"), _order)
 
     @of_evals.post("", status_code=201)
-    async def create(body: EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
+    async def create(body: shapes.EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
         criteria = await _criteria(context, body, caller)
         schema, param = body.data_source_config.item_schema, "data_source_config.item_schema"
         await check_schema(context.graders, schema, caller, param)
@@ -366,7 +339,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         return shapes.eval_object(EVALS.once(request, caller, await request.body(), make))
 
     @of_evals.post("/{eval_id}")
-    async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
+    async def update(eval_id: str, body: shapes.EvalUpdate, caller: Caller) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
         changes = body.model_dump(exclude_unset=True)
         changes |= {"name": body.name or ""} if "name" in changes else {}
@@ -386,7 +359,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         return shapes.run_object(row, url, waits)
 
     @of_runs.post("", status_code=201)
-    async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
+    async def create_run(eval_id: str, body: shapes.RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = EVALS.known(db, eval_id, caller)
         await _check_run(context, of, body.data_source, caller)
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
@@ -398,7 +371,9 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         eval_id: str, caller: Caller, part: Annotated[Part, part(20, order="asc")], status: RunStatus = None
     ) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
-        return list_object(evals.page_runs(db, eval_id, viewer=caller.viewer, status=status, **part), view)
+        # An administrator may run another's eval, too. The status is no scope: it changes, and a cursor stays.
+        scope, given = {"eval_id": eval_id, **owned_by(caller.viewer)}, "(? IS NULL OR status = ?)"
+        return list_object(EVAL_RUNS.page(db, scope, where=given, parameters=[status, status], **part), view)
 
     @of_runs.get("/{run_id}")
     def retrieve_run(run: Run) -> dict[str, Any]:
@@ -416,19 +391,18 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         await runner.delete(run.id)
         return {"object": "eval.run.deleted", "deleted": True, "run_id": run.id}
 
-    of_items = make_router(f"{RUNS.prefix}/{{run_id}}/output_items", *RUNS.scopes)
+    of_items = ITEMS.router()
 
     @of_items.get("")
     def list_items(run: Run, part: Annotated[Part, part(20, order="asc")], status: ItemStatus = None) -> dict[str, Any]:
-        return list_object(
-            evals.page_items(db, run.id, status=status, **part), lambda row: shapes.item_object(row, run)
-        )
+        scope = {"run_id": run.id} | ({"status": status} if status else {})
+        page = EVAL_ITEMS.page(db, scope, **part | {"order_by": "place"})
+        return list_object(page, lambda row: shapes.item_object(row, run))
 
     @of_items.get("/{item_id}")
     def retrieve_item(run: Run, item_id: str) -> dict[str, Any]:
-        if (row := evals.find_item(db, run.id, item_id)) is None:
-            message = f"No output item found with id {shown(item_id)}."
-            raise NotFound(message, "output_item_id", "output_item_not_found")
+        if (row := EVAL_ITEMS.find(db, item_id)) is None or row.run_id != run.id:
+            raise ITEMS.absent(item_id)
         return shapes.item_object(row, run)
 
     return [of_evals, of_runs, of_items]
@@ -439,25 +413,23 @@ async def _check_run(context: ControllerContext, of: EvalRow, given: Jsonl | Sam
     param, hosts = "data_source", context.graders
     for model in sorted(set[str]().union(*map(judge_models, of.criteria))):
         check_may_ask(context.db, caller, model)
-    if isinstance(given.source, FileId):
+    if isinstance(given.source, shapes.FileId):
         FILES.known(context.db, given.source.id, caller, f"{param}.source.id")
     if isinstance(given, Jsonl):
         return
     check_may_ask(context.db, caller, given.model, f"{param}.model")
     try:
-        check_sampled(given)
+        shapes.check_sampled(given)
     except InvalidGrader as error:
         where = f"{param}.{error.param}"
         raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
+    fields = shapes.fields_of(given)
     # On a thread: the schema of its answers may have 25,000 parts.
-    await asyncio.to_thread(check_completion, fields_of(given), f"{param}.sampling_params")
-    if (sampling := given.sampling_params) is not None:
-        await check_form(hosts, sampling.response_format, caller, f"{param}.sampling_params.response_format")
-        if sampling.text is not None:
-            await check_form(hosts, sampling.text.format, caller, f"{param}.sampling_params.text.format")
+    await asyncio.to_thread(check_completion, fields, f"{param}.sampling_params")
+    await check_form(hosts, fields.get("response_format"), caller, f"{param}.sampling_params.response_format")
 
 
-async def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -> list[dict[str, Any]]:
+async def _criteria(context: ControllerContext, body: shapes.EvalCreate, caller: Principal) -> list[dict[str, Any]]:
     """The graders in their stored form. Raises BadRequest, NotFound."""
     kept: dict[str, dict[str, Any]] = {}
     for place, given in enumerate(body.testing_criteria):

@@ -9,21 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Field, ValidationError
 
 from appliance.controller.context.tasks import TaskFailed
-from appliance.controller.grading.checks import MAX_DEPTH
-from appliance.controller.http.error_handlers import first_error
 from appliance.controller.http.resource import object_of
-from appliance.controller.http.routers import Metadata, StrictBody
+from appliance.controller.http.routers import Metadata, StrictBody, json_of
+from appliance.controller.interfaces.errors import first_error
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from train.data.records import MARK
 from train.graders import graders, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import ModelAnswer
 from train.graders.templates import Sample
-from weights.format.foreign_json import is_deeper
 
 MAX_CRITERIA = 32
 MAX_ITEMS = 10_000
@@ -195,19 +192,16 @@ def entries(path: Path) -> Iterator[tuple[Entry, int]]:
 
 def _entry(number: int, line: bytes) -> Entry:
     """Raises TaskFailed."""
+    data, why = json_of(line)  # pydantic's parser accepts NaN, and integers that no engine takes
+    if why:
+        raise TaskFailed("invalid_data", f"Line {number} is not JSON: {why}.")
     try:
-        # The parser of requests reads it: pydantic's accepts NaN, and integers that no engine takes.
-        entry = Entry.model_validate(orjson.loads(line))
-    except orjson.JSONDecodeError as error:
-        raise TaskFailed("invalid_data", f"Line {number} is not JSON: {error}.") from None
+        return Entry.model_validate(data)
     except ValidationError as error:
         first = first_error(error.errors(include_url=False, include_input=False))
         where = ".".join(map(str, first["loc"])) or "the line"
         why = f'is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}'
         raise TaskFailed("invalid_data", f"Line {number} {why}.") from None
-    if is_deeper(entry.item, MAX_DEPTH) or is_deeper(entry.sample, MAX_DEPTH):
-        raise TaskFailed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
-    return entry
 
 
 # --- objects
@@ -262,7 +256,7 @@ def sample_object(body: Mapping[str, Any], answers: Sequence[ModelAnswer]) -> di
     prompt, completion = sum(one.prompt_tokens for one in answers), sum(one.completion_tokens for one in answers)
     temperature = body.get("temperature")
     return {
-        "input": [{"role": str(one.get("role", "")), "content": _text(one.get("content"))} for one in body["messages"]],
+        "input": [{name: str(one.get(name) or "") for name in ("role", "content")} for one in body["messages"]],
         "output": [{"role": "assistant", "content": one.text} for one in answers],
         "model": answers[0].model,
         "usage": {
@@ -278,7 +272,3 @@ def sample_object(body: Mapping[str, Any], answers: Sequence[ModelAnswer]) -> di
         "top_p": body.get("top_p") or 1.0,
         "seed": body.get("seed") or 0,
     }
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "" if content is None else str(content)

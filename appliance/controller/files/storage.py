@@ -1,4 +1,14 @@
-"""Files as rows and bytes: looked up for a caller, described, made by the box itself, deleted."""
+"""/v1/files and /v1/uploads (https://platform.openai.com/docs/api-reference/files): files as rows and bytes, sent at
+once or in parts, or made by the box itself.
+
+A file is complete or absent. FastAPI spools a form's file to a nameless one on the box's disk; from there it is
+copied to `files/.incoming-<id>`, synced, and only then renamed to `files/<id>`; the next start deletes what a crash
+leaves (`sweep`).
+
+Parts of an upload may arrive concurrently and in any order; `complete` names them in file order. A part is a file that
+is renamed once it is synced, so an upload continues after a restart with the parts it had; one that is sent twice is
+two parts. Completing copies the parts into one file; until then the disk holds both.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +17,30 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
+from urllib.parse import quote
 
+import orjson
 from anyio import to_thread
-from pydantic import Field
+from fastapi import APIRouter, Form, Query, Request, UploadFile
+from fastapi.responses import FileResponse
+from pydantic import Field, StringConstraints
 
+from appliance.controller.access.limits import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.resource import Resource, object_of
-from appliance.controller.http.routers import StrictBody
-from appliance.controller.interfaces.principal import FINE_TUNING
+from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, object_of, part
+from appliance.controller.http.routers import FORM_BYTES, StrictBody, takes, unaudited
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.objects import batches, files
-from appliance.store.rows import UPLOADS, FileRow
+from appliance.store.objects import files
+from appliance.store.rows import BATCHES, UNFINISHED, FileRow, UploadRow, columns
+from appliance.store.rows import UPLOADS as uploads
 from train.data.check import DataReport
 from train.data_checks.process import check_apart
 from train.data_checks.process import checked as check_here
@@ -36,7 +53,9 @@ _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
 APART_FROM_BYTES = 1 << 20
 """A smaller file is checked sooner than a process starts."""
-
+MAX_FILENAME_BYTES = 255
+MAX_PARTS = 10_000
+_COPY_BYTES = 2**20
 
 FILES = Resource(
     "file",
@@ -47,11 +66,23 @@ FILES = Resource(
     param="id",
     fields=("filename", "purpose", "bytes"),
 )
+UPLOADS = Resource(
+    "upload",
+    "/v1/uploads",
+    (FINE_TUNING,),
+    uploads.find_visible,
+    missing="No such Upload object: {}",
+    fields=("filename", "purpose", "bytes"),
+)
+
+
+Anchor = Literal["created_at"]
+KeepSeconds = Annotated[int, Field(ge=3600, le=2_592_000)]
 
 
 class ExpiresAfter(StrictBody):
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+    anchor: Anchor
+    seconds: KeepSeconds
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
@@ -64,16 +95,15 @@ def remove(context: ControllerContext, row: FileRow) -> None:
 def sweep(context: ControllerContext) -> None:
     """Call at start, before anything is written: delete what a crash left half written, and what is left of uploads
     and batches that have ended. Other bytes that no row names stay: the database that knows them may come back."""
-    for half in context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*"):
-        half.unlink()
-    for half in context.files_dir.glob(f"{INCOMING_PREFIX}*"):
+    of_parts = context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*")
+    for half in (*of_parts, *context.files_dir.glob(f"{INCOMING_PREFIX}*")):
         half.unlink()
     for folder in list(context.uploads_dir.iterdir()):
-        upload = UPLOADS.find_visible(context.db, folder.name, viewer=None)
+        upload = uploads.find(context.db, folder.name)
         if upload is not None and upload.status != "pending":
             shutil.rmtree(folder)
     for answers in list(context.batches_dir.iterdir()):
-        batch = batches.find(context.db, answers.name.partition(".")[0], viewer=None)
+        batch = BATCHES.find(context.db, answers.name.partition(".")[0])
         if batch is not None and batch.finished:
             answers.unlink()
 
@@ -111,19 +141,9 @@ def row_of(
     file_id: str = "",
 ) -> FileRow:
     """A new file with the complete bytes at `path`. keep_s: seconds until it is deleted; None: never."""
-    now_s = time.time()
-    return FileRow(
-        id=file_id or new_id("file-"),
-        filename=filename,
-        purpose=purpose,
-        bytes=path.stat().st_size,
-        sha256=sha256,
-        status="processed",
-        created_s=now_s,
-        key_id=key_id,
-        owner=owner,
-        expires_s=None if keep_s is None else now_s + keep_s,
-    )
+    now_s, size = time.time(), path.stat().st_size
+    more: Any = {"owner": owner, "key_id": key_id, "expires_s": None if keep_s is None else now_s + keep_s}
+    return FileRow(file_id or new_id("file-"), filename, purpose, size, sha256, "processed", now_s, **more)
 
 
 def make_result(db: Database, files_dir: Path, content: bytes, filename: str, owner: str) -> str:
@@ -208,3 +228,235 @@ def errors_object(errors: list[tuple[int, str]], total: int) -> dict[str, Any]:
 
 def file_object(row: FileRow) -> dict[str, Any]:
     return object_of(row, "file", "bytes filename purpose status status_details")
+
+
+# --- the routes of files
+
+
+def file_routes(context: ControllerContext) -> APIRouter:
+    def filters(purpose: Annotated[str | None, Query(max_length=64)] = None) -> dict[str, Any]:
+        return {"purpose": purpose}
+
+    router, db = FILES.serve(context, file_object, files.page, part(10_000), filters), context.db
+
+    @router.post("")
+    @takes(lambda config: config.upload_bytes + FORM_BYTES)
+    async def create(
+        request: Request,
+        caller: Caller,
+        file: UploadFile,
+        purpose: Annotated[Purpose, Form()],
+        anchor: Annotated[Anchor | None, Form(alias="expires_after[anchor]")] = None,
+        keep_s: Annotated[KeepSeconds | None, Form(alias="expires_after[seconds]")] = None,
+    ) -> dict[str, Any]:
+        filename, file_id = checked_filename(file.filename or "", "file"), new_id("file-")
+        if (anchor is None) is not (keep_s is None):
+            raise InvalidValue("expires_after has an anchor and seconds, or neither.", "expires_after")
+        with growing(context.files_dir, file_id) as (incoming,):
+            sha256, _ = await to_thread.run_sync(_copied, [file.file], incoming)
+            by = caller.owner, caller.key_id
+            arrived = row_of(incoming, filename, purpose, sha256, *by, keep_s, file_id)
+            row = await described(context, incoming, arrived)
+
+            def make() -> FileRow:
+                context.quotas.check(caller, row.bytes)
+                keep(context, row, incoming)
+                return row
+
+            identity = orjson.dumps([sha256, filename, purpose, keep_s])
+            return file_object(FILES.once(request, caller, identity, make))
+
+    @router.get("/{file_id}/content")
+    def content(file_id: str, caller: Caller) -> FileResponse:
+        row = FILES.known(db, file_id, caller)
+        headers = {
+            # RFC 6266: the encoded form carries any name; nothing of the name is interpreted by a browser.
+            "content-disposition": f"attachment; filename*=utf-8''{quote(row.filename, safe='')}",
+            "x-content-type-options": "nosniff",
+        }
+        return FileResponse(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)
+
+    @router.get("/{file_id}/errors")
+    def errors(file_id: str, caller: Caller) -> dict[str, Any]:
+        """What the check at upload found: the first hundred bad examples, by line."""
+        report = FILES.known(db, file_id, caller).report or {}
+        return errors_object(report.get("errors", []), report.get("n_errors", 0))
+
+    @router.delete("/{file_id}")
+    async def delete(file_id: str, caller: Caller) -> dict[str, Any]:
+        row = FILES.known(db, file_id, caller)
+        if (batch := BATCHES.first(db, f"input_file_id = ? AND {UNFINISHED['batches']}", row.id)) is not None:
+            name = batch.id if caller.viewer in (None, batch.owner) else "an operator's batch"
+            why = f"The file {row.id} is the input of {name}, which is {batch.status}"
+            raise Conflict(f"{why}; wait for its end or cancel it first.", "id", "file_in_use")
+        remove(context, row)
+        return {"id": row.id, "object": "file", "deleted": True}
+
+    return router
+
+
+def _copied(sources: Iterable[BinaryIO], target: Path) -> tuple[str, str]:
+    """Write the sources one after the other to a new file, synced on return. Returns its SHA-256 and MD5 in hex."""
+    sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+    handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with disk_may_be_full(), os.fdopen(handle, "wb", buffering=0) as out:
+        for source in sources:
+            while piece := source.read(_COPY_BYTES):
+                sha256.update(piece)
+                md5.update(piece)
+                out.write(piece)
+        os.fsync(out.fileno())
+    return sha256.hexdigest(), md5.hexdigest()
+
+
+def checked_filename(name: str, param: str = "file") -> str:
+    """The name is shown and sent back, never used as a path; names that look like a path are still rejected."""
+    too_long = len(name.encode("utf-8", "replace")) > MAX_FILENAME_BYTES
+    if name in ("", ".", "..") or too_long or "/" in name or "\\" in name or not name.isprintable():
+        rule = f"a bare name of 1 to {MAX_FILENAME_BYTES} printable bytes"
+        raise BadRequest(f"The filename is {shown(name, 60)}; expected {rule}.", param, "invalid_filename")
+    return name
+
+
+# --- uploads in parts
+
+
+class UploadCreate(StrictBody):
+    bytes: Annotated[int, Field(ge=0)]
+    filename: Annotated[str, StringConstraints(max_length=1024)]
+    mime_type: Annotated[str, StringConstraints(min_length=1, max_length=255)]
+    purpose: Purpose
+    expires_after: ExpiresAfter | None = None
+
+
+class UploadComplete(StrictBody):
+    part_ids: Annotated[list[Annotated[str, StringConstraints(max_length=256)]], Field(max_length=MAX_PARTS)]
+    md5: Annotated[str, StringConstraints(pattern="^[0-9a-fA-F]{32}$")] | None = None
+
+
+def upload_routes(context: ControllerContext) -> APIRouter:
+    router, db, config = UPLOADS.router(), context.db, context.config
+
+    @router.post("")
+    async def create(body: UploadCreate, request: Request, caller: Caller) -> dict[str, Any]:
+        if body.bytes > config.upload_total_bytes:
+            why = f"An upload of {body.bytes} bytes is over the limit of {config.upload_total_bytes}."
+            raise BadRequest(why, "bytes", "upload_too_large")
+
+        def make() -> UploadRow:
+            context.quotas.check(caller, 2 * body.bytes, begins=True)  # its parts, and the file
+            now_s = time.time()
+            row = UploadRow(
+                id=new_id("upload_"),
+                filename=checked_filename(body.filename, "filename"),
+                **columns(body, "purpose mime_type bytes"),
+                created_s=now_s,
+                expires_s=now_s + config.upload_open_s,
+                **columns(caller, "key_id owner"),
+                file_keep_s=body.expires_after.seconds if body.expires_after else None,
+            )
+            return uploads.insert(db, row)
+
+        return _view(context, UPLOADS.once(request, caller, await request.body(), make))
+
+    @router.post("/{upload_id}/parts")
+    @takes(lambda config: config.upload_part_bytes + FORM_BYTES)
+    @unaudited  # upload.create and upload.complete have it
+    async def add_part(upload_id: str, data: UploadFile, caller: Caller) -> dict[str, Any]:
+        row, part_id = _pending(context, upload_id, caller), new_id("part_")
+        incoming = context.uploads_dir / row.id / f"{INCOMING_PREFIX}{part_id}"
+        incoming.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            await to_thread.run_sync(_copied, [data.file], incoming)
+            size = incoming.stat().st_size
+            with db.transaction():
+                row = _pending(context, row.id, caller)  # it may have ended while its bytes arrived
+                if (size := row.part_bytes + size) > 2 * row.bytes:
+                    why = f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced"
+                    raise BadRequest(f"{why}; create an upload with the file's size.", "data", "upload_too_large")
+                uploads.update(db, row.id, part_bytes=size)
+                os.rename(incoming, incoming.with_name(part_id))
+        finally:
+            incoming.unlink(missing_ok=True)
+        return {"id": part_id, "object": "upload.part", "created_at": int(time.time()), "upload_id": upload_id}
+
+    @router.post("/{upload_id}/complete")
+    async def complete(upload_id: str, body: UploadComplete, caller: Caller) -> dict[str, Any]:
+        if UPLOADS.known(db, upload_id, caller).status != "completed":  # the SDK retries when the first answer was lost
+            await _complete(context, _pending(context, upload_id, caller), body, caller)
+            await to_thread.run_sync(_remove_bytes, context, upload_id)
+        return _view(context, UPLOADS.known(db, upload_id, caller))
+
+    @router.post("/{upload_id}/cancel")
+    async def cancel(upload_id: str, caller: Caller) -> dict[str, Any]:
+        if UPLOADS.known(db, upload_id, caller).status != "cancelled":
+            uploads.update(db, _pending(context, upload_id, caller).id, status="cancelled")
+            await to_thread.run_sync(_remove_bytes, context, upload_id)
+        return _view(context, UPLOADS.known(db, upload_id, caller))
+
+    return router
+
+
+async def _complete(context: ControllerContext, row: UploadRow, body: UploadComplete, caller: Principal) -> None:
+    """Make the file. Raises BadRequest, and what the disk and the quotas refuse."""
+    db, file_id = context.db, new_id("file-")
+    context.quotas.disk.check(row.bytes)
+    with growing(context.files_dir, file_id) as (incoming,):
+        join = partial(_join, row, context.uploads_dir / row.id, body.part_ids, incoming)
+        sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
+        if body.md5 is not None and body.md5.lower() != md5:
+            why = f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected."
+            raise BadRequest(why, "md5", "checksum_mismatch")
+        # An admin may complete another owner's upload; its owner stays the same.
+        by = row.owner, row.key_id
+        file = row_of(incoming, row.filename, row.purpose, sha256, *by, row.file_keep_s, file_id)
+        file = await described(context, incoming, file)
+        with db.transaction():
+            _pending(context, row.id, caller)  # still
+            keep(context, file, incoming)
+            uploads.update(db, row.id, status="completed", file_id=file_id)
+
+
+def end_uploads(context: ControllerContext, now_s: float) -> None:
+    """End expired uploads, and delete the records of those that ended long ago."""
+    for row in uploads.list_all(context.db, "status = 'pending' AND expires_s <= ?", now_s):
+        uploads.update(context.db, row.id, status="expired")
+        _remove_bytes(context, row.id)
+    before_s = now_s - IDEMPOTENCY_KEEP_S - context.config.upload_open_s
+    context.db.delete("uploads", "status != 'pending' AND created_s < ?", [before_s])
+
+
+def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> UploadRow:
+    row = UPLOADS.known(context.db, upload_id, caller)
+    status = "expired" if row.status == "pending" and row.expires_s <= time.time() else row.status
+    if status != "pending":
+        why = f"The upload {row.id} is {status}; only a pending one can be changed. Create a new one."
+        raise BadRequest(why, "upload_id", "upload_not_pending")
+    return row
+
+
+def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
+    """Join the parts at `target`, as `_copied`. Raises BadRequest."""
+    sizes = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
+    if unknown := [part_id for part_id in part_ids if part_id not in sizes]:
+        raise BadRequest(f"{shown(unknown[0])} is not a part of {row.id}.", "part_ids", "part_not_found")
+    if (size := sum(map(sizes.__getitem__, part_ids))) != row.bytes:
+        why = f"The parts named hold {size} bytes together; {row.bytes} were announced."
+        raise BadRequest(why, "part_ids", "upload_size_mismatch")
+
+    def parts() -> Iterator[BinaryIO]:
+        for part_id in part_ids:
+            with open(folder / part_id, "rb") as part:  # one at a time: there may be 10,000
+                yield part
+
+    return _copied(parts(), target)
+
+
+def _remove_bytes(context: ControllerContext, upload_id: str) -> None:
+    shutil.rmtree(context.uploads_dir / upload_id, ignore_errors=True)
+
+
+def _view(context: ControllerContext, row: UploadRow) -> dict[str, Any]:
+    file = files.find(context.db, row.file_id, viewer=None) if row.file_id else None
+    view = file_object(file) if file else None
+    return object_of(row, "upload", "bytes filename purpose status", file=view)

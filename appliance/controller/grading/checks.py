@@ -24,27 +24,13 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.request_check import check_body
 from serve.core.keywords import unenforced_in_tools
+from train.graders import graders
 from train.graders.errors import InvalidGrader, MissingField
-from train.graders.graders import (
-    Grader,
-    LabelModel,
-    Multi,
-    Python,
-    ScoreModel,
-    check_threshold,
-    judges,
-    leaves,
-    parse,
-    sources,
-)
+from train.graders.graders import Grader, judges, leaves
 from train.graders.grading import Graded
 from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke
 from train.graders.templates import MAX_TEXT, Sample
 from train.graders.worker import refusal
-from weights.format.foreign_json import is_deeper
-
-MAX_DEPTH = 128
-"""Levels of nesting in an item: it is written and read by recursion."""
 
 _LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")
 
@@ -53,26 +39,25 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
     """Raises BadRequest for what is not a grader, or for one that this machine cannot run; Forbidden and NotFound for
     one that asks a model that the caller may not ask."""
     try:
-        grader = parse(given)
-        check_threshold(grader)
+        grader = graders.parse(given)
     except MissingField as error:
         raise _missing(f"{param}.{error.param}") from None
     except InvalidGrader as error:
         raise _invalid(f"{param}.{error.param}" if error.param else param, error.message, "invalid_grader") from None
     for name, leaf in leaves(grader).items():
-        if isinstance(leaf, Python) and (why := refusal()):
+        if isinstance(leaf, graders.Python) and (why := refusal()):
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
-        if isinstance(leaf, ScoreModel | LabelModel):
+        if isinstance(leaf, graders.ScoreModel | graders.LabelModel):
             check_may_ask(context.db, caller, leaf.model, param)
-            field = "labels" if isinstance(leaf, LabelModel) else "range"
-            path = f"{param}.graders.{name}.{field}" if isinstance(grader, Multi) else f"{param}.{field}"
+            field = "labels" if isinstance(leaf, graders.LabelModel) else "range"
+            path = f"{param}.graders.{name}.{field}" if isinstance(grader, graders.Multi) else f"{param}.{field}"
             check_completion({"structured_outputs": leaf.answers_by}, path)
     return grader
 
 
 async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, param: str) -> None:
     """Raises BadRequest for code of python graders that cannot grade, ApiError where the box could not check it."""
-    if not (code := sources(grader)):
+    if not (code := graders.sources(grader)):
         return
     try:
         found = await hosts.unusable(caller.owner, code)
@@ -97,11 +82,9 @@ async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Pr
 async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: str) -> None:
     """Checks the schema of a `response_format` (its kind and shape are checked elsewhere): engines and ranks read the
     schema only when they write the first answer. Raises as `check_schema` does."""
-    if isinstance(given, Mapping) and given.get("type") == "json_schema":
-        inside = "json_schema.schema" if "json_schema" in given else "schema"  # as Responses write it
-        named = given.get("json_schema", given)
-        if isinstance(named, Mapping) and isinstance(named.get("schema"), Mapping):
-            await check_schema(hosts, named["schema"], caller, f"{param}.{inside}")
+    named = given.get("json_schema") if isinstance(given, Mapping) else None
+    if isinstance(named, Mapping) and isinstance(named.get("schema"), Mapping):
+        await check_schema(hosts, named["schema"], caller, f"{param}.json_schema.schema")
 
 
 def form_of(given: Any, param: str) -> dict[str, Any] | None:
@@ -119,8 +102,7 @@ def form_of(given: Any, param: str) -> dict[str, Any] | None:
     if kind == "json_schema" and (place := next(unenforced_in_tools(given["json_schema"]["schema"]), "")):
         why = f"ranks do not enforce `{place}` of its schema; use a simpler form, or let the grader reward it"
         raise _invalid(param, why, "unsupported_value")
-    form: dict[str, Any] = given
-    return form
+    return dict(given)
 
 
 def teacher_of(
@@ -137,7 +119,7 @@ def teacher_of(
     teacher = resolve_model(context.db, name)
     if teacher is None:
         raise unknown_model(name, param)
-    context_tokens = context.sizes.context(teacher.model, teacher.version) or LONGEST
+    context_tokens = context.sizes.size(teacher.model, teacher.version).max_model_len or LONGEST
     room, why = min(LONGEST, context_tokens) - MADE, ""
     if teacher.model.task != "generate":
         why = "it makes embeddings, and a teacher says how likely a text is"
@@ -185,8 +167,7 @@ class Validate(StrictBody):
     grader: dict[str, Any]
 
 
-class Run(StrictBody):
-    grader: dict[str, Any]
+class Run(Validate):
     model_sample: Annotated[str, Field(max_length=MAX_TEXT)]
     item: Any = None
 
@@ -203,8 +184,6 @@ def routes(context: ControllerContext, grading: Grading) -> APIRouter:
     @router.post("/run")
     async def run(body: Run, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
-        if is_deeper(body.item, MAX_DEPTH):
-            raise InvalidValue(f"'item' is nested deeper than {MAX_DEPTH} levels.", "item")
         sample, began_s = Sample(body.model_sample), time.perf_counter()
         judged = await grading.ask_judges(caller.key_id, grader, sample, body.item, ANSWER_WITHIN_S)
         (graded,) = await grading.grade(caller.key_id, grader, [(sample, body.item)], [judged])

@@ -53,22 +53,10 @@ class Sampled(NamedTuple):
     text: str
 
 
-def answers_at_once(max_tokens: int) -> int:
-    """How many answers of up to this many tokens one request has."""
-    return max(1, min(MOST_ANSWERS, MOST_TOKENS // max_tokens))
-
-
 def sampling_request(
-    model: str,
-    prompt: Sequence[int],
-    *,
-    n: int,
-    seed: int,
-    max_tokens: int,
-    ends: Sequence[int],
-    form: dict[str, Any] | None = None,
+    model: str, prompt: Sequence[int], *, n: int, seed: int, max_tokens: int, ends: Sequence[int], form: Any = None
 ) -> dict[str, Any]:
-    """The body. n: answers, up to `answers_at_once`. seed: answer i has the random numbers of seed + i. ends: tokens
+    """The body. n: answers, up to MOST_ANSWERS. seed: answer i has the random numbers of seed + i. ends: tokens
     that end an answer. form: the `response_format` that answers are held to."""
     return {
         "model": model,
@@ -92,22 +80,14 @@ def sampling_request(
 def samples_of(body: Any, n: int) -> list[Sampled]:
     """The n answers of a response. Raises ValueError, in words, if one is missing or incomplete."""
     try:
-        samples = [
-            Sampled(list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"]), choice["text"])
-            for choice in sorted(body["choices"], key=lambda choice: choice["index"])
-        ]
+        choices = sorted(body["choices"], key=lambda choice: choice["index"])
+        samples = [Sampled(list(one["token_ids"]), one["logprobs"]["token_logprobs"], one["text"]) for one in choices]
+        whole = (one.ids and len(one.ids) == len(one.log_probs) and min(one.log_probs) > _NONE for one in samples)
+        if len(samples) == n and all(whole):
+            return samples
     except (KeyError, TypeError) as error:
         raise ValueError(f"an engine's samples lack tokens or log-probabilities: {error}") from error
-    if len(samples) != n or any(not one.ids or len(one.ids) != len(one.log_probs) for one in samples):
-        raise ValueError(f"{len(samples)} of {n} samples, or one without tokens or log-probabilities")
-    if any(value is None or value <= _NONE for one in samples for value in one.log_probs):
-        raise ValueError("an engine's samples lack the log-probability of a token")
-    return samples
-
-
-def scoring_request(model: str, tokens: Sequence[int]) -> dict[str, Any]:
-    """The body; `prompt_logprobs` 0: of the token itself alone."""
-    return {"model": model, "prompt": list(tokens), "max_tokens": MADE, "temperature": 0.0, "prompt_logprobs": 0}
+    raise ValueError(f"{len(samples)} of {n} samples, or one without tokens or log-probabilities")
 
 
 def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
@@ -117,19 +97,31 @@ def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
         scores = [place[str(token)]["logprob"] for token, place in zip(tokens[-last:], places, strict=True)]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"no log-probability of a token: {error}") from error
-    for token, value in zip(tokens[-last:], scores, strict=True):
-        if value is None or not value > _NONE:
-            raise ValueError(f"{value} as the log-probability of token {token}")
+    if not all(value is not None and value > _NONE for value in scores):
+        raise ValueError("no log-probability of a token")
     return scores
 
 
+ANSWER_WITHIN_S = 3600.0
+"""How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
+person may want exactly that for a while."""
+SAY_AGAIN_S = 600.0
+"""A job says the same this often at most."""
+MOST_REWARD = 1e9
+"""The largest reward: ranks learn in float32, where the squared gradients of larger rewards overflow and the loss
+becomes NaN."""
 Judged = dict[str, tuple[dict[str, Any], ModelAnswer]]
 """By the name of a judge, the body of the chat completion that it was sent, and its answer."""
+
+
+class CannotGoOn(Exception):
+    """Why a job gets no samples any more, in words."""
 
 
 class Grading:
     def __init__(self, db: Database, hosts: GraderHosts, asking: Asking):
         self._db, self._hosts, self._asking = db, hosts, asking
+        self._event_s: dict[tuple[str, str], float] = {}  # of a job's newest event, by the job and the event's kind
 
     async def chat(self, key_id: str | None, body: dict[str, Any], within_s: float | None = None) -> ModelAnswer:
         """A model's answer to a chat completion, asked on behalf of this key, or in `error` why there is none."""
@@ -180,25 +172,7 @@ class Grading:
             broke = Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)], was_run=False)
             return [broke] * len(samples)
 
-
-ANSWER_WITHIN_S = 3600.0
-"""How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
-person may want exactly that for a while."""
-SAY_AGAIN_S = 600.0
-"""A job says the same this often at most."""
-MOST_REWARD = 1e9
-"""The largest reward: ranks learn in float32, where the squared gradients of larger rewards overflow and the loss
-becomes NaN."""
-
-
-class CannotGoOn(Exception):
-    """Why a job gets no samples any more, in words."""
-
-
-class Judging:
-    def __init__(self, db: Database, asking: Asking, grading: Grading):
-        self._db, self._asking, self._grading = db, asking, grading
-        self._event_s: dict[tuple[str, str], float] = {}  # of a job's newest event, by the job and the event's kind
+    # --- answers of models in training
 
     async def verdict(self, row: JobRow, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
         """On the answers to one prompt, in order: "errors", and "rewards" of a grader or "log_probs" of a teacher.
@@ -211,9 +185,9 @@ class Judging:
         if teacher := found.judge.get("teacher"):
             return await self._teach(row, teacher, prompt, answers)
         grader = await asyncio.to_thread(parse, found.judge["grader"])  # one of 2 MB takes seconds
-        return await self._grade(row, grader, prompt, answers)
+        return await self._reward(row, grader, prompt, answers)
 
-    async def _grade(self, row: JobRow, grader: Grader, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
+    async def _reward(self, row: JobRow, grader: Grader, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
         """The reward is None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, and 0
         where the grader failed. It is no error if an answer is not JSON although JSON is expected, or lacks an expected
         field: the model has to learn that."""
@@ -221,20 +195,23 @@ class Judging:
         item = {**record["item"], "messages": record["messages"]}
         sample_of = Sample.with_calls if record.get("tools") else Sample
         samples = [(sample_of(one.text), item) for one in answers]
-        ask = partial(self._grading.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
+        ask = partial(self.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
         judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))
-        graded = await self._grading.grade(row.key_id, grader, samples, judged, waited_for=True)
-        rewards, errors = [_reward(one) for one in graded], [_error(one) for one in graded]
+        graded = await self.grade(row.key_id, grader, samples, judged, waited_for=True)
+        rewards, errors = map(list, zip(*map(_rewarded, graded), strict=True))
         if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
             failed = f"{sum(map(bool, errors))} of {len(errors)} answers to a prompt, of which the first {counts}"
-            self._say(row, f"the grader failed at {failed}: {errors[first]}", asdict(graded[first].errors))
+            kind = str([name for name, value in asdict(graded[first].errors).items() if value is True])
+            self._say(row, kind, f"the grader failed at {failed}: {errors[first]}")
         return {"rewards": rewards, "errors": errors}
 
     async def _teach(self, row: JobRow, teacher: str, prompt: Prompt, samples: Sequence[Sampled]) -> Verdict:
         """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
         texts = [[*prompt.tokens, *one.ids] for one in samples]
-        bodies = [scoring_request(teacher, tokens) for tokens in texts]
+        # `prompt_logprobs` 0: of the token itself alone.
+        fields = {"model": teacher, "max_tokens": MADE, "temperature": 0.0, "prompt_logprobs": 0}
+        bodies = [{**fields, "prompt": tokens} for tokens in texts]
         ask = partial(self._asking.ask, row.key_id, teacher, URL, within_s=ANSWER_WITHIN_S)
         answers = await asyncio.gather(*map(ask, bodies))
         if fatal := next((one for one in answers if one.code == ENGINES_DIED), None):
@@ -252,12 +229,12 @@ class Judging:
             errors.append(why)
         if counted := Counter(filter(None, errors)):
             ((why, _),) = counted.most_common(1)
-            self._say(row, f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}")
+            text = f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}"
+            self._say(row, text, text)
         return {"log_probs": log_probs, "errors": errors}
 
-    def _say(self, row: JobRow, text: str, flags: dict[str, Any] | None = None) -> None:
-        """Add an event, unless the job had one of its kind lately. flags: of an error whose text varies, its kind."""
-        kind = text if flags is None else str([name for name, value in flags.items() if value is True])
+    def _say(self, row: JobRow, kind: str, text: str) -> None:
+        """Add an event, unless the job had one of its kind lately."""
         event, now_s = (row.id, kind), time.monotonic()
         self._event_s = {key: at_s for key, at_s in self._event_s.items() if now_s - at_s < SAY_AGAIN_S}
         if event not in self._event_s:
@@ -265,14 +242,11 @@ class Judging:
             add_message(self._db, row.id, text, level="warn")
 
 
-def _reward(graded: Graded) -> float | None:
+def _rewarded(graded: Graded) -> tuple[float | None, str]:
+    """The reward of an answer, and its error."""
     errors = graded.errors
+    if abs(graded.reward) > MOST_REWARD:
+        return None, f"the reward is {graded.reward:g}: a model can learn from rewards within ±{MOST_REWARD:,.0f}"
     judged = errors.model_grader_server_error or errors.model_grader_parse_error or errors.model_grader_refusal_error
     ours = judged or errors.python_grader_server_error or errors.other_error
-    return None if ours or abs(graded.reward) > MOST_REWARD else graded.reward
-
-
-def _error(graded: Graded) -> str:
-    if abs(graded.reward) > MOST_REWARD:
-        return f"the reward is {graded.reward:g}: a model can learn from rewards within ±{MOST_REWARD:,.0f}"
-    return "" if graded.errors.of_the_answer else "; ".join(graded.messages)
+    return None if ours else graded.reward, "" if errors.of_the_answer else "; ".join(graded.messages)

@@ -19,16 +19,8 @@ import numpy as np
 
 from appliance.controller.bus.asking import Asking
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.grading.judging import (
-    ANSWER_WITHIN_S,
-    URL,
-    CannotGoOn,
-    Judging,
-    Sampled,
-    answers_at_once,
-    samples_of,
-    sampling_request,
-)
+from appliance.controller.grading import judging
+from appliance.controller.grading.judging import CannotGoOn, Grading, Sampled
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
@@ -51,12 +43,13 @@ class Rollouts:
         jobs_dir: Path,
         routing: BusRouting,
         asking: Asking,
-        judging: Judging,
+        grading: Grading,
         nudge: Callable[[], Any],
     ):
         self._db, self._store, self._jobs_dir = db, store, jobs_dir
-        self._routing, self._asking, self._judging, self._nudge = routing, asking, judging, nudge
-        self._followed: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        self._routing, self._asking, self._grading, self._nudge = routing, asking, grading, nudge
+        self._followed: dict[str, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()  # the next `follow` sets it
         self._drawn: dict[str, SamplesFile] = {}  # by job, the file that is being drawn
         self._weights: dict[str, int] = {}  # by job, the step of its newest weights
 
@@ -75,24 +68,24 @@ class Rollouts:
     def follow(self) -> None:
         """Follow each job that learns from its own answers; called now and then."""
         rows = {row.id: row for row in jobs.list_unfinished(self._db) if row.wanted == "run"}
-        for job_id, (task, news) in list(self._followed.items()):
+        for job_id, task in list(self._followed.items()):
             if job_id not in rows or task.done():
                 task.cancel()
                 del self._followed[job_id]
                 self._weights.pop(job_id, None)
-            news.set()
         for row in rows.values():
             if row.id not in self._followed and row.resolved is not None and method_of(row.method).rolls_out:
-                news = asyncio.Event()
-                task = asyncio.create_task(self._follow(row.id, news), name=f"samples of {row.id}")
+                task = asyncio.create_task(self._follow(row.id), name=f"samples of {row.id}")
                 task.add_done_callback(_log_failure)
-                self._followed[row.id] = task, news
+                self._followed[row.id] = task
+        self._news.set()
+        self._news = asyncio.Event()
 
-    async def _follow(self, job_id: str, news: asyncio.Event) -> None:
+    async def _follow(self, job_id: str) -> None:
         plan: SamplesPlan | None = None
         try:
             while True:
-                news.clear()
+                news = self._news
                 plan = plan or await asyncio.to_thread(self._plan, job_id)
                 step = await asyncio.to_thread(self._newest, plan) if plan is not None else -1
                 missing = await asyncio.to_thread(plan.missing, step) if plan is not None and step >= 0 else []
@@ -153,31 +146,25 @@ class Rollouts:
         self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, n: int
     ) -> tuple[list[Sampled], Verdict]:
         """The answers to one prompt. Raises CannotGoOn."""
-        each = answers_at_once(plan.counts.room)
-        parts = (self._asked(row, plan, model, prompt, first, min(each, n - first)) for first in range(0, n, each))
+        room, form = plan.counts.room, plan.spec.options.get("response_format")
+        each, name = max(1, min(judging.MOST_ANSWERS, judging.MOST_TOKENS // room)), policy_name(row.id)
+
+        async def ask(first: int) -> list[Sampled]:
+            count, seed = min(each, n - first), prompt.seed + first
+            body = judging.sampling_request(
+                model, prompt.tokens, n=count, seed=seed, max_tokens=room, ends=plan.facts.ends, form=form
+            )
+            answer = await self._asking.ask(row.key_id, name, judging.URL, body, within_s=judging.ANSWER_WITHIN_S)
+            if answer.error:
+                raise ValueError(answer.error)
+            return judging.samples_of(answer.body, count)
+
         try:
-            answers = [one for part in await asyncio.gather(*parts) for one in part]
+            parts = await asyncio.gather(*map(ask, range(0, n, each)))
         except ValueError as error:
             raise CannotGoOn(f"no engine of {plan.spec.base_model} samples answers: {error}") from error
-        return answers, await self._judging.verdict(row, prompt, answers)
-
-    async def _asked(
-        self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, first: int, n: int
-    ) -> list[Sampled]:
-        """Answers `first` to `first + n`. Raises ValueError, in words."""
-        body = sampling_request(
-            model,
-            prompt.tokens,
-            n=n,
-            seed=prompt.seed + first,
-            max_tokens=plan.counts.room,
-            ends=plan.facts.ends,
-            form=plan.spec.options.get("response_format"),
-        )
-        answer = await self._asking.ask(row.key_id, policy_name(row.id), URL, body, within_s=ANSWER_WITHIN_S)
-        if answer.error:
-            raise ValueError(answer.error)
-        return samples_of(answer.body, n)
+        answers = [one for part in parts for one in part]
+        return answers, await self._grading.verdict(row, prompt, answers)
 
     def _write(self, plan: SamplesPlan, file: SamplesFile, samples: Samples) -> None:
         """Write the file, and delete those of steps that no snapshot goes back to."""

@@ -32,7 +32,6 @@ MOST = 10_000
 RETRY_WINDOW_S = 3600.0
 """A POST that the SDK marks as a retry finds the object of its first attempt for this long."""
 IDEMPOTENCY_KEEP_S = 24 * 3600.0
-_MAX_KEY_CHARACTERS = 255
 
 
 class HasId(Protocol):
@@ -67,7 +66,7 @@ class Resource(Generic[Row]):
         return row
 
     def absent(self, row_id: str, param: str = "") -> NotFound:
-        message = (self.missing or f"No {self.noun} found with id {{}}.").format(shown(row_id))
+        message = (self.missing or f"No {self.noun.replace('_', ' ')} found with id {{}}.").format(shown(row_id))
         return NotFound(message, param or self.param or f"{self.noun}_id", self.code or f"{self.noun}_not_found")
 
     def once(self, request: Request, caller: Principal, body: bytes, make: Callable[[], Row]) -> Row:
@@ -83,9 +82,9 @@ class Resource(Generic[Row]):
         """
         db: Database = request.app.state.context.db
         key, sha256 = request.headers.get("idempotency-key"), hashlib.sha256(body).hexdigest()
-        if key is not None and not (key.isprintable() and 0 < len(key) <= _MAX_KEY_CHARACTERS):
-            rule = f"expected 1 to {_MAX_KEY_CHARACTERS} printable characters"
-            raise BadRequest(f"Invalid Idempotency-Key: {shown(key, 60)}; {rule}.", code="invalid_idempotency_key")
+        if key is not None and not (key.isprintable() and 0 < len(key) <= 255):
+            message = f"Invalid Idempotency-Key: {shown(key, 60)}; expected 1 to 255 printable characters."
+            raise BadRequest(message, code="invalid_idempotency_key")
         of: tuple[str, str] = caller.key_id or "", request.scope["path"]  # the box itself has no key id
         same, select = "key_id = ? AND route = ? AND idempotency_key = ?", "SELECT * FROM idempotency WHERE"
         known: IdempotencyRow | None = None
@@ -95,7 +94,7 @@ class Resource(Generic[Row]):
                 if known is not None and known.body_sha256 != sha256:
                     message = f"The Idempotency-Key {shown(key, 60)} was used with another body; use a new key."
                     raise Conflict(message, code="idempotency_key_reused")
-            elif is_retry(request):
+            elif request.headers.get("x-stainless-retry-count", "0") != "0":  # the SDK marks it as one
                 newest = "key_id = ? AND route = ? AND body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
                 since_s = time.time() - RETRY_WINDOW_S
                 known = db.one(IdempotencyRow, f"{select} {newest}", [*of, sha256, since_s])
@@ -139,12 +138,6 @@ class Resource(Generic[Row]):
             return view(self.known(db, row_id, caller))
 
         return router
-
-
-def is_retry(request: Request) -> bool:
-    """Whether the SDK marks it as one."""
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return count.isascii() and count.isdigit() and int(count[:9]) >= 1
 
 
 # --- objects and lists in OpenAI's format

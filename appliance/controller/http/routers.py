@@ -14,21 +14,22 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import wraps
 from inspect import iscoroutinefunction
+from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from starlette.datastructures import FormData
 from starlette.types import Receive, Scope
 
-from appliance.controller.context import context
-from appliance.controller.context.scheduler import SchedulerStatus
-from appliance.controller.http.error_handlers import RESPONSES
+from appliance.controller.access.limits import disk_may_be_full
+from appliance.controller.context.context import SchedulerStatus, record
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
-from appliance.controller.interfaces.principal import Principal, read_principal, sender_of
+from appliance.controller.interfaces.errors import RESPONSES, BadRequest, BodyTooLarge, Forbidden
+from appliance.controller.interfaces.principal import Principal, read_principal
 from runtime.devices.kind import Reading
 from weights.format.foreign_json import is_deeper
 
@@ -39,8 +40,15 @@ FORM_BYTES = 64 << 10
 MAX_DEPTH = 160
 """Levels: orjson reads 1,024 and writes 254."""
 _VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
-_Text = Annotated[str, StringConstraints(max_length=512)]
-Metadata = Annotated[dict[Annotated[str, StringConstraints(min_length=1, max_length=64)], _Text], Field(max_length=16)]
+_Word, _Text = Annotated[str, StringConstraints(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]
+
+
+def _few(pairs: Any) -> Any:
+    """Enough of them to be refused: an error for each of 200,000 takes seconds, on the loop."""
+    return dict(islice(pairs.items(), 17)) if isinstance(pairs, dict) else pairs
+
+
+Metadata = Annotated[dict[_Word, _Text], Field(max_length=16), BeforeValidator(_few)]
 """OpenAI's limits."""
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -73,7 +81,7 @@ def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
 
 
 def takes(max_bytes: Callable[[ControllerConfig], int]) -> Callable[[Endpoint], Endpoint]:
-    """The most that a body of this route may have, in place of MAX_BYTES."""
+    """The most that the form of this route may have, which brings a file."""
     return _declares(max_bytes=max_bytes)
 
 
@@ -91,6 +99,15 @@ class StrictBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, given: Any) -> Any:
+        """Leave out all unknown fields but the first: an error for each of 200,000 takes seconds, on the loop."""
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields) + 1:
+            return given
+        unknown = next(name for name in given if name not in cls.model_fields)
+        return {name: value for name, value in given.items() if name == unknown or name in cls.model_fields}
+
 
 class StrictRequest(Request):
     """A request whose body has at most `most` bytes. Raises BodyTooLarge as soon as that is known."""
@@ -100,7 +117,8 @@ class StrictRequest(Request):
         self._most = most
         self.content: Any = None  # its JSON, once it is read
         announced = self.headers.get("content-length", "0")
-        if announced.isdigit() and int(announced[:20]) > most:
+        self.announced = int(announced[:20]) if announced.isdigit() else 0
+        if self.announced > most:
             raise BodyTooLarge(most)
 
     async def stream(self) -> AsyncIterator[bytes]:  # type: ignore[override]
@@ -113,22 +131,26 @@ class StrictRequest(Request):
 
     async def json(self) -> Any:
         """Raises BadRequest."""
-        self.content = await asyncio.to_thread(parse_json, await self.body())
+        self.content, why = await asyncio.to_thread(json_of, await self.body())
+        if why:
+            raise BadRequest(f"We could not parse the JSON body of your request: {why}.", code="invalid_json")
         return self.content
 
+    async def form(self, **_: Any) -> FormData:  # type: ignore[override]
+        """One file, which Starlette spools to the disk of the box, and a few short fields. Raises ApiError 507."""
+        with disk_may_be_full():
+            return await super().form(max_files=1, max_fields=16, max_part_size=1024)
 
-def parse_json(text: bytes) -> Any:
-    """Raises BadRequest."""
+
+def json_of(text: bytes) -> tuple[Any, str]:
+    """The value, and why there is none. It raises nothing: orjson's error keeps the text, and itself in a cycle."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        reason = error.msg
-    else:
-        if text.count(b"[") + text.count(b"{") <= MAX_DEPTH or not is_deeper(value, MAX_DEPTH):
-            return value
-        reason = f"it is nested deeper than {MAX_DEPTH} levels"
-    # Not orjson's error, which keeps the body as a text, and itself in a cycle.
-    raise BadRequest(f"We could not parse the JSON body of your request: {reason}.", code="invalid_json")
+        return None, error.msg
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH or not is_deeper(value, MAX_DEPTH):
+        return value, ""
+    return None, f"it is nested deeper than {MAX_DEPTH} levels"
 
 
 class StrictRoute(APIRoute):
@@ -156,6 +178,7 @@ class StrictRoute(APIRoute):
         action = f"{self.noun}.{verb}" if self.noun else f"{self.verb.lower()} {path}"
         self.action, self.fields = declared_audit or (action, self.fields)
         self.max_bytes: Callable[[ControllerConfig], int] = getattr(endpoint, "max_bytes", lambda _: MAX_BYTES)
+        self.takes_file = hasattr(endpoint, "max_bytes")
         super().__init__(path, endpoint if iscoroutinefunction(endpoint) else _on_a_thread(endpoint), **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -163,9 +186,11 @@ class StrictRoute(APIRoute):
 
         async def answered(request: Request) -> Response:
             context = request.app.state.context
-            if not sender_of(request).may(*self.scopes):
+            if not request.scope["state"]["principal"].may(*self.scopes):
                 raise Forbidden(" or ".join(self.scopes))
             strict = StrictRequest(request.scope, request.receive, self.max_bytes(context.config))
+            if self.takes_file:
+                context.quotas.disk.check(strict.announced)
             response = await handle(strict)
             if self.verb != "GET" and response.status_code < 400:
                 caller: Principal = request.scope["state"]["principal"]
@@ -185,7 +210,7 @@ class StrictRoute(APIRoute):
         kept = {name: answer[name] for name in self.fields if answer.get(name)}
         target = "/".join(str(value) for value in request.path_params.values())
         target = target or str(answer.get("id") or answer.get("name") or "")
-        context.record(request.app.state.context, caller, self.action, target, **body | kept)
+        record(request.app.state.context, caller, self.action, target, **body | kept)
 
 
 # --- answers made on threads, and what they need of the loop

@@ -133,9 +133,6 @@ class ControllerConfig(BaseModel):
     """Answers of /v1/responses, and chat completions with `store`, are kept for this long; 0: none is stored."""
 
     # --- bus
-    gateway_gone_after_s: Seconds = 3.0
-    """A gateway whose connection closed may come back this long; afterwards its requests count as ended."""
-    gateway_expected_s: Seconds = 5.0
-    """After the bus opened, no drain counts as done for this long unless a gateway has reported: gateways outlive the
-    controller and carry streams that a new controller does not know of yet."""
-    bus_line_bytes: int = Field(64 * MIB, ge=MIB)
+    gateway_gone_after_s: Seconds = 5.0
+    """The gateway may connect again, or after a start of the controller for the first time, this long; afterwards its
+    requests count as ended."""

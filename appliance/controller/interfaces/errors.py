@@ -1,4 +1,5 @@
-"""Errors of the controller, and how each appears to a client: always as OpenAI's error object.
+"""Errors of the controller, and how each appears to a client: always as OpenAI's error object, whether it is ours,
+FastAPI's, Starlette's or a bug.
 
 OperationFailed       long work ended with a reason a person can act on (raised by `LibraryOps`)
 SwapFailed            the replicas could not take the wanted version (raised by `Scheduler`)
@@ -6,22 +7,31 @@ SwapFailed            the replicas could not take the wanted version (raised by 
 ApiError (an HTTPException)
 ├── BadRequest        400
 │   └── InvalidValue  of one parameter
-├── Unauthorized      401
+├── KeyRevoked        401
 ├── Forbidden         403
 ├── NotFound          404
 ├── Conflict          409, never to be retried
 ├── BodyTooLarge      413
-└── (others by their status: 429 and 413 of a bound, 507 of the disk, 503)
+└── (others by their status: 401 without an identity, 429 and 413 of a bound, 507 of the disk)
 
 The `openai` client retries 408, 409, 429 and 5xx unless the answer has `x-should-retry: false`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+
+from appliance.store.errors import UnknownCursor
+from runtime.logs import REQUEST_ID
+
+log = logging.getLogger("appliance.controller")
 
 NEVER_RETRY = {"x-should-retry": "false"}
 
@@ -61,11 +71,6 @@ class ApiError(HTTPException):
         super().__init__(status, message, dict(headers) if headers else None)
         self.message, self.kind, self.param, self.code = message, kind, param, code
 
-    @property
-    def passes(self) -> bool:
-        """Whether a bound or a full disk is the reason: what is refused now may be taken later."""
-        return self.status_code in (429, 507)
-
     def body(self) -> dict[str, Any]:
         return error_object(self.message, self.kind, self.param, self.code)
 
@@ -102,29 +107,11 @@ class Forbidden(ApiError):
         super().__init__(403, message, code="insufficient_permissions")
 
 
-class Unauthorized(ApiError):
-    """No listener identified the sender: gateways name a key in every request, and no other client has to."""
-
-    def __init__(self) -> None:
-        message = (
-            "This request has no identity. Gateways send x-appliance-key-id and x-appliance-scopes, once each, with "
-            "their token; commands on the box itself use its controller.sock."
-        )
-        super().__init__(401, message, code="missing_identity")
-
-
 class KeyRevoked(ApiError):
     """The gateways say it in the same words (`gateway.core.errors.key_ended`). how: as of `keys.how_ended`."""
 
     def __init__(self, how: str):
         super().__init__(401, f"The API key of this request {how} while it ran.", code="invalid_api_key")
-
-
-class SessionEnded(ApiError):
-    """The gateways say it in the same words (`gateway.core.errors.session_ended`)."""
-
-    def __init__(self) -> None:
-        super().__init__(401, "This login of the page has ended. Log in again.", code="session_ended")
 
 
 class BodyTooLarge(ApiError):
@@ -137,3 +124,99 @@ def shown(value: Any, limit: int = 120) -> str:
     """A client's value for use in a message: bounded and without control characters."""
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
+
+
+# --- every failure of a request as an error object
+
+# OpenAI's error object, the body of every error response. The OpenAPI schema is written out: for a "model", FastAPI
+# builds a validator per route and status, which takes a third of the app's construction time. With "4XX" present,
+# FastAPI does not add its own 422, which is never sent here.
+_ERROR = {"type": "object", "required": ["message", "type", "param", "code"]}
+_ERROR_ANSWER = {
+    "application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": _ERROR}}}
+}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"content": _ERROR_ANSWER, "description": "Refused: the message says what was given and what is expected."},
+    "5XX": {"content": _ERROR_ANSWER, "description": "Not done: the message says why, or which log says it."},
+}
+
+
+def install(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        shaped = _shaped(request, error)
+        return JSONResponse(shaped.body(), shaped.status_code, shaped.headers)
+
+    for kind in (HTTPException, RequestValidationError, UnknownCursor, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _shaped(request: Request, error: Exception) -> ApiError:
+    where = f"{request.method} {shown(request.url.path)}"
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers) if error.headers else {}
+        if error.status_code == 404:
+            hint = "OpenAI's clients want a base URL that ends with /v1, Anthropic's one without it."
+            return NotFound(f"Unknown request URL: {where}. {hint}", code="unknown_url")
+        code, message = None, str(error.detail)
+        if error.status_code == 400:  # of a form that Starlette cannot read
+            code = "invalid_body"
+        if error.status_code == 405:
+            code = "method_not_supported"
+            message = f"Not allowed: {where}; this URL takes {headers.get('allow') or headers.get('Allow', '')}."
+        return ApiError(error.status_code, message, code=code, headers=headers)
+    if isinstance(error, RequestValidationError):
+        first = first_error(error.errors())
+        place = _place(first, error.body)
+        if not place:
+            message = "The body must be a JSON object, sent with content-type application/json."
+            return BadRequest(message, code="invalid_body")
+        param = ".".join(place)
+        message, code = message_of(param, first)
+        return BadRequest(message, param, code)
+    if isinstance(error, UnknownCursor):
+        return BadRequest(f"{error}.", "after", "invalid_cursor")
+    # Starlette logs the traceback after this answer; the client learns only where to look.
+    log.error("%s failed: %s", where, type(error).__name__)
+    message = f"The server had an error while processing your request {REQUEST_ID.get()}; its log has the details."
+    return ApiError(500, message, kind="server_error", headers=NEVER_RETRY)
+
+
+def _place(first: Mapping[str, Any], value: Any) -> list[str]:
+    """The path of a mistake in a client's value, without the branches of unions that pydantic names by kinds and by
+    names of ours, which no client knows."""
+    where, *loc = first["loc"]
+    if where != "body":
+        return [str(part) for part in loc[:1]]
+    place = list[str]()
+    for part in loc:
+        inside = isinstance(value, Mapping) and part in value
+        if inside or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            value = value[part]
+        elif first["type"] != "missing" or part is not loc[-1]:
+            continue
+        place.append(str(part)[:64])
+    return place
+
+
+def first_error(errors: Sequence[Any]) -> dict[str, Any]:
+    """The first error. Of a union, the error of the branch into which the value got furthest: for a wrong object in
+    place of true or false, the mistake in the object. For a missing field, an unknown one of the same object: a
+    misspelt name is both, and the message of the missing one alone would not show it."""
+    first: dict[str, Any] = errors[0]
+    parent = first["loc"][:-1]
+    if first["type"] == "missing":
+        return next((one for one in errors if one["type"] == "extra_forbidden" and one["loc"][:-1] == parent), first)
+    return max((one for one in errors if one["loc"][: len(parent)] == parent), key=lambda one: len(one["loc"]))
+
+
+def message_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
+    """Message and code of this mistake: the gateway has the same codes."""
+    kind = first["type"]
+    if kind == "extra_forbidden":
+        return f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
+    if kind == "missing":
+        return f"Missing required parameter: '{param}'.", "missing_required_parameter"
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return f"Invalid value for '{param}': {first['msg']}; {shown(first.get('input'))} was given.", code

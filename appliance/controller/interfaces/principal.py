@@ -1,15 +1,29 @@
-"""The caller of a request, as identified by the listener that accepted it (peers.py)."""
+"""The caller of a request, identified by the socket it arrived on, never by missing headers; and each request by an id.
+
+The controller listens on two Unix sockets. `controller.sock` is for the machine's users who own the box, their commands
+and the main process: without an identity they are the box itself, which may do everything. `gateway.sock` is for
+gateways: each request head names a key and its scopes, and proves with a token that a gateway wrote it. Other heads are
+refused before routing. (A missing identity once meant the box itself: whoever got a gateway to interpret a request body
+as a head was the administrator.)
+"""
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 from dataclasses import dataclass, field, replace
+from hmac import compare_digest
 from typing import Annotated
 
 from fastapi import Depends, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.controller.interfaces.errors import KeyRevoked, SessionEnded, Unauthorized
-from appliance.store.records import keys, page_sessions
+from appliance.controller.interfaces.errors import ApiError, KeyRevoked
+from appliance.store.records import keys
+from appliance.store.rows import PAGE_SESSIONS
+from runtime.logs import REQUEST_ID
 
 ADMIN, GATEWAY = "admin", "gateway"
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
@@ -51,26 +65,85 @@ class Principal:
         return replace(self, scopes=frozenset({ADMIN}))
 
 
-def sender_of(request: Request) -> Principal:
-    """The caller as the listener identified it, without an owner yet. Raises Unauthorized."""
-    caller = request.scope.get("state", {}).get("principal")
-    if not isinstance(caller, Principal):
-        raise Unauthorized
-    return caller
-
-
 async def read_principal(request: Request) -> Principal:
-    """The caller with its owner, which is stored with the key alone. Raises KeyRevoked for a key that ended before the
-    whole request had arrived, SessionEnded for a login that did: gateways learn that a moment later than the store, or
-    not at all while they cannot read a table."""
-    caller, db = sender_of(request), request.app.state.context.db
+    """The caller with its owner, which is stored with the key alone. Raises ApiError 401 for a key or a login that
+    ended before the whole request had arrived: gateways learn that a moment later than the store."""
+    caller, db = request.scope["state"]["principal"], request.app.state.context.db
     owner, ended = ("", "") if caller.key_id is None else keys.standing(db, caller.key_id)
     if ended:
         raise KeyRevoked(ended)
-    if caller.session is not None and not page_sessions.is_live(db, caller.session, caller.key_id or "", time.time()):
-        raise SessionEnded
+    if caller.session is not None:
+        session = PAGE_SESSIONS.find(db, caller.session)
+        if session is None or session.key_id != caller.key_id or session.until_s <= time.time():
+            # In the words of `gateway.core.errors.session_ended`.
+            raise ApiError(401, "This login of the page has ended. Log in again.", code="session_ended")
     request.scope["state"]["principal"] = caller = replace(caller, owner=owner)
     return caller
 
 
 Caller = Annotated[Principal, Depends(read_principal)]
+
+
+# --- the sockets
+
+KEY_ID, SCOPES, TOKEN = b"x-appliance-key-id", b"x-appliance-scopes", b"x-appliance-gateway"
+SESSION = b"x-appliance-session"
+NO_IDENTITY = (
+    "This request has no identity. Gateways send x-appliance-key-id and x-appliance-scopes, once each, with their "
+    "token; commands on the box itself use its controller.sock."
+)
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
+
+
+class Listener:
+    """The app behind one socket, mode 0600. token: known only to this box's gateways, on theirs; None on that of the
+    box's users, where an identity is trusted, and none means the box itself.
+
+    Every answer has `x-request-id`: the gateway's if it is well-formed, else a new one."""
+
+    def __init__(self, app: ASGIApp, token: str | None = None):
+        assert token != "", "with an empty token any head would do"
+        self._app, self._token = app, None if token is None else token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = next(iter(_values(scope, b"x-request-id")), b"")
+        if not _REQUEST_ID.match(request_id):
+            request_id = b"req_" + secrets.token_hex(12).encode()
+        REQUEST_ID.set(request_id.decode())  # of this request's own task
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+            await send(message)
+
+        caller, tokens = _caller_of(scope, request_id.decode()), _values(scope, TOKEN)
+        if self._token is None and not _values(scope, KEY_ID, SCOPES):
+            caller = Principal(None, frozenset({ADMIN}), request_id.decode(), "")
+        elif self._token is not None and (len(tokens) != 1 or not compare_digest(tokens[0], self._token)):
+            caller = None
+        if caller is None:
+            error = ApiError(401, NO_IDENTITY, code="missing_identity")
+            # Closed: after a head that no gateway wrote, the framing of this connection cannot be trusted.
+            answer = JSONResponse(error.body(), error.status_code, {"connection": "close"})
+            await answer(scope, receive, send_with_id)
+            return
+        scope.setdefault("state", {})["principal"] = caller
+        await self._app(scope, receive, send_with_id)
+
+
+def _caller_of(scope: Scope, request_id: str) -> Principal | None:
+    """The identity from exactly one header of each kind, of sessions at most one; None for anything else."""
+    key_ids, scopes, sessions = _values(scope, KEY_ID), _values(scope, SCOPES), _values(scope, SESSION)
+    if len(key_ids) != 1 or len(scopes) != 1 or not key_ids[0].strip() or len(sessions) > 1:
+        return None
+    granted = (name.strip() for name in scopes[0].decode("latin-1").split(","))
+    session = sessions[0].decode("latin-1").strip() if sessions else None
+    key_id = key_ids[0].decode("latin-1").strip()
+    return Principal(key_id, frozenset(name for name in granted if name), request_id, "", session)
+
+
+def _values(scope: Scope, *names: bytes) -> list[bytes]:
+    return [value for name, value in scope["headers"] if name in names]

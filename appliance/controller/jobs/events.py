@@ -116,14 +116,14 @@ class JobEvents:
             with self._db.transaction():
                 handler(jobs.get(self._db, job_id), event)
 
-    def started(self, job_id: str, devices: list[str], *, resumed: bool) -> None:
+    def started(self, job_id: str, devices: list[str]) -> None:
         """The group of the job runs on these devices."""
         db = self._db
         with db.transaction():
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
             # The snapshot's step, not the last one reported: a sudden end loses the training after the snapshot.
-            what = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
+            what = f"continues at step {row.snapshot['step']}" if row.snapshot else "started"
             text = f"Fine-tuning job {what} on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
 
@@ -288,7 +288,7 @@ class JobEvents:
         models.insert_version(db, replace(new, held_back=int(held_back)))
         what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
         data = {"step": step, "job_id": row.id, **meta}
-        add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=data)
+        add_message(db, row.id, f"{what} created at step {step}", data=data)
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
         db = self._db
@@ -307,7 +307,7 @@ class JobEvents:
         jobs.update(self._db, row.id, snapshot={"step": int(event["step"]), "path": str(event["path"])})
         if row.snapshot is None:
             data = {key: event.get(key) for key in ("step", "bytes", "seconds")}
-            add_message(self._db, row.id, f"Snapshot of step {event['step']}{_written(event)}", data=data)
+            add_message(self._db, row.id, f"Snapshot of step {event['step']}", data=data)
 
     def _message(self, row: JobRow, event: dict[str, Any]) -> None:
         add_message(self._db, row.id, str(event["text"]), level=event.get("level", "info"))
@@ -320,12 +320,6 @@ class JobEvents:
         metrics = {f"train_{name}": value for name, value in trained.items()}
         metrics |= _of_validation({"loss": row.valid_loss, **(row.valid_measured or {})})
         return {name: value for name, value in metrics.items() if value is not None}
-
-
-def _written(event: dict[str, Any]) -> str:
-    """Cost of the write: bytes, and the seconds that training stood still for it."""
-    nbytes, seconds = event.get("bytes"), event.get("seconds")
-    return "" if nbytes is None or seconds is None else f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s"
 
 
 def _shown(what: str, value: float | None) -> str:

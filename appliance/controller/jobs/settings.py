@@ -15,11 +15,10 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
-from appliance.controller.models.capacity import BoxFacts, Verdict
+from appliance.controller.models.capacity import BoxFacts, Estimator, Verdict
 from appliance.store.objects import jobs, models
 from appliance.store.rows import VersionRow
-from runtime.devices.kinds import HOST, kind_of
-from scheduler.core.config import SchedulerConfig
+from runtime.devices.kinds import kind_of
 from train.data.check import DataReport
 from train.data.formats import TEXT
 from train.methods.method import Method
@@ -42,49 +41,43 @@ class NodeSizes:
     """Devices per node: the most that a job, or an engine with tensor parallelism, can have, since neither spans nodes.
     Lost nodes count, which the box waits for; one that has yet to join does not.
 
-    counts: devices of each node, of the box's own kind. Empty before the first observation: then nothing is
-    refused. cores: of a node whose devices are logical ones, which share them; None for others."""
+    counts: devices of each node, of the box's own kind. unasked: the most of a job that asks for no number."""
 
     counts: tuple[int, ...]
-    cores: int | None = None
+    unasked: int
 
     @property
     def largest(self) -> int:
-        return max(self.counts, default=0)
-
-    @property
-    def unasked(self) -> int:
-        """The most devices of a job that asks for no number: ranks that share a core take longer than fewer ranks."""
-        return max(1, self.largest if self.cores is None else min(self.largest, self.cores))
+        return max(self.counts)
 
     def refuse_more(self, name: str, given: int, asked: str = "") -> None:
         """Raises BadRequest if no node has `given` devices. name: the field at fault, with value `asked`."""
         node = "the box" if len(self.counts) == 1 else "the largest node of the box"
-        self._refuse(name, given, self.largest, f", which is all that {node} has", asked)
+        _refuse_more(name, given, self.largest, f", which is all that {node} has", asked)
 
     def refuse_more_replicas(self, name: str, given: int, tensor_parallel: int) -> None:
         """Raises BadRequest if the nodes cannot hold `given` engines with this many devices each."""
         most = sum(count // tensor_parallel for count in self.counts)
-        self._refuse(name, given, most, f": each replica takes {tensor_parallel} of {sum(self.counts)} devices")
+        _refuse_more(name, given, most, f": each replica takes {tensor_parallel} of {sum(self.counts)} devices")
 
-    def _refuse(self, name: str, given: int, most: int, why: str, asked: str = "") -> None:
-        if self.counts and given > most:
-            raise BadRequest(
-                f"{name} is {asked or given}; expected at most {most}{why}. Ask for less, or join a node with more "
-                "devices first (`appliance join`).",
-                param=name,
-                code="insufficient_devices",
-            )
+
+def _refuse_more(name: str, given: int, most: int, why: str, asked: str = "") -> None:
+    if given > most:
+        raise BadRequest(
+            f"{name} is {asked or given}; expected at most {most}{why}. Ask for less, or join a node with more devices "
+            "first (`appliance join`).",
+            param=name,
+            code="insufficient_devices",
+        )
 
 
 def nodes_of(context: ControllerContext) -> NodeSizes:
     devices = cordons.in_view(context.db, context.scheduler.status()["devices"])
-    if not devices:
-        return NodeSizes(())
     # Home's devices come first: other nodes run what home prepared, for its kind of devices.
     kind = devices[0]["kind"]
-    counts = Counter(d["node"] for d in devices if d["kind"] == kind)
-    return NodeSizes(tuple(counts.values()), host_cores() if kind_of(kind).on_host else None)
+    counts = tuple(Counter(d["node"] for d in devices if d["kind"] == kind).values())
+    # Ranks that share a core take longer than fewer ranks.
+    return NodeSizes(counts, min(max(counts), host_cores()) if kind_of(kind).on_host else max(counts))
 
 
 def host_cores() -> int:
@@ -145,101 +138,95 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """resolved: fields of a TrainSpec. by_batch: numbers of devices that divide the work of a step. verdict: whether it
-    fits, at which of the requested ones of them; None if there are none. layouts: that fit, the best first, which
-    `resolved` has, as `capacity.described` has them."""
+    """resolved: fields of a TrainSpec. verdict: whether it fits, and on how many devices. layouts: those that fit, the
+    best first, which `resolved` has, as `Estimator.described` has them."""
 
     resolved: dict[str, Any]
-    by_batch: list[int]
-    verdict: Verdict | None
+    verdict: Verdict
     layouts: list[dict[str, Any]]
 
 
-def resolve(
-    context: ControllerContext,
-    base: Resolved,
-    method: Method,
-    requested: dict[str, Any],
-    dataset: auto.DatasetStats,
-    bounds: DeviceBounds,
-) -> dict[str, Any]:
-    """The fields of a TrainSpec, before a layout is chosen. Raises InvalidHyperparameter."""
-    nodes, model = nodes_of(context), model_stats(context, base)
-    together = math.prod(
-        n for name in ("tensor_parallel", "sequence_parallel") if type(n := requested.get(name)) is int
-    )
-    most = max(1, min(bounds.most(nodes, together), nodes.largest))
-    resolved = method.resolve(requested, dataset, model, most)
-    if bounds.min_devices and requested.get("batch_size", "auto") == "auto" and not bounds.divided(resolved, nodes)[1]:
-        # An automatic batch follows the requested devices, not the other way round.
-        rows = math.ceil(resolved["batch_size"] / bounds.min_devices) * bounds.min_devices
-        resolved = method.resolve({**requested, "batch_size": rows}, dataset, model, most)
-    return resolved
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request asks of a job. hyperparameters: as given, "auto" or absent where the box chooses."""
 
+    context: ControllerContext
+    base: Resolved
+    method: Method
+    hyperparameters: dict[str, Any]
+    dataset: auto.DatasetStats
+    bounds: DeviceBounds
 
-def choose(
-    context: ControllerContext,
-    base: Resolved,
-    method: Method,
-    requested: dict[str, Any],
-    dataset: auto.DatasetStats,
-    bounds: DeviceBounds,
-) -> Settings:
-    """As `resolve`, with the best layout that fits the box."""
-    nodes, resolved = nodes_of(context), resolve(context, base, method, requested, dataset, bounds)
-    by_batch, sizes = bounds.divided(resolved, nodes)
-    if not sizes:
-        return Settings(resolved, by_batch, None, [])
-    speed, memory = jobs.factors(context.db, base.name, method.name, resolved["full"])
-    box, shape, model = box_facts(context), shape_of(base), model_stats(context, base)
-    box = replace(box, memory_factor=memory, speed_factor=speed)
-    kept = [name for name in capacity.LAYOUT if requested.get(name, "auto") not in ("auto", None)]
-    load, steps = method.load(dataset, resolved), auto.steps(method.rows(dataset), resolved)
-    fitting, changed = list[capacity.Layout](), ""
-    for parts in _row_parts(requested, method, model, resolved, box):
-        shared = resolved | {"sequence_parallel": parts}
-        sizes = bounds.divided(shared, nodes)[1]
-        # A micro-batch that nobody asked for never costs a number of devices.
-        by_micro = {n: bounds.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
-        by_micro = {n: of_micro for n, of_micro in by_micro.items() if of_micro and set(sizes) <= set(of_micro)}
-        fitting, changed = capacity.fit(shape, shared, by_micro, box, method, load, kept) if by_micro else ([], "")
-        if fitting:
-            resolved = shared
-            break
-    resolved = resolved | (fitting[0].fields if fitting else capacity.leanest(resolved, box))
-    by_batch, sizes = bounds.divided(resolved, nodes)
-    verdict = capacity.job(shape, resolved, sizes, box, method)
-    if changed:
-        verdict = replace(verdict, warnings=(changed, *verdict.warnings))
-    described = [capacity.described(one, resolved, box, method, load, steps) for one in fitting]
-    return Settings(resolved, by_batch, verdict, described)
+    def resolve(self) -> dict[str, Any]:
+        """The fields of a TrainSpec, before a layout is chosen. Raises InvalidHyperparameter."""
+        asked, bounds, nodes = self.hyperparameters, self.bounds, nodes_of(self.context)
+        model = model_stats(self.context, self.base)
+        together = math.prod(
+            n for name in ("tensor_parallel", "sequence_parallel") if type(n := asked.get(name)) is int
+        )
+        most = max(1, min(bounds.most(nodes, together), nodes.largest))
+        resolved = self.method.resolve(asked, self.dataset, model, most)
+        if bounds.min_devices and not self._is_set("batch_size") and not bounds.divided(resolved, nodes)[1]:
+            # An automatic batch follows the requested devices, not the other way round.
+            rows = math.ceil(resolved["batch_size"] / bounds.min_devices) * bounds.min_devices
+            resolved = self.method.resolve({**asked, "batch_size": rows}, self.dataset, model, most)
+        return resolved
 
+    def choose(self) -> Settings:
+        """As `resolve`, with the best layout that fits the box. Raises BadRequest too, if the requested numbers of
+        devices do not divide a step."""
+        bounds, method, dataset, resolved = self.bounds, self.method, self.dataset, self.resolve()
+        nodes = nodes_of(self.context)
+        by_batch, sizes = bounds.divided(resolved, nodes)
+        if not sizes:
+            raise BadRequest(no_size(resolved, by_batch), param="min_devices", code="invalid_devices")
+        speed, memory = jobs.factors(self.context.db, self.base.name, method.name, resolved["full"])
+        box = replace(box_facts(self.context), memory_factor=memory, speed_factor=speed)
+        kept = [name for name in capacity.LAYOUT if self._is_set(name)]
+        estimator = Estimator(shape_of(self.base), box, method, method.load(dataset, resolved))
+        steps = auto.steps(method.rows(dataset), resolved)
+        fitting, changed = list[capacity.Layout](), ""
+        for parts in self._row_parts(resolved, box):
+            shared = resolved | {"sequence_parallel": parts}
+            sizes = bounds.divided(shared, nodes)[1]
+            # A micro-batch that nobody asked for never costs a number of devices.
+            by_micro = {n: bounds.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
+            by_micro = {n: of_micro for n, of_micro in by_micro.items() if of_micro and set(sizes) <= set(of_micro)}
+            fitting, changed = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
+            if fitting:
+                resolved = shared
+                break
+        resolved = resolved | (fitting[0].fields if fitting else estimator.leanest())
+        sizes = bounds.divided(resolved, nodes)[1]
+        verdict = estimator.verdict(resolved, sizes)
+        if changed:
+            verdict = replace(verdict, warnings=(changed, *verdict.warnings))
+        described = [estimator.described(one, resolved, steps) for one in fitting]
+        return Settings(resolved, verdict, described)
 
-def _row_parts(
-    requested: dict[str, Any], method: Method, model: auto.ModelStats, resolved: dict[str, Any], box: BoxFacts
-) -> list[int]:
-    """How many ranks may share a row: as asked for; or one, and more where nothing else fits."""
-    own = resolved["sequence_parallel"]
-    if requested.get("sequence_parallel", "auto") != "auto" or not method.sums or box.on_host:
-        return [own]
-    parts = [n for n in (2, 4, 8, 16, 32) if n <= box.node_devices and not resolved["lora_dropout"]]
-    return [own, *(n for n in parts if auto.shares_rows(model, resolved | {"sequence_parallel": n}))]
+    def _row_parts(self, resolved: dict[str, Any], box: BoxFacts) -> list[int]:
+        """How many ranks may share a row: as asked for; or one, and more where nothing else fits."""
+        own = resolved["sequence_parallel"]
+        if self._is_set("sequence_parallel") or not self.method.sums or box.on_host:
+            return [own]
+        parts = [n for n in (2, 4, 8, 16, 32) if n <= box.node_devices and not resolved["lora_dropout"]]
+        model = model_stats(self.context, self.base)
+        return [own, *(n for n in parts if auto.shares_rows(model, resolved | {"sequence_parallel": n}))]
+
+    def _is_set(self, name: str) -> bool:
+        return self.hyperparameters.get(name, "auto") not in ("auto", None)
 
 
 def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
     """What `train.plan.auto` asks of a base model and of the box."""
-    devices, shape = context.scheduler.status()["devices"], shape_of(base)
-    kind = devices[0]["kind"] if devices else HOST.name
+    kind = context.scheduler.status()["devices"][0]["kind"]
     return auto.ModelStats(
-        n_parameters=shape.n_parameters,
+        shape=shape_of(base),
         max_position_embeddings=base.model.max_model_len or DEFAULT_CONTEXT_TOKENS,
         device_kind=kind,
         # Training on an adapter uses merged weights below it, which no engine serves.
         adapter_max_rank=0 if base.version.meta.get("adapter") else context.sizes.adapter_rank_limit(base.model),
         computes_bf16=kind_of(kind).computes_bf16(),
-        tensor_slices=shape.tensor_slices,
-        hidden=shape.hidden,
-        heads=(shape.queries // shape.head_dim, shape.kv_heads) if shape.head_dim else (0, 0),
         quantised=base.quantization is not None,
     )
 
@@ -262,19 +249,19 @@ def dataset_of(report: DataReport) -> auto.DatasetStats:
 
 def box_facts(context: ControllerContext) -> BoxFacts:
     now = context.scheduler.status()
-    # Home's devices come first; an engine or a job is on devices of home's kind.
-    devices = [device for device in now["devices"] if device["kind"] == now["devices"][0]["kind"]]
-    budget, room = now["memory"]["budget_bytes"], now["memory"].get("room_bytes")
+    memory, home = now["memory"], now["devices"][0]
+    # An engine or a job is on devices of home's kind.
+    devices = [device for device in now["devices"] if device["kind"] == home["kind"]]
     return BoxFacts(
-        devices=max(1, len(devices)),
-        node_devices=max(1, nodes_of(context).largest),
-        device_kind=devices[0]["kind"] if devices else HOST.name,
-        device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
-        device_name=devices[0]["name"] if devices else "",
-        store_budget_bytes=budget,
-        host_memory_bytes=now["memory"].get("host_bytes"),
-        asleep_per_device=now["memory"].get("asleep_per_device", SchedulerConfig().max_asleep_per_device),
-        store_room_bytes=room if room is not None else (budget or 0) - (now["memory"]["used_bytes"] or 0),
+        devices=len(devices),
+        node_devices=nodes_of(context).largest,
+        device_kind=home["kind"],
+        device_memory_bytes=min(device["memory_bytes"] for device in devices),
+        device_name=home["name"],
+        store_budget_bytes=memory["budget_bytes"],
+        host_memory_bytes=memory["host_bytes"],
+        asleep_per_device=memory["asleep_per_device"],
+        store_room_bytes=memory["room_bytes"],
     )
 
 
@@ -299,12 +286,8 @@ def cut_warning(method: Method, dataset: auto.DatasetStats, resolved: dict[str, 
 
 def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:
     """The directory whose tokenizer and chat template ranks will use; None while its files are elsewhere."""
-    version = _weights_of(context, base)
+    version: VersionRow | None = base.version
+    if (below := base.version.meta.get("adapter")) is not None:
+        version = models.find_version(context.db, below["base"], below["base_version"])
     folders = (version.disk_path, version.shm_path) if version is not None else ()
     return next((Path(folder) for folder in folders if folder and Path(folder, TOKENIZER).is_file()), None)
-
-
-def _weights_of(context: ControllerContext, base: Resolved) -> VersionRow | None:
-    """The version itself, or that below an adapter; None if it was deleted."""
-    below = base.version.meta.get("adapter")
-    return base.version if below is None else models.find_version(context.db, below["base"], below["base_version"])

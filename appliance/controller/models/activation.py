@@ -102,17 +102,17 @@ class Canaries:
                 if row is None:
                     return
                 model, caller = stored_model(self._db, name), caller_of(self._db, None)
-                decision = self._decision(row, model, now_s)
-                if model.active_version == row.version:
-                    # Published by another caller, or the process ended between the swap and this.
-                    self._end(row, "promoted", caller, f"{row.version} answers all requests")
-                elif model.active_version != row.before or (row.auto and decision.verdict == "roll back"):
-                    self._end(row, "rolled_back", caller, decision.reason)
-                elif row.auto and decision.verdict == "promote":
+                verdict, reason = self._decision(row, model, now_s)
+                if not row.auto and model.active_version == row.before:
+                    return
+                if verdict == "promote" and model.active_version == row.before:
                     try:
-                        await self.promote(model, caller, decision.reason)
+                        await self.promote(model, caller, reason)
+                        return
                     except Conflict as error:
-                        self._end(row, "rolled_back", caller, error.message)
+                        verdict, reason = "roll back", error.message
+                if verdict != "wait":
+                    self._end(row, "promoted" if verdict == "promote" else "rolled_back", caller, reason)
 
     def begin(self, name: str, caller: Principal, *, version: str, **settings: Any) -> CanaryRow:
         """settings: share, auto, watch_s and min_requests of the row. Raises NotFound, Conflict, BadRequest."""
@@ -164,8 +164,8 @@ class Canaries:
 
     def _decision(self, row: CanaryRow, model: ModelRow, now_s: float) -> Decision:
         active = model.active_version
-        if active == row.version:
-            return Decision("promote", f"{active} becomes the active version")
+        if active == row.version:  # published by another caller, or the process ended after the swap
+            return Decision("promote", f"{active} answers all requests")
         if active != row.before:
             reason = f"{active} became the active version while {row.version} was compared with {row.before}"
             return Decision("roll back", reason)
@@ -188,7 +188,8 @@ class Canaries:
 
     def _loads(self, row: CanaryRow) -> dict[str, VersionLoad]:
         """Counts of gateways for the canary and for the version before it."""
-        counted = self._context.bus.load().of_canary(row.model, row.created_s)
+        load = self._context.bus.load().canaries.get(row.model)
+        counted = load.versions if load is not None and load.since_s == row.created_s else {}
         return {version: counted.get(version, VersionLoad()) for version in (row.version, row.before)}
 
     def _message(self, row: CanaryRow) -> str:
@@ -201,15 +202,15 @@ class Canaries:
         return ". ".join([f"All requests go to {row.before}: no engine of {row.version} is open yet", *notes])
 
     def _check_room(self, model: ModelRow, version: VersionRow) -> None:
-        deployment = deployments.find(self._db, model.id)
+        """Raises Conflict."""
+        deployment, active = deployments.find(self._db, model.id), models.active(self._db, model)
         if deployment is None:
             remedy = f"`appliance model deploy {model.id}` changes that."
             why = f"{model.id} is not served, so a canary would get no requests; {remedy}"
             raise Conflict(why, "model", "not_deployed")
-        active = models.active(self._db, model)
         is_adapter = bool(version.meta.get("adapter"))
         if active is not None and is_adapter is not bool(active.meta.get("adapter")):
-            both = f"{version.version} and {model.active_version} of {model.id}"
+            both = f"{version.version} and {active.version} of {model.id}"
             why = f"{both} are an adapter and whole weights, which are not served side by side under one name."
             raise Conflict(why, "version", "versions_differ_in_kind")
         count, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -68,15 +68,12 @@ class BoxFacts:
         """Its devices are parts of the host: they share the host's memory, and one may use what another leaves."""
         return kind_of(self.device_kind).on_host
 
-    def room_per_device(self, used_devices: int) -> int:
-        if self.on_host:
-            return self.devices * self.device_memory_bytes // max(1, used_devices)
-        return self.device_memory_bytes
-
     def room_per_rank(self, ranks: int) -> int:
         """Bytes that weights, states and activations of a job may take on each of its devices."""
+        if self.on_host:
+            return self.devices * self.device_memory_bytes // ranks
         residual = estimate.residual_bytes(self.device_kind, self.device_memory_bytes, self.asleep_per_device)
-        return self.room_per_device(ranks) - residual
+        return self.device_memory_bytes - residual
 
     def takes(self, memory: estimate.RankMemory) -> int:
         """Bytes that a rank takes of its device: a logical CPU device has the host's memory, so offloading saves
@@ -133,64 +130,180 @@ class Verdict:
         """Of a job, as `JobRow.estimate` has it."""
         return {"store_bytes": self.numbers["host"]["needed_bytes"], "host_bytes": self.numbers["job_bytes"]}
 
-    def as_dict(self) -> dict[str, Any]:
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
-
 
 def gb(count_bytes: int) -> str:
     """1,234,567,890 bytes are "1.23 GB"; small ones in MB."""
     return f"{count_bytes / 1e9:.2f} GB" if abs(count_bytes) >= 1e9 else f"{count_bytes / 1e6:.1f} MB"
 
 
-def job(
-    shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method = DEFAULT
-) -> Verdict:
-    """A fine-tuning job whose TrainSpec has `fields`, at any of the world sizes `sizes`.
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """Estimates jobs that train this model with this method on this box. load: what a row holds; None: full rows of one
+    sequence."""
 
-    It needs memory on the devices for its ranks, host memory for what it offloads, and room in the store for its
-    result. A snapshot that does not fit the store goes to disk, which only costs time.
-    """
-    fields = {**fields, "device_kind": box.device_kind}
-    memory = {size: method.rank_memory(shape, fields, size) for size in sizes}
-    fitting = tuple(size for size in sizes if box.holds(memory[size], size))
-    shown = fitting[-1] if fitting else sizes[-1]
-    version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)
-    budget = box.store_budget_bytes
-    snapshot_on_disk = budget is not None and version + snapshot > budget >= version
-    needed = version if snapshot_on_disk else version + snapshot
-    needed += version * method.policies(fields.get("options", {}))
-    offloaded = shown * memory[shown].host_bytes
-    problems = [] if fitting else [_too_large(memory, box)]
-    problems += _over_budget("The result takes", version, box)
-    beyond_host = _offload_problem(offloaded, needed, box)
-    problems += beyond_host
-    instead = _instead(shape, fields, sizes, box, method) if not fitting or beyond_host else []
-    if not fitting and not instead:
-        problems.append("No milder setting fits either: it needs more devices, larger ones, or a smaller model.")
-    waits, warnings = "", []
-    if not problems and needed > box.store_room_bytes:
-        waits = store_full(needed, box.store_room_bytes)
-    if snapshot_on_disk:
-        warnings.append(
-            f"A snapshot takes {gb(snapshot)} of shared memory and does not fit next to the result in the store's "
-            f"{gb(budget or 0)}: snapshots go to disk, and moving the job between devices takes longer."
-        )
-    numbers = {
-        "trained_parameters": estimate.trained_parameters(shape, fields),
-        "devices": shown,
-        "device": memory[shown].as_dict()
-        | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
-        "offload": {"host_bytes": offloaded, "host_memory_bytes": box.host_memory_bytes},
-        "job_bytes": {size: size * box.rank_host_bytes(of_size) + needed for size, of_size in memory.items()},
-        "host": {
-            "version_bytes": version,
-            "snapshot_bytes": snapshot,
-            "needed_bytes": needed,
-            "room_bytes": box.store_room_bytes,
-            "budget_bytes": budget,
-        },
-    }
-    return Verdict(not problems, tuple(problems), tuple(instead), numbers, waits, tuple(warnings), fitting)
+    shape: ModelShape
+    box: BoxFacts
+    method: Method = DEFAULT
+    load: Load | None = None
+
+    def verdict(self, fields: Mapping[str, Any], sizes: Sequence[int]) -> Verdict:
+        """A job whose TrainSpec has `fields`, at any of the world sizes `sizes`.
+
+        It needs memory on the devices for its ranks, host memory for what it offloads, and room in the store for its
+        result. A snapshot that does not fit the store goes to disk, which only costs time.
+        """
+        box, shape, method = self.box, self.shape, self.method
+        fields = {**fields, "device_kind": box.device_kind}
+        memory = {size: method.rank_memory(shape, fields, size) for size in sizes}
+        fitting = tuple(size for size in sizes if box.holds(memory[size], size))
+        shown = fitting[-1] if fitting else sizes[-1]
+        version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)
+        budget = box.store_budget_bytes
+        snapshot_on_disk = budget is not None and version + snapshot > budget >= version
+        needed = version if snapshot_on_disk else version + snapshot
+        needed += version * method.policies(fields.get("options", {}))
+        offloaded = shown * memory[shown].host_bytes
+        problems = [] if fitting else [_too_large(memory, box)]
+        if budget is not None and version > budget:
+            limit = f"the store's budget is {gb(budget)} (weights.budget_bytes)"
+            problems.append(f"The result takes {gb(version)} of shared memory; {limit}.")
+        beyond_host = _offload_problem(offloaded, needed, box)
+        problems += beyond_host
+        instead = self._instead(fields, sizes) if not fitting or beyond_host else []
+        if not fitting and not instead:
+            problems.append("No milder setting fits either: it needs more devices, larger ones, or a smaller model.")
+        waits, warnings = "", []
+        if not problems and needed > box.store_room_bytes:
+            waits = store_full(needed, box.store_room_bytes)
+        if snapshot_on_disk:
+            warnings.append(
+                f"A snapshot takes {gb(snapshot)} of shared memory and does not fit next to the result in the store's "
+                f"{gb(budget or 0)}: snapshots go to disk, and moving the job between devices takes longer."
+            )
+        numbers = {
+            "trained_parameters": estimate.trained_parameters(shape, fields),
+            "devices": shown,
+            "device": memory[shown].as_dict()
+            | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
+            "job_bytes": {size: size * box.rank_host_bytes(of_size) + needed for size, of_size in memory.items()},
+            "host": {"needed_bytes": needed, "room_bytes": box.store_room_bytes},
+        }
+        return Verdict(not problems, tuple(problems), tuple(instead), numbers, waits, tuple(warnings), fitting)
+
+    def layouts(
+        self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], kept: Collection[str] = ()
+    ) -> list[Layout]:
+        """The layouts of a job that fit, one of each kind with its best micro-batch, the best first: nothing is
+        offloaded that need not be, then the fastest on the most devices; of those nearly as fast the one that fits the
+        most numbers of devices, then the simplest and smallest.
+
+        Args:
+            fields: of a TrainSpec. A layout decides how its sums are shared out, not what they are.
+            sizes: numbers of devices that it may have, ascending, by micro-batch.
+            kept: names of LAYOUT whose value in `fields` stays.
+        """
+        box, shape = self.box, self.shape
+        fields = {**fields, "device_kind": box.device_kind}
+        load = self.load or Load(fields["max_length"], fields["max_length"])
+        stored = estimate.version_bytes(shape, fields) + estimate.snapshot_bytes(shape, fields)
+        fixed = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
+        pairs = [(stage, "none") for stage in (1, 2, 3)]
+        candidates = []
+        if not box.on_host or "offload" in kept:
+            pairs.append((3, "parameters"))
+            if fields["full"] or "offload" in kept:  # an adapter's optimizer is small
+                pairs += [(stage, "optimizer") for stage in (1, 2, 3)]
+        if "zero_stage" not in kept and max(map(max, sizes.values())) == 1:  # one rank has nobody to share with
+            pairs = [(stage, offload) for stage, offload in pairs if stage == 1 or offload == "parameters"]
+        for (stage, offload), again, micro in product(pairs, (False, True), sizes):
+            chosen = dict(zip(LAYOUT, (stage, offload, again, micro), strict=True))
+            differs = any(chosen[name] != value for name, value in fixed.items())
+            if differs or (box.on_host and micro != fields["micro_batch"]):
+                continue
+            spec = fields | chosen
+            memory = {size: self.method.rank_memory(shape, spec, size) for size in sizes[micro]}
+            fitting = tuple(
+                size
+                for size, one in memory.items()
+                if box.holds(one, size) and not _offload_problem(size * one.host_bytes, stored, box)
+            )
+            if fitting:
+                time = speed.step_time(shape, spec, fitting[-1], box.accelerator, load=load)
+                micro_s = time.step_s * micro * fitting[-1] / fields["batch_size"]
+                bytes_of = box.takes(memory[fitting[-1]]), box.room_per_rank(fitting[-1])
+                # Nothing is known of links between processes of one host: the simplest that fits is as good as any.
+                weighed_s = 0.0 if box.on_host else time.step_s * (1 + WAIT * micro_s)
+                candidates.append(Layout(chosen, fitting, *bytes_of, time, weighed_s))
+        of_kind = defaultdict(list)
+        for one in candidates:
+            of_kind[tuple(one.fields.values())[:3]].append(one)
+        kinds = sorted((_first(of_one) for of_one in of_kind.values()), key=lambda one: (*one.risk, one.weighed_s))
+        return [best := _first(kinds, NEAR), *(one for one in kinds if one is not best)] if kinds else []
+
+    def fit(
+        self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], requested: Collection[str]
+    ) -> tuple[list[Layout], str]:
+        """The layouts that fit, as in `layouts`, and a warning if none of them has all requested settings: then they
+        keep as many of them as they can."""
+        for left_out in range(len(requested) + 1):
+            for names in combinations(requested, len(requested) - left_out):
+                if fitting := self.layouts(fields, sizes, names):
+                    changed = " and ".join(f"{name} {fields[name]}".lower() for name in requested if name not in names)
+                    taken = ", ".join(f"{name} {value}".lower() for name, value in fitting[0].fields.items())
+                    warning = f"It does not fit with {changed}; it takes {taken}, which trains the same."
+                    return fitting, warning if changed else ""
+        return [], ""
+
+    def leanest(self) -> dict[str, Any]:
+        """The layout that takes the least memory of devices."""
+        offload = "none" if self.box.on_host else "parameters"
+        return {"zero_stage": 3, "offload": offload, "activation_checkpointing": True}
+
+    def described(self, layout: Layout, fields: Mapping[str, Any], steps: int) -> dict[str, Any]:
+        """A layout in numbers. "modelled_tokens_per_s": of one device, by arithmetic alone. Time and energy are None
+        where neither a table nor a job says how fast the devices are, and of methods whose answers take most of the
+        time."""
+        box, count, time, factor = self.box, layout.sizes[-1], layout.time, self.box.speed_factor or 1.0
+        assert self.load is not None
+        tokens_per_s = self.load.row_tokens * fields["batch_size"] / time.step_s
+        known = box.speed_factor is not None or (accelerator(box.device_name) and fields["precision"] == "bf16")
+        known = known and not self.method.rolls_out
+        hours = steps * time.step_s / factor / 3600
+        return {
+            **layout.fields,
+            "devices": count,
+            "device_bytes": layout.device_bytes,
+            "room_bytes": layout.room_bytes,
+            "bound_by": time.bound_by if known else None,
+            "tokens_per_s": factor * tokens_per_s if known else None,
+            "hours": hours if known else None,
+            "kwh": hours * count * time.watts(box.accelerator) / 1000 if known and not box.on_host else None,
+            "modelled_tokens_per_s": tokens_per_s / count,
+            "memory_factor": box.memory_factor,
+        }
+
+    def _instead(self, fields: Mapping[str, Any], sizes: Sequence[int]) -> list[str]:
+        """The nearest jobs that fit where this one does not: LoRA, a base of 4 bits, shorter rows, more devices."""
+        whole_rows, micro = replace(self, load=None), fields["micro_batch"]
+
+        def tried(label: str, of: Estimator = whole_rows, sizes: Sequence[int] = sizes, **changes: Any) -> str:
+            fitting = of.layouts({**fields, **changes}, {micro: sizes})
+            return f"{label} on {_devices(fitting[0].sizes[-1])}: {gb(fitting[0].device_bytes)} each" if fitting else ""
+
+        lora = f"LoRA (full false, lora_rank {fields['lora_rank']})"
+        answers = [tried(lora, full=False)] if fields["full"] else []
+        if not self.shape.quantised_bytes:
+            small = replace(whole_rows, shape=replace(self.shape, quantised_bytes=FOUR_BITS))
+            on_small = f"{lora} on a base in 4 bits (`appliance model quantize NAME --form int4`)"
+            answers.append(tried(on_small, small, full=False, tensor_parallel=1))
+        lengths = (fields["max_length"] >> halvings for halvings in range(1, 32))
+        shorter = (tried(f"max_length {tokens}", max_length=tokens) for tokens in lengths if tokens >= _LEAST_TOKENS)
+        answers.append(next(filter(None, shorter), ""))
+        if not self.box.on_host:
+            more = (count for count in range(sizes[-1] + 1, _MOST_DEVICES + 1) if count % 4 == 0 or count < 8)
+            of_more = (tried("the same job", sizes=(count,)) for count in more)
+            answers.append(next(filter(None, of_more), ""))
+        return list(filter(None, answers))[:3]
 
 
 def store_full(needed_bytes: int, room_bytes: int) -> str:
@@ -228,158 +341,12 @@ def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[
     ]
 
 
-def layouts(
-    shape: ModelShape,
-    fields: Mapping[str, Any],
-    sizes: Mapping[int, Sequence[int]],
-    box: BoxFacts,
-    method: Method = DEFAULT,
-    *,
-    load: Load | None = None,
-    kept: Collection[str] = (),
-) -> list[Layout]:
-    """The layouts of a job that fit, one of each kind with its best micro-batch, the best first: nothing is offloaded
-    that need not be, then the fastest on the most devices; of those nearly as fast the one that fits the most numbers
-    of devices, then the simplest and smallest.
-
-    Args:
-        fields: of a TrainSpec. A layout decides how its sums are shared out, not what they are.
-        sizes: numbers of devices that it may have, ascending, by micro-batch.
-        load: what a row holds; None: full rows of one sequence.
-        kept: names of LAYOUT whose value in `fields` stays.
-    """
-    fields = {**fields, "device_kind": box.device_kind}
-    load = load or Load(fields["max_length"], fields["max_length"])
-    stored = estimate.version_bytes(shape, fields) + estimate.snapshot_bytes(shape, fields)
-    fixed = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
-    pairs = [(stage, "none") for stage in (1, 2, 3)]
-    candidates = []
-    if not box.on_host or "offload" in kept:
-        pairs.append((3, "parameters"))
-        if fields["full"] or "offload" in kept:  # an adapter's optimizer is small
-            pairs += [(stage, "optimizer") for stage in (1, 2, 3)]
-    if "zero_stage" not in kept and max(map(max, sizes.values())) == 1:  # one rank has nobody to share with
-        pairs = [(stage, offload) for stage, offload in pairs if stage == 1 or offload == "parameters"]
-    for (stage, offload), again, micro in product(pairs, (False, True), sizes):
-        chosen = dict(zip(LAYOUT, (stage, offload, again, micro), strict=True))
-        differs = any(chosen[name] != value for name, value in fixed.items())
-        if differs or (box.on_host and micro != fields["micro_batch"]):
-            continue
-        spec = fields | chosen
-        memory = {size: method.rank_memory(shape, spec, size) for size in sizes[micro]}
-        fitting = tuple(
-            size
-            for size, one in memory.items()
-            if box.holds(one, size) and not _offload_problem(size * one.host_bytes, stored, box)
-        )
-        if fitting:
-            time = speed.step_time(shape, spec, fitting[-1], box.accelerator, load=load)
-            micro_s = time.step_s * micro * fitting[-1] / fields["batch_size"]
-            bytes_of = box.takes(memory[fitting[-1]]), box.room_per_rank(fitting[-1])
-            # Nothing is known of links between processes of one host: the simplest that fits is as good as any.
-            weighed_s = 0.0 if box.on_host else time.step_s * (1 + WAIT * micro_s)
-            candidates.append(Layout(chosen, fitting, *bytes_of, time, weighed_s))
-    of_kind = defaultdict(list)
-    for one in candidates:
-        of_kind[tuple(one.fields.values())[:3]].append(one)
-    kinds = sorted((_first(of_one) for of_one in of_kind.values()), key=lambda one: (*one.risk, one.weighed_s))
-    return [best := _first(kinds, NEAR), *(one for one in kinds if one is not best)] if kinds else []
-
-
 def _first(candidates: Sequence[Layout], near: float = 1.0) -> Layout:
     """near: times the fastest."""
     least = min(one.risk for one in candidates)
     safest = [one for one in candidates if one.risk == least]
     near_s = near * min(one.weighed_s for one in safest)
     return min((one for one in safest if one.weighed_s <= near_s), key=lambda one: one.cost)
-
-
-def described(
-    layout: Layout, fields: Mapping[str, Any], box: BoxFacts, method: Method, load: Load, steps: int
-) -> dict[str, Any]:
-    """A layout in numbers. "modelled_tokens_per_s": of one device, by arithmetic alone. Time and energy are None where
-    neither a table nor a job says how fast the devices are, and of methods whose answers take most of the time."""
-    count, time, factor = layout.sizes[-1], layout.time, box.speed_factor or 1.0
-    tokens_per_s = load.row_tokens * fields["batch_size"] / time.step_s
-    known = box.speed_factor is not None or (accelerator(box.device_name) and fields["precision"] == "bf16")
-    known = known and not method.rolls_out
-    hours = steps * time.step_s / factor / 3600
-    return {
-        **layout.fields,
-        "devices": count,
-        "device_bytes": layout.device_bytes,
-        "room_bytes": layout.room_bytes,
-        "bound_by": time.bound_by if known else None,
-        "tokens_per_s": factor * tokens_per_s if known else None,
-        "hours": hours if known else None,
-        "kwh": hours * count * time.watts(box.accelerator) / 1000 if known and not box.on_host else None,
-        "modelled_tokens_per_s": tokens_per_s / count,
-        "memory_factor": box.memory_factor,
-    }
-
-
-def fit(
-    shape: ModelShape,
-    fields: Mapping[str, Any],
-    sizes: Mapping[int, Sequence[int]],
-    box: BoxFacts,
-    method: Method,
-    load: Load,
-    requested: Collection[str],
-) -> tuple[list[Layout], str]:
-    """The layouts that fit, as in `layouts`, and a warning if none of them has all requested settings: then they keep
-    as many of them as they can."""
-    for left_out in range(len(requested) + 1):
-        for names in combinations(requested, len(requested) - left_out):
-            if fitting := layouts(shape, fields, sizes, box, method, load=load, kept=names):
-                changed = [name for name in requested if name not in names]
-                settings = [f"{name} {_word(fields[name])}" for name in changed]
-                taken = ", ".join(f"{name} {_word(value)}" for name, value in fitting[0].fields.items())
-                warning = f"It does not fit with {' and '.join(settings)}; it takes {taken}, which trains the same."
-                return fitting, warning if changed else ""
-    return [], ""
-
-
-def leanest(fields: Mapping[str, Any], box: BoxFacts) -> dict[str, Any]:
-    """The layout of a job that takes the least memory of its devices."""
-    offload = "none" if box.on_host else "parameters"
-    return {"zero_stage": 3, "offload": offload, "activation_checkpointing": True}
-
-
-def _instead(
-    shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
-) -> list[str]:
-    """The nearest jobs that fit where this one does not: LoRA, a base of 4 bits, shorter rows, more devices."""
-    by_micro: dict[int, Sequence[int]] = {fields["micro_batch"]: sizes}
-
-    def tried(label: str, changes: Mapping[str, Any], base: ModelShape = shape, of: Any = by_micro) -> str:
-        fitting = layouts(base, {**fields, **changes}, of, box, method)
-        return f"{label} on {_devices(fitting[0].sizes[-1])}: {gb(fitting[0].device_bytes)} each" if fitting else ""
-
-    lora, small = f"LoRA (full false, lora_rank {fields['lora_rank']})", replace(shape, quantised_bytes=FOUR_BITS)
-    on_small = f"{lora} on a base in 4 bits (`appliance model quantize NAME --form int4`)"
-    answers = [tried(lora, {"full": False})] if fields["full"] else []
-    if not shape.quantised_bytes:
-        answers.append(tried(on_small, {"full": False, "tensor_parallel": 1}, small))
-    lengths = (fields["max_length"] >> halvings for halvings in range(1, 32))
-    shorter = (tried(f"max_length {tokens}", {"max_length": tokens}) for tokens in lengths if tokens >= _LEAST_TOKENS)
-    answers.append(next(filter(None, shorter), ""))
-    if not box.on_host:
-        more = (count for count in range(sizes[-1] + 1, _MOST_DEVICES + 1) if count % 4 == 0 or count < 8)
-        of_more = (tried("the same job", {}, of={fields["micro_batch"]: (count,)}) for count in more)
-        answers.append(next(filter(None, of_more), ""))
-    return list(filter(None, answers))[:3]
-
-
-def _word(value: Any) -> str:
-    return str(value).lower()
-
-
-def _over_budget(what: str, count_bytes: int, box: BoxFacts) -> list[str]:
-    budget = box.store_budget_bytes
-    if budget is None or count_bytes <= budget:
-        return []
-    return [f"{what} {gb(count_bytes)} of shared memory; the store's budget is {gb(budget)} (weights.budget_bytes)."]
 
 
 def _devices(count: int) -> str:

@@ -1,4 +1,5 @@
-"""/v1/fine_tuning/jobs (https://platform.openai.com/docs/api-reference/fine-tuning).
+"""/v1/fine_tuning/jobs (https://platform.openai.com/docs/api-reference/fine-tuning); and of the box's own: whether a
+job would fit (/admin/v1/plan), what is in its data (/v1/files/{id}/check), the queue and an operator's changes to jobs.
 
 The API writes the wanted state and wakes the scheduler; it never waits for devices to move.
 """
@@ -6,28 +7,32 @@ The API writes the wanted state and wakes the scheduler; it never waits for devi
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
-from appliance.controller.access.model_access import Resolved, usable_model
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.access.model_access import Resolved, resolve, usable_model
+from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.devices import mode
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
 from appliance.controller.http.resource import MOST, list_object, listed, metadata_of, object_of, part
-from appliance.controller.http.routers import StrictBody, make_router, needs, unaudited
-from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
+from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs, unaudited
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import settings
-from appliance.controller.jobs.validation import VALIDATIONS, lines_of
-from appliance.controller.jobs.wanted import JOBS, ask
+from appliance.controller.jobs.events import add_message
+from appliance.controller.jobs.phases import JOBS, VALIDATIONS, ask, lines_of, pause_reason
+from appliance.controller.models.capacity import Estimator
 from appliance.controller.openai.new_job import (
+    Devices,
     Hyperparameters,
     JobCreate,
+    Moment,
     Name,
+    Priority,
     check_judges,
     insert_job,
     refused,
@@ -35,9 +40,10 @@ from appliance.controller.openai.new_job import (
 )
 from appliance.store.database import PAGE_BYTES, Database, Part
 from appliance.store.objects import jobs
-from appliance.store.rows import VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
+from appliance.store.rows import JOB_EVENTS, VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
+from train.data_checks.process import CheckFailed, report_apart
 from train.methods.method import Method
-from train.methods.methods import DEFAULT, METHODS
+from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
@@ -118,13 +124,13 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
-        return list_object(jobs.page_events(db, job_id, **part), event_object)
+        return list_object(JOB_EVENTS.page(db, {"job_id": job_id}, **part), event_object)
 
     @router.get("/{job_id}/errors")
     def errors(job_id: str, caller: Caller) -> dict[str, Any]:
         """What was wrong with the job's data, by line; none if it was not that."""
         JOBS.known(db, job_id, caller)
-        events = jobs.page_events(db, job_id, after=None, limit=_ERROR_EVENTS).data
+        events = JOB_EVENTS.page(db, {"job_id": job_id}, limit=_ERROR_EVENTS).data
         return storage.errors_object(*lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
@@ -302,14 +308,13 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
         dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
     bounds = settings.DeviceBounds(max_devices=body.devices)
     try:
-        chosen = settings.choose(context, base, method, body.hyperparameters, dataset, bounds)
+        chosen = settings.Wish(context, base, method, body.hyperparameters, dataset, bounds).choose()
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     fields, best = chosen.resolved, next(iter(chosen.layouts), None)
-    assert chosen.verdict is not None, "without a least number of devices there is a number of them"
-    answer = chosen.verdict.as_dict()
+    verdict = chosen.verdict
     if counted:
-        answer["warnings"] += settings.cut_warning(method, dataset, fields)
+        verdict = replace(verdict, warnings=(*verdict.warnings, *settings.cut_warning(method, dataset, fields)))
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
     return {
         "object": "plan",
@@ -324,7 +329,7 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
             "longest_example_tokens": dataset.longest_example_tokens,
             "steps": auto.steps(method.rows(dataset), fields),
         },
-        **answer,
+        **asdict(verdict),
         "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
         "layouts": [{name: value for name, value in one.items() if name in _OF_LAYOUT} for one in chosen.layouts[:3]],
     }
@@ -338,7 +343,138 @@ async def _counted(
     tokenizer = settings.tokenizer_of(context, base)
     report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
     if not report.ok:
-        raise BadRequest(
-            f"The file {row.id} has {storage.summary(report)}", param="training_file", code="invalid_training_file"
-        )
+        why = f"The file {row.id} has {storage.summary(report)}"
+        raise BadRequest(why, "training_file", "invalid_training_file")
     return settings.dataset_of(report)
+
+
+# --- POST /v1/files/{id}/check: what is in training data. The request waits for the answer, as an upload does.
+
+
+class CheckRequest(StrictBody):
+    """against: id of a validation file. max_tokens: default: the model's context."""
+
+    model: Name | None = None
+    method: Literal[tuple(METHODS)] | None = None  # type: ignore[valid-type]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    against: Name | None = None
+
+
+def check_routes(context: ControllerContext) -> APIRouter:
+    router, db = FILES.router(), context.db
+
+    @router.post("/{file_id}/check")
+    @unaudited  # reads a file
+    async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
+        row = FILES.known(db, file_id, caller)
+        options = _options(context, body, caller)
+        try:
+            async with context.file_threads:
+                report = await report_apart(context.files_dir / row.id, row.id, **options)
+        except CheckFailed as error:
+            # Without the box's own paths.
+            message = f"{error}.".replace(f"{context.files_dir}/", "")
+            raise BadRequest(message, code="invalid_training_file") from error
+        return report
+
+    return router
+
+
+def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:
+    """Raises BadRequest, NotFound."""
+    options: dict[str, Any] = {"max_tokens": body.max_tokens, "method": body.method}
+    if body.model is not None:
+        base = usable_model(context.db, caller, body.model)
+        directory = settings.tokenizer_of(context, base)
+        if directory is None:
+            why = f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is."
+            raise BadRequest(why, "model", "model_not_ready")
+        options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
+    if body.against is not None:
+        options["against"] = str(context.files_dir / FILES.known(context.db, body.against, caller, "against").id)
+    return options
+
+
+# --- /admin/v1/queue, and an operator's changes to jobs: order and bounds
+
+# Slurm's reason codes (https://slurm.schedmd.com/job_reason_codes.html), each with a sentence of the box's own.
+VALIDATING = ("Dependency", "Its training file is being checked.")
+SUBMITTED = ("Priority", "The scheduler has not looked at it yet.")
+
+
+class JobUpdate(StrictBody):
+    """Only the given fields change; null removes a bound or the deadline."""
+
+    priority: Priority | None = None
+    deadline_s: Moment | None = None
+    preemptible: bool | None = None
+    min_devices: Devices | None = None
+    max_devices: Devices | None = None
+
+
+def queue_routes(context: ControllerContext, router: APIRouter) -> None:
+    db = context.db
+
+    @router.get("/queue")
+    def show_queue(now: Status) -> dict[str, Any]:
+        """Every unfinished job in the order in which the planner serves them, and what each owner has."""
+        planned = {one["id"]: one for one in now["queue"]}
+        rows = [row for row in jobs.list_unfinished(db) if row.wanted != "cancel"]
+        rows.sort(key=lambda row: (0, planned[row.id]["position"]) if row.id in planned else (1, row.created_s))
+        data = [
+            _entry(job_object(row, context.config.organization), place, planned.get(row.id), pause_reason(db, row))
+            for place, row in enumerate(rows, 1)
+        ]
+        return {"object": "list", "data": data, "owners": _owners(data)}
+
+    @router.patch("/jobs/{job_id}")
+    @audited("job.update")
+    async def update(job_id: str, body: JobUpdate, caller: Caller) -> dict[str, Any]:
+        row, fields = JOBS.known(db, job_id, caller), body.model_dump(exclude_unset=True)
+        if row.finished or row.wanted == "cancel":
+            message = f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be changed any more."
+            raise Conflict(message, "fine_tune_id", "invalid_job_state")
+        text = ", ".join(f"{name} {'none' if value is None else value}" for name, value in fields.items())
+        with db.transaction():
+            jobs.update(db, row.id, **_changes(context, row, fields))
+            add_message(db, row.id, f"Changed by an operator: {text}.")
+        context.scheduler.nudge(f"update of {row.id}", name_of(context, caller))
+        return job_object(jobs.get(db, row.id), context.config.organization)
+
+
+def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) -> dict[str, Any]:
+    """The columns to write. Raises BadRequest."""
+    if not fields:
+        raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
+    for name in ("priority", "preemptible"):
+        if fields.get(name, 0) is None:
+            raise InvalidValue(f"{name} cannot be null.", name)
+    changes = fields | ({"preemptible": int(fields["preemptible"])} if "preemptible" in fields else {})
+    if not fields.keys().isdisjoint(("min_devices", "max_devices")):
+        least, most = (fields.get(name, getattr(row, name)) for name in ("min_devices", "max_devices"))
+        sizes = settings.DeviceBounds(least, most).check(row.resolved, settings.nodes_of(context))
+        changes |= {"allowed_sizes": sizes} if row.resolved else {}
+        if row.resolved and (base := resolve(context.db, row.model)) is not None:
+            estimator = Estimator(settings.shape_of(base), settings.box_facts(context), method_of(row.method))
+            changes["estimate"] = (row.estimate or {}) | {"memory": estimator.verdict(row.resolved, sizes).memory()}
+    return changes
+
+
+def _entry(job: dict[str, Any], position: int, planned: dict[str, Any] | None, paused: str | None) -> dict[str, Any]:
+    """job: as the API shows it."""
+    if planned is not None:
+        reason, message = planned["reason"], paused or planned["message"]
+    else:
+        reason, message = VALIDATING if job["phase"] == "validating" else SUBMITTED
+    names = "id owner phase priority devices min_devices max_devices allowed_sizes deadline_s preemptible created_s"
+    return {"position": position, **{name: job[name] for name in names.split()}, "reason": reason, "message": message}
+
+
+def _owners(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each owner has: among equal priorities, everyone's first job comes before anyone's second."""
+    found: dict[str | None, dict[str, Any]] = {}
+    for entry in entries:
+        shares = found.setdefault(entry["owner"], {"owner": entry["owner"], "running": 0, "waiting": 0, "devices": 0})
+        shares["running" if entry["devices"] else "waiting"] += 1
+        shares["devices"] += len(entry["devices"])
+    return list(found.values())

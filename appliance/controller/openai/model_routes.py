@@ -20,14 +20,13 @@ from appliance.controller.access.model_access import (
     unknown_model,
     usable_model,
 )
-from appliance.controller.context.context import ControllerContext, record
-from appliance.controller.context.scheduler import ModelStates
+from appliance.controller.context.context import ControllerContext, ModelStates, record
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.jobs.wanted import pause_jobs_without_model
+from appliance.controller.jobs.phases import pause_jobs_without_model
 from appliance.controller.models import archive
-from appliance.controller.models.removal import doomed, remove
+from appliance.controller.models.lifecycle import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys
@@ -91,11 +90,11 @@ def routes(context: ControllerContext) -> APIRouter:
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
         if not caller_may_use(db, caller, name):
             raise unknown_model(name)
-        found = doomed(context, name)
-        if found.model.kind == "base" and not caller.is_admin:
+        model, version = doomed(db, name)
+        if model.kind == "base" and not caller.is_admin:
             raise Forbidden(ADMIN)
-        _refuse_unless_own(found.model, caller, "delete")
-        await remove(context, found, caller)
+        _refuse_unless_own(model, caller, "delete")
+        await remove(context, name, model, version, caller)
         return {"id": name, "object": "model", "deleted": True}
 
     # A POST, because names contain slashes: a GET or DELETE of "a/share" refers to the model of that name.
@@ -153,7 +152,7 @@ def _shown(context: ControllerContext, found: Resolved, caller: Principal, state
         "object": "model",
         "created": int(made_s),
         "owned_by": found.model.owned_by,
-        "max_model_len": context.sizes.context(found.model, found.version),
+        "max_model_len": context.sizes.size(found.model, found.version).max_model_len,
         "state": states.word(found.name),
         "state_details": states.message(found.name),
         **(_audience(context.db, found.model) if own else {}),

@@ -27,7 +27,7 @@ from appliance.controller.interfaces.errors import (
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.wanted import max_priority
+from appliance.controller.jobs.phases import max_priority
 from appliance.models.checkpoint import TRAINED_FORM
 from appliance.store.ids import new_id
 from appliance.store.objects import evals, files, jobs, models
@@ -45,6 +45,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Devices = Annotated[int, Field(ge=1, le=65536)]
 Priority = Annotated[int, Field(ge=-1000, le=1000)]
 Moment = Annotated[float, Field(gt=0, lt=1e11)]
+Tag = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 Hyperparameters = dict[Annotated[str, StringConstraints(max_length=64)], Any]
 _JUDGES = {
     "grader": "which gives an answer its reward",
@@ -72,9 +73,7 @@ class Wandb(StrictBody):
     project: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")]
     entity: Annotated[str, StringConstraints(max_length=128)] | None = None
     name: Annotated[str, StringConstraints(max_length=128)] | None = None
-    tags: (
-        Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=64)]], Field(max_length=32)] | None
-    ) = None
+    tags: Annotated[list[Tag], Field(max_length=32)] | None = None
 
 
 class Integration(StrictBody):
@@ -137,46 +136,33 @@ def training_of(request: JobCreate) -> Training:
     choice: Any = request.method
     method = METHODS.get(choice.type) if choice else DEFAULT
     if method is None:
-        raise BadRequest(
-            f"The method {shown(choice.type)} is not supported; expected one of {', '.join(METHODS)}.",
-            param="method.type",
-            code="unsupported_method",
-        )
+        why = f"The method {shown(choice.type)} is not supported; expected one of {', '.join(METHODS)}."
+        raise BadRequest(why, "method.type", "unsupported_method")
     # OpenAI's SDK may send the blocks of other methods too, but not in place of the method's own.
     own = getattr(choice, method.name, None)
     other = next((name for name in METHODS if getattr(choice, name, None) is not None), None)
     if own is None and other is not None:
-        raise InvalidValue(
-            f"Invalid value for 'method.{other}': the type of the method is '{method.name}', which reads "
-            f"'method.{method.name}'.",
-            f"method.{other}",
-        )
+        why = f"the type of the method is '{method.name}', which reads 'method.{method.name}'"
+        raise InvalidValue(f"Invalid value for 'method.{other}': {why}.", f"method.{other}")
     block = {name: getattr(own, name) for name in own.model_fields_set} if own is not None else {}
     where = f"method.{method.name}.hyperparameters"
     old, new = request.hyperparameters or {}, block.pop("hyperparameters", None) or {}
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
-            raise InvalidValue(
-                f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}; give it once.",
-                f"hyperparameters.{name}",
-            )
+            both = f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}"
+            raise InvalidValue(f"{both}; give it once.", f"hyperparameters.{name}")
     training = Training(method, old | new, where if choice else "hyperparameters", block)
     if method.judged_by and method.judged_by not in block:
         param = training.path(method.judged_by)
-        raise BadRequest(
-            f"Missing required parameter: '{param}', {_JUDGES[method.judged_by]}.",
-            param=param,
-            code="missing_required_parameter",
-        )
+        why = f"Missing required parameter: '{param}', {_JUDGES[method.judged_by]}."
+        raise BadRequest(why, param, "missing_required_parameter")
     return training
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:
-    return BadRequest(
-        f"Invalid value for '{where}.{error.param}': {shown(error.given)} was given, expected {error.expected}.",
-        param=f"{where}.{error.param}",
-        code="invalid_hyperparameter",
-    )
+    param, given = f"{where}.{error.param}", shown(error.given)
+    message = f"Invalid value for '{param}': {given} was given, expected {error.expected}."
+    return BadRequest(message, param, "invalid_hyperparameter")
 
 
 # What becomes of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are to
@@ -214,7 +200,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         dataset = _seen(data["training_file"])
-        resolved = settings.resolve(context, base, method, training.hyperparameters, dataset, bounds)
+        resolved = settings.Wish(context, base, method, training.hyperparameters, dataset, bounds).resolve()
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:
@@ -296,9 +282,9 @@ def _output_model(
     """The name of the model that the job makes: a new one, or the model that it was asked to make a version of. Raises
     BadRequest and Conflict."""
     db, name, suffix = context.db, body.publish_as, body.suffix
-    if suffix is not None and not model_access.is_suffix(suffix):
-        why = f"Invalid value for 'suffix': {shown(suffix)} was given, expected {model_access.SUFFIX_RULE}."
-        raise InvalidValue(why, "suffix")
+    if suffix is not None and not (len(suffix) <= 64 and model_access.suffix_in_name(suffix)):
+        rule = "expected a string of at most 64 characters, with a letter from a to z or a digit"
+        raise InvalidValue(f"Invalid value for 'suffix': {shown(suffix)} was given, {rule}.", "suffix")
     if name is None:
         if not body.activate or body.gate is not None:
             param = "gate" if body.gate is not None else "activate"
@@ -308,7 +294,8 @@ def _output_model(
     if suffix is not None:
         why = "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one."
         raise InvalidValue(why, "suffix")
-    others, existing = jobs.unfinished_making(db, name), models.find(db, name)
+    others = jobs.list_unfinished(db, " AND output_model = ?", name)
+    existing = models.find(db, name)
     if existing is None and not model_access.is_stable_name(name):
         expected = f"expected the name of a fine-tuned model of yours, or a new one: {model_access.STABLE_NAME_RULE}"
         raise InvalidValue(f"Invalid value for 'publish_as': {shown(name)} was given, {expected}.", "publish_as")

@@ -1,5 +1,5 @@
-"""Objects of stored answers: responses, their items and conversations, responses in background with their events, and
-kept chat completions. Pure.
+"""Objects and rows of stored answers: responses, their items and conversations, responses in background with their
+events, and kept chat completions. Pure.
 
 An item is an element of `input` and `output` of /v1/responses. A normal response is an engine's own object; one in
 background exists before any engine has seen it. Shapes: https://platform.openai.com/docs/api-reference/responses/object,
@@ -11,17 +11,24 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast, get_args
 
 import orjson
 
 from appliance.gateway.requests.answers import OPTIONS
-from appliance.store.objects import responses
-from appliance.store.objects.responses import ended_status
-from appliance.store.rows import ResponseRow
+from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
 
 Object = dict[str, Any]
-_ASKED = {
+COMPLETION = "chat.completion"
+_QUEUED = {
+    **dict.fromkeys(("error", "incomplete_details", "usage")),
+    "object": "response",
+    "status": "queued",
+    "background": True,
+    "output": [],
+    "store": True,
+}
+_DEFAULTS = {
     **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model")),
     **dict.fromkeys(("previous_response_id", "reasoning", "text", "top_logprobs", "user")),
     "parallel_tool_calls": True,
@@ -32,9 +39,62 @@ _ASKED = {
     "top_p": 1.0,
     "truncation": "disabled",
 }
-_ENDS = {"completed": "completed", "failed": "failed"}
+_ENDED = frozenset(get_args(ResponseStatus)) - {*UNFINISHED_RESPONSE}
 _ANSWERED = ("id", "object", "created", "model", "choices", "usage", "system_fingerprint", "service_tier")
 _CHOICE = ("index", "message", "logprobs", "finish_reason")
+
+
+# --- rows
+
+
+def bytes_of(*parts: Any) -> int:
+    """As they are stored."""
+    return len(orjson.dumps(parts))
+
+
+def _row(key_id: str, owner: str, given: Any, answer: Object, request: Object | None = None, **of: Any) -> ResponseRow:
+    """given: what it was asked with. request: of one in background."""
+    return ResponseRow(
+        id=answer["id"],
+        key_id=key_id,
+        owner=owner,
+        status=ended_status(answer.get("status")) if request is None else "queued",
+        created_s=float(answer.get("created_at") or answer["created"]),
+        bytes=bytes_of(given, answer, request),
+        input=given,
+        response=answer,
+        request=request,
+        **of,
+    )
+
+
+def ended_status(status: str | None) -> ResponseStatus:
+    """Of an answer: a newer engine may report a status that rows do not have, and a completion has none."""
+    return cast(ResponseStatus, status) if status in _ENDED else "completed"
+
+
+def copy_row(copy: Object, owner: str) -> ResponseRow:
+    """The row for a gateway's copy of an answer, as `StoredResponses.take` has it."""
+    if copy["response"].get("object") == COMPLETION:
+        return completion_row(copy["key"], owner, copy["input"], copy["response"])
+    return _row(copy["key"], owner, items_of(copy["input"]), copy["response"], previous_id=copy["previous"])
+
+
+def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> ResponseRow:
+    made = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
+    made["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
+    # As OpenAI's stored objects have them, null where nothing was asked.
+    made["input_user"] = request.get("user")
+    described = {"model": answer["model"], "metadata": request.get("metadata") or None}
+    return _row(key_id, owner, request["messages"], made, kind=COMPLETION, **described)
+
+
+def queued_row(body: Object, key_id: str, owner: str) -> ResponseRow:
+    """The row of one in background, by its request."""
+    made = queued(f"resp_{secrets.token_hex(16)}", body, time.time())
+    request = {name: value for name, value in body.items() if name != "input"}
+    previous_id = body.get("previous_response_id")
+    return _row(key_id, owner, items_of(body["input"]), made, request, background=1, previous_id=previous_id)
 
 
 # --- items
@@ -47,21 +107,16 @@ def items_of(given: Any) -> list[Object]:
     return [item for item in given if isinstance(item, dict)]
 
 
-def turn_items(row: ResponseRow) -> list[Object]:
-    """The items of this response that a later answer continues from: its input and output."""
-    return [*orjson.loads(row.input), *outputs(row)]
-
-
 def listed(row: ResponseRow, *, answered: bool) -> list[Object]:
     """The input items of one response, each with an id. answered: also its output, since a later response receives that
     too."""
-    items = [_shown(item, row.id, place) for place, item in enumerate(orjson.loads(row.input))]
+    items = [_shown(item, row.id, place) for place, item in enumerate(row.input)]
     return [*items, *outputs(row)] if answered else items
 
 
 def outputs(row: ResponseRow) -> Iterator[Object]:
     """Its output in the form an engine accepts as input: messages without text are left out."""
-    for item in orjson.loads(row.response).get("output") or ():
+    for item in row.response.get("output") or ():
         if isinstance(item, dict) and (item.get("type") != "message" or item.get("content")):
             yield item
 
@@ -79,17 +134,12 @@ def _shown(item: Object, response_id: str, place: int) -> Object:
 
 def _parts(content: Any, answered: bool) -> Any:
     if isinstance(content, str):
-        return [
-            {"type": "output_text", "text": content, "annotations": []}
-            if answered
-            else {"type": "input_text", "text": content}
-        ]
+        part = {"type": "output_text", "annotations": []} if answered else {"type": "input_text"}
+        return [{**part, "text": content}]
     if not isinstance(content, list):
         return content
-    return [
-        {"detail": "auto", **part} if isinstance(part, dict) and part.get("type") == "input_image" else part
-        for part in content
-    ]
+    images = [isinstance(part, dict) and part.get("type") == "input_image" for part in content]
+    return [{"detail": "auto", **part} if is_image else part for part, is_image in zip(content, images, strict=True)]
 
 
 # --- responses in background
@@ -97,58 +147,8 @@ def _parts(content: Any, answered: bool) -> Any:
 
 def queued(response_id: str, request: Object, created_s: float) -> Object:
     """From the request's body, with the API's defaults."""
-    settings = {name: default if request.get(name) is None else request[name] for name, default in _ASKED.items()}
-    return {
-        "id": response_id,
-        "object": "response",
-        "created_at": int(created_s),
-        "status": "queued",
-        "background": True,
-        "error": None,
-        "incomplete_details": None,
-        "output": [],
-        "store": True,
-        "usage": None,
-        **settings,
-    }
-
-
-def queued_row(body: Object, key_id: str, owner: str) -> ResponseRow:
-    now_s, response_id = time.time(), f"resp_{secrets.token_hex(16)}"
-    given = orjson.dumps(items_of(body["input"])).decode()
-    request = orjson.dumps({name: value for name, value in body.items() if name != "input"}).decode()
-    made = orjson.dumps(queued(response_id, body, now_s)).decode()
-    return ResponseRow(
-        id=response_id,
-        key_id=key_id,
-        owner=owner,
-        status="queued",
-        created_s=now_s,
-        background=1,
-        request=request,
-        bytes=responses.bytes_of(given, request, made),
-        input=given,
-        response=made,
-        previous_id=body.get("previous_response_id"),
-    )
-
-
-def answered(before: Object, answer: Object) -> Object:
-    """before: the object while it was queued; answer: the engine's."""
-    kept = ("id", "created_at", "background", "store", "previous_response_id", "error")
-    status = ended_status(answer.get("status"))
-    return {**before, **answer, **{name: before[name] for name in kept}, "status": status}
-
-
-def failed(before: Object, code: str, message: str) -> Object:
-    return {**before, "status": "failed", "error": {"code": code, "message": message}}
-
-
-def engine_body(request: Object, items: list[Any] | None) -> Object:
-    """The request to the engine; items: the whole conversation, None if the request contains all of it."""
-    dropped = ("background", "stream", "stream_options", "previous_response_id")
-    body = {name: value for name, value in request.items() if name not in dropped}
-    return {**body, "store": False} | ({} if items is None else {"input": items})
+    settings = {name: default if request.get(name) is None else request[name] for name, default in _DEFAULTS.items()}
+    return {"id": response_id, "created_at": int(created_s), **_QUEUED, **settings}
 
 
 def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
@@ -173,77 +173,40 @@ def _events(response: Object) -> Iterator[tuple[str, Object]]:
     if status == "in_progress":
         return
     for place, item in enumerate(response["output"]):
-        yield from _item(place, item)
-    yield f"response.{_ENDS.get(status, 'incomplete')}", {"response": response}
-
-
-def _item(place: int, item: Object) -> Iterator[tuple[str, Object]]:
-    at = {"output_index": place}
-    of = {**at, "item_id": item.get("id")}
-    empty = {"content": []} if item.get("type") == "message" else {}
-    empty |= {"arguments": ""} if item.get("type") == "function_call" else {}
-    yield "response.output_item.added", {**at, "item": {**item, "status": "in_progress", **empty}}
-    if item.get("type") == "message":
-        for index, part in enumerate(item.get("content") or ()):
-            yield from _part({**of, "content_index": index}, part)
-    elif item.get("type") == "function_call":
-        arguments = item.get("arguments", "")
-        yield "response.function_call_arguments.delta", {**of, "delta": arguments}
-        yield "response.function_call_arguments.done", {**of, "arguments": arguments, "name": item.get("name")}
-    yield "response.output_item.done", {**at, "item": item}
-
-
-def _part(of: Object, part: Object) -> Iterator[tuple[str, Object]]:
-    if part.get("type") != "output_text":
-        return
-    text = part.get("text", "")
-    yield "response.content_part.added", {**of, "part": {**part, "text": ""}}
-    yield "response.output_text.delta", {**of, "delta": text, "logprobs": []}
-    yield "response.output_text.done", {**of, "text": text, "logprobs": []}
-    yield "response.content_part.done", {**of, "part": part}
+        at, kind = {"output_index": place}, item.get("type")
+        of = {**at, "item_id": item.get("id")}
+        empty: Object = {"message": {"content": []}, "function_call": {"arguments": ""}}.get(kind, {})
+        yield "response.output_item.added", {**at, "item": {**item, "status": "in_progress", **empty}}
+        if kind == "function_call":
+            arguments = item.get("arguments", "")
+            yield "response.function_call_arguments.delta", {**of, "delta": arguments}
+            yield "response.function_call_arguments.done", {**of, "arguments": arguments, "name": item.get("name")}
+        for index, part in enumerate(item.get("content") or () if kind == "message" else ()):
+            if part.get("type") == "output_text":
+                whole, text = {**of, "content_index": index}, part.get("text", "")
+                yield "response.content_part.added", {**whole, "part": {**part, "text": ""}}
+                yield "response.output_text.delta", {**whole, "delta": text, "logprobs": []}
+                yield "response.output_text.done", {**whole, "text": text, "logprobs": []}
+                yield "response.content_part.done", {**whole, "part": part}
+        yield "response.output_item.done", {**at, "item": item}
+    end = status if status in ("completed", "failed") else "incomplete"
+    yield f"response.{end}", {"response": response}
 
 
 # --- kept chat completions
 
 
-def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> ResponseRow:
-    """The row for a gateway's copy."""
-    messages, metadata = request["messages"], request.get("metadata") or None
-    made = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
-    made["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
-    # As OpenAI's stored objects have them, null where nothing was asked.
-    made["input_user"] = request.get("user")
-    given, answered = orjson.dumps(messages).decode(), orjson.dumps(made).decode()
-    described = None if metadata is None else orjson.dumps(metadata).decode()
-    return ResponseRow(
-        id=answer["id"],
-        key_id=key_id,
-        owner=owner,
-        status="completed",
-        kind="chat.completion",
-        created_s=float(answer["created"]),
-        bytes=responses.bytes_of(given, answered, described),
-        input=given,
-        response=answered,
-        model=answer["model"],
-        metadata=metadata,
-    )
-
-
 def completion_object(row: ResponseRow) -> Object:
-    return {**orjson.loads(row.response), "metadata": row.metadata or {}, "owner": row.owner or None}
+    return {**row.response, "metadata": row.metadata or {}, "owner": row.owner or None}
 
 
-def stored_messages(row: ResponseRow) -> list[Object]:
+def stored_messages(row: ResponseRow) -> Iterator[Object]:
     """What it was asked with, each message with an id."""
-    return [_message(row.id, place, message) for place, message in enumerate(orjson.loads(row.input))]
-
-
-def _message(completion_id: str, place: int, message: Object) -> Object:
-    content = message.get("content")
-    parts = content if isinstance(content, list) else None
-    if parts is not None:
-        texts = [part.get("text") for part in parts if isinstance(part, dict)]
-        content = "\n".join(text for text in texts if isinstance(text, str))
-    made = message.get("id") or f"{completion_id}-{place}"
-    return {"name": None, **message, "id": made, "content": content, "content_parts": parts}
+    for place, message in enumerate(row.input):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else None
+        if parts is not None:
+            texts = [part.get("text") for part in parts if isinstance(part, dict)]
+            content = "\n".join(text for text in texts if isinstance(text, str))
+        made = message.get("id") or f"{row.id}-{place}"
+        yield {"name": None, **message, "id": made, "content": content, "content_parts": parts}

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -30,12 +32,11 @@ from appliance.controller.http.routers import Metadata, StrictBody, as_json, mak
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
-from appliance.controller.responses.objects import Object, completion_object, items_of, turn_items
-from appliance.store.database import Part
-from appliance.store.objects import responses
-from appliance.store.objects.responses import COMPLETION
+from appliance.controller.responses.objects import COMPLETION, Object, completion_object
+from appliance.store.database import HAS_PAIR, Part
 from appliance.store.records import keys
-from appliance.store.rows import AnswerKind, ResponseRow, TaskRow
+from appliance.store.rows import RESPONSES as ROWS
+from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
 
 log = logging.getLogger("appliance.controller")
 
@@ -44,27 +45,18 @@ URL = "/v1/responses"
 MAX_COPIES_BYTES = 64 << 20
 """Of a gateway's copies of answers."""
 COMMENT_EVERY_S, STATUS_EVERY_S = 15.0, 0.2
+_KEPT = ("id", "created_at", "background", "store", "previous_response_id", "error")
+"""Fields of a response in background that the engine's answer doesn't change."""
+_NOT_ASKED = ("background", "stream", "stream_options", "previous_response_id")
+"""Fields of its request that no engine gets."""
 _CODES = {INTERNAL_ERROR: "server_error", KEY_ENDED: "invalid_prompt"}
 """OpenAI's responses have these codes only."""
 DAY_S = 86400.0
 ARRIVES_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.02
-RESPONSES = Resource(
-    "response",
-    URL,
-    (INFERENCE,),
-    responses.find_visible,
-    missing="Response with id {} not found.",
-    fields=("status",),
-)
-COMPLETIONS = Resource(
-    "completion",
-    "/v1/chat/completions",
-    (INFERENCE,),
-    responses.find_visible,
-    missing="Chat completion with id {} not found.",
-    code="chat_completion_not_found",
-)
+RESPONSES = Resource("response", URL, (INFERENCE,), ROWS.find_visible, fields=("status",))
+_NOT_FOUND = "chat_completion_not_found"
+COMPLETIONS = Resource("completion", "/v1/chat/completions", (INFERENCE,), ROWS.find_visible, code=_NOT_FOUND)
 _OF_KIND = {"response": (RESPONSES, "resp_"), COMPLETION: (COMPLETIONS, "chatcmpl-")}
 """And how the ids of engines begin, the only ones that can be on their way."""
 
@@ -92,16 +84,21 @@ class StoredResponses:
 
     def _add(self, copy: Any) -> bool:
         """Whether it is new. One transaction each, for a copy may have megabytes."""
-        row = _row(copy, keys.owner_of(self._db, copy["key"]))
         with self._db.transaction():
+            owner, ended = keys.standing(self._db, copy["key"])
+            row = objects.copy_row(copy, owner)
             # A gateway keeps copies while the controller is away; they would bring back a person who was forgotten.
-            return not keys.owner_has_left(self._db, row.key_id) and responses.insert(self._db, row)
+            if not (ended and keys.without_key(self._db, [owner])):
+                with suppress(sqlite3.IntegrityError):  # a copy may arrive twice
+                    ROWS.insert(self._db, row)
+                    return True
+        return False
 
     async def find(self, response_id: str, viewer: str | None, kind: AnswerKind = "response") -> ResponseRow:
         """Raises NotFound."""
         resource, begins = _OF_KIND[kind]
         until_s = time.monotonic() + (ARRIVES_WITHIN_S if response_id.startswith(begins) else 0.0)
-        find = partial(responses.find_visible, self._db, response_id, viewer=viewer)
+        find = partial(ROWS.find_visible, self._db, response_id, viewer=viewer)
         while (row := await asyncio.to_thread(find)) is None and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_EVERY_S)
         if row is None or row.kind != kind:
@@ -123,7 +120,7 @@ class StoredResponses:
             if not row.finished:
                 text = f"Previous response with id {shown(response_id)} is {row.status}: wait for its end."
                 raise _cannot_continue(text, "previous_response_not_ready")
-            turns.append(turn_items(row))
+            turns.append([*row.input, *objects.outputs(row)])
             size += len(orjson.dumps(turns[-1]))
             if size > self._config.json_body_bytes:
                 most = self._config.json_body_bytes
@@ -136,35 +133,41 @@ class StoredResponses:
 
     def turns(self, response_id: str | None, viewer: str | None) -> Iterator[ResponseRow]:
         """This response and those that lead to it, the newest first, as far back as they are there."""
-        while response_id and (row := responses.find_visible(self._db, response_id, viewer=viewer)) is not None:
+        while response_id and (row := ROWS.find_visible(self._db, response_id, viewer=viewer)) is not None:
             yield row
             response_id = row.previous_id
 
     def keep_house(self, now_s: float) -> None:
         """Delete what is too old, what is past its owner's bounds, and what belongs to nobody any more. On a thread."""
-        responses.delete_of_leavers(self._db)
-        responses.delete_before(self._db, now_s - self._config.responses_kept_days * DAY_S)
-        for key_id in responses.keys_of_owners(self._db):
-            bounds, owner = self._quotas.bounds(key_id), keys.owner_of(self._db, key_id)
-            responses.shrink(self._db, owner, number=bounds.responses, size=bounds.responses_bytes)
+        db, ended = self._db, f"NOT {UNFINISHED['responses']}"
+        lives = "SELECT owner FROM keys WHERE revoked_s IS NULL"
+        left = f"SELECT id FROM keys WHERE revoked_s IS NOT NULL AND owner NOT IN ({lives})"
+        db.delete("responses", f"key_id IN ({left})")
+        db.delete("responses", f"created_s < ? AND {ended}", [now_s - self._config.responses_kept_days * DAY_S])
+        newer = "sum(1) OVER newer > ?2 OR sum(bytes) OVER newer > ?3 AS is_over"
+        held = f"SELECT seq, status, {newer} FROM responses WHERE owner = ?1 WINDOW newer AS (ORDER BY seq DESC)"
+        for key_id in db.column("SELECT key_id, max(seq) FROM responses GROUP BY owner"):
+            bounds, owner = self._quotas.bounds(key_id), keys.owner_of(db, key_id)
+            over = f"seq IN (SELECT seq FROM ({held}) WHERE is_over AND {ended})"
+            db.delete("responses", over, [owner, bounds.responses, bounds.responses_bytes])
 
     # --- in background: a task each; the row has the request until the response has ended
 
     def cancel(self, response_id: str) -> None:
         """One that has ended stays unchanged."""
-        self._change(response_id, lambda before: {**before, "status": "cancelled"})
+        self._change(response_id, status="cancelled")
         self._context.tasks.restart(TASKS, response_id)
 
     async def follow(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
         """Events of its stream with numbers above `after`, until it has ended."""
-        while (row := responses.find(self._db, response_id)) is not None:
-            for place, event in objects.events(orjson.loads(row.response), after):
+        while (row := ROWS.find(self._db, response_id)) is not None:
+            for place, event in objects.events(row.response, after):
                 after = place
                 yield event
             if row.finished:
                 return
             comment_s = time.monotonic() + COMMENT_EVERY_S
-            while responses.status(self._db, response_id) == row.status:
+            while self._db.value("SELECT status FROM responses WHERE id = ?", [response_id]) == row.status:
                 if time.monotonic() >= comment_s:
                     yield b": waiting\n\n"
                     comment_s += COMMENT_EVERY_S
@@ -172,45 +175,46 @@ class StoredResponses:
 
     async def run(self, task: TaskRow) -> None:
         """Raises TaskFailed."""
-        row = responses.find(self._db, task.id)
+        row = ROWS.find(self._db, task.id)
         if row is None or row.finished:
             return
-        model, body = orjson.loads(row.request or "{}").get("model", ""), partial(self._body, task.id)
+        model, body = (row.request or {}).get("model", ""), partial(self._body, task.id)
         try:
             answer = await self._context.asking.ask(row.key_id or None, model, URL, body, within_s=DAY_S)
         except ApiError as error:
             raise TaskFailed("invalid_prompt", error.message) from error
         if answer.error:
             raise TaskFailed("server_error" if answer.status >= 500 else "invalid_prompt", answer.error)
-        self._change(task.id, lambda before: objects.answered(before, answer.body))
+        made = {name: value for name, value in answer.body.items() if name not in _KEPT}
+        self._change(task.id, **made | {"status": objects.ended_status(answer.body.get("status"))})
 
     async def _body(self, response_id: str) -> Object:
         """Raises ApiError where the earlier turns are gone."""
-        row = responses.find(self._db, response_id)
+        row = ROWS.find(self._db, response_id)
         if row is None:
             raise ApiError(404, "The response was deleted.")
-        request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
-        items = None
+        items = row.input
         if row.previous_id is not None:
             viewer = caller_of(self._db, row.key_id or None).viewer
-            items = [*await self.conversation(row.previous_id, viewer), *items_of(request["input"])]
-        self._change(response_id, lambda before: {**before, "status": "in_progress"})
-        return objects.engine_body(request, items)
+            items = [*await self.conversation(row.previous_id, viewer), *items]
+        self._change(response_id, status="in_progress")
+        request = {name: value for name, value in (row.request or {}).items() if name not in _NOT_ASKED}
+        return {**request, "input": items, "store": False}
 
     async def fail(self, task: TaskRow, error: TaskFailed) -> None:
         code = _CODES.get(error.code, error.code)
-        self._change(task.id, lambda before: objects.failed(before, code, str(error)))
+        self._change(task.id, status="failed", error={"code": code, "message": str(error)})
 
-    def _change(self, response_id: str, change: Callable[[Object], Object]) -> None:
-        """Change the object of a response, unless it has ended."""
+    def _change(self, response_id: str, **fields: Any) -> None:
+        """Change fields of the object of a response, unless it has ended."""
         with self._db.transaction():
-            row = responses.find(self._db, response_id)
+            row = ROWS.find(self._db, response_id)
             if row is None or row.finished:
                 return
-            made = change(orjson.loads(row.response))
-            request, text = row.request if made["status"] == "in_progress" else None, orjson.dumps(made).decode()
-            changes: dict[str, Any] = {"status": made["status"], "response": text, "request": request}
-            responses.update(self._db, row.id, **changes, bytes=responses.bytes_of(row.input, text, request))
+            made = row.response | fields
+            request = row.request if made["status"] == "in_progress" else None
+            changes: dict[str, Any] = {"status": made["status"], "response": made, "request": request}
+            ROWS.update(self._db, row.id, **changes, bytes=objects.bytes_of(row.input, made, request))
 
 
 def _previous_not_found(response_id: str) -> ApiError:
@@ -219,24 +223,6 @@ def _previous_not_found(response_id: str) -> ApiError:
 
 def _cannot_continue(message: str, code: str) -> ApiError:
     return BadRequest(message, "previous_response_id", code)
-
-
-def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
-    response = copy["response"]
-    if response.get("object") == COMPLETION:
-        return objects.completion_row(copy["key"], owner, copy["input"], response)
-    given, answered = orjson.dumps(items_of(copy["input"])).decode(), orjson.dumps(response).decode()
-    return ResponseRow(
-        id=response["id"],
-        key_id=copy["key"],
-        status=responses.ended_status(response["status"]),
-        created_s=float(response["created_at"]),
-        bytes=responses.bytes_of(given, answered),
-        input=given,
-        response=answered,
-        previous_id=copy["previous"],
-        owner=owner,
-    )
 
 
 # --- routes
@@ -277,26 +263,26 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         def make() -> ResponseRow:
             row = objects.queued_row(body, caller.key_id or "", caller.owner)
             context.quotas.check(caller, row.bytes, begins=True)
-            responses.insert(db, row)
+            ROWS.insert(db, row)
             context.tasks.start(TASKS, row.id, row.key_id or None)
             return row
 
         row = RESPONSES.once(request, caller, await request.body(), make)
-        return _stream(stored.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
+        return _stream(stored.follow(row.id, -1)) if body.get("stream") else as_json(row.response)
 
     @router.get("/{response_id}")
     def retrieve(
         row: Stored, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None
     ) -> Response:
         if not stream:
-            return _json(row.response.encode())
+            return as_json(row.response)
         if not row.background:
             raise BadRequest("Only a response created in background can be streamed later.", "stream")
         return _stream(stored.follow(row.id, -1 if starting_after is None else starting_after))
 
     @router.delete("/{response_id}")
     async def delete(row: Stored) -> dict[str, Any]:
-        responses.delete(db, row.id)
+        ROWS.delete(db, row.id)
         context.tasks.restart(TASKS, row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 
@@ -305,7 +291,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         if not row.background:
             raise BadRequest("Cannot cancel a synchronous response.", "response_id")
         stored.cancel(row.id)
-        return _json((responses.find(db, row.id) or row).response.encode())
+        return as_json((ROWS.find(db, row.id) or row).response)
 
     @router.get("/{response_id}/input_items")
     def input_items(row: Stored, caller: Caller, part: Annotated[Part, part(20, most=100)]) -> dict[str, Any]:
@@ -338,11 +324,13 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         messages: bool = False,
     ) -> dict[str, Any]:
         """messages: ours, each with what it was asked with."""
-        chosen = {"model": model, "metadata": metadata_of(request), "messages": messages}
-        page = responses.page_completions(db, viewer=caller.viewer, **chosen, **part)
-        return list_object(
-            page, lambda row: completion_object(row) | ({"messages": orjson.loads(row.input)} if messages else {})
-        )
+        pairs = metadata_of(request)
+        # The kind as a literal, for the partial index.
+        where = " AND ".join([f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)", *[HAS_PAIR] * len(pairs)])
+        parameters = [model, model, *(text for pair in pairs.items() for text in pair)]
+        chosen = {"where": where, "parameters": parameters, "unread": () if messages else ("input",)}
+        page = ROWS.page_visible(db, viewer=caller.viewer, **chosen, **part)
+        return list_object(page, lambda row: completion_object(row) | ({"messages": row.input} if messages else {}))
 
     @completions.get("/{completion_id}")
     def retrieve_completion(row: Completion) -> dict[str, Any]:
@@ -350,24 +338,20 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
 
     @completions.post("/{completion_id}")
     async def update(row: Completion, body: CompletionUpdate) -> Response:
-        responses.update(db, row.id, metadata=body.metadata)
+        ROWS.update(db, row.id, metadata=body.metadata)
         return as_json(completion_object(replace(row, metadata=body.metadata)))
 
     @completions.delete("/{completion_id}")
     async def delete_completion(row: Completion) -> dict[str, Any]:
-        responses.delete(db, row.id)
+        ROWS.delete(db, row.id)
         return {"id": row.id, "object": "chat.completion.deleted", "deleted": True}
 
     @completions.get("/{completion_id}/messages")
     def list_messages(row: Completion, part: Annotated[Part, part(20, most=100, order="asc")]) -> dict[str, Any]:
-        return sliced(objects.stored_messages(row), **part)
+        return sliced([*objects.stored_messages(row)], **part)
 
     return [router, internal, completions]
 
 
 def _stream(events: AsyncIterator[bytes]) -> Response:
     return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

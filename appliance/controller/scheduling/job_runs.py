@@ -16,7 +16,7 @@ from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
-from appliance.controller.models import removal
+from appliance.controller.models import lifecycle
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, VersionRow
@@ -73,28 +73,22 @@ class JobRuns:
             await asyncio.to_thread(self._prepare, row)
 
     def _prepare(self, row: VersionRow) -> None:
-        try:
-            if not self._is_whole(row):
-                self._tiers.bring_in(name_of(row))
-        except WeightsError as error:
-            raise LookupError(str(error)) from error
-
-    def _is_whole(self, row: VersionRow) -> bool:
-        """Whether ranks may read it. What is in shared memory was verified on arrival; what is on disk is verified once
-        per controller lifetime."""
+        """Load it unless ranks may read it where it is. What is in shared memory was verified on arrival; what is on
+        disk is verified once per controller lifetime."""
         try:
             path = Path(self._bytes_of(row))
+            if path not in self._whole and not path.is_relative_to(self._shm_root):
+                verify(path)
+                self._whole.add(path)
+            return
         except LookupError:
-            return False
-        if path in self._whole or path.is_relative_to(self._shm_root):
-            return True
-        try:
-            verify(path)
+            pass
         except IntegrityError as error:
             log.error("not used as a base for training: %s", error)
-            return False
-        self._whole.add(path)
-        return True
+        try:
+            self._tiers.bring_in(name_of(row))
+        except WeightsError as error:
+            raise LookupError(str(error)) from error
 
     def spec(self, job_id: str, device_kind: str) -> TrainSpec:
         """The spec for the job's ranks, which compute on devices of this kind. Raises LookupError when the base
@@ -191,17 +185,15 @@ class JobRuns:
             self._rollouts.published(job_id, int(event["step"]))
             return
         self._events.ingest(job_id, event)
-        if event["event"] == "published":
-            self._published(job_id, event["version"])
-
-    def _published(self, job_id: str, version: str) -> None:
+        if event["event"] != "published":
+            return
         row = jobs.get(self._db, job_id)
         self._tiers.nudge()
         if row.resolved["publish"] == "checkpoints":
-            self._gone += removal.drop_older_checkpoints(self._db, row)
+            self._gone += lifecycle.drop_older_checkpoints(self._db, row)
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
-            serve_if_allowed(self._db, row, version)
+            serve_if_allowed(self._db, row, event["version"])
         self._routing.refresh()
         self._inbox.nudge()
 

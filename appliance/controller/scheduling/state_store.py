@@ -1,33 +1,37 @@
-"""The scheduler's view of the store: reads jobs, deployments and the mode; writes phases and reasons."""
+"""The scheduler's view of the store: reads jobs, deployments and the mode, with what the gateways' reports say of the
+demand; writes phases and reasons."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus
-from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force, mode_windows, policy_of, read_mode
-from appliance.controller.engines.routing_table import BusRouting
+from appliance.controller.engines.routing_table import BusRouting, Traffic
 from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message, fail
-from appliance.controller.jobs.wanted import pause_reason
+from appliance.controller.jobs.phases import pause_reason
 from appliance.controller.models import capacity
-from appliance.gateway.core.table import OPEN
+from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, OPEN
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.objects.models import callable_adapters
 from appliance.store.records import audit, deployments, usage
-from appliance.store.rows import AuditRow, DeploymentRow, JobRow
+from appliance.store.rows import JOBS, MODEL_SETTINGS, AuditRow, DeploymentRow, JobRow
+from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
 from scheduler.handover.effects import Outcome
+from scheduler.plan import autoscaler
+from scheduler.plan.autoscaler import Bounds, StandbyLearner
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 
@@ -37,6 +41,10 @@ CHECKPOINT_IDLE_S = 300.0
 """Limit for models that nobody deployed: checkpoints called by name, and hosts of adapters."""
 POLICY_IDLE_S = 1.0
 """The same for models in training, whose jobs may wait for the devices."""
+LOOK_S = 0.25
+"""Least time between two steps of learning: reports come more often."""
+MOST_REPLICAS = 64
+"""Largest standby that is learned: all numbers up to it are simulated, so its cost grows with its square."""
 
 
 def job_host_bytes(row: JobRow) -> dict[int, int]:
@@ -78,22 +86,26 @@ class SqliteStateStore:
     def after_restart(self, adopted: Collection[str] = ()) -> None:
         """Requeue jobs that a crash left "running", except those whose ranks still run (`adopted`)."""
         usage.close_left_open(self._db, set(adopted))
-        for row in jobs.list_in_phase(self._db, "running"):
+        for row in JOBS.list_all(self._db, "phase = 'running'"):
             if row.id in adopted:
                 continue
             self.job_waiting(row.id, "the box was restarted")
 
     def load(self, *, free_devices: int) -> Workload:
-        unfinished = self._finish_cancelled(jobs.list_unfinished(self._db))
-        ids = {row.id for row in unfinished}
-        self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
+        planned = list[JobRow]()
+        for row in jobs.list_unfinished(self._db):
+            if row.wanted != "cancel":
+                planned += [row] if row.phase != "validating" else []
+            elif row.phase != "running":  # or it stops first, because the workload lacks it
+                self._events.cancelled(row.id)
         mode = read_mode(self._db)
-        self._settings, self._demand = models.settings_digests(self._db), self._queued_demand.demands(free_devices)
+        self._settings = {model: row.digest for model, row in models.settings_in_force(self._db).items()}
+        self._demand = self._queued_demand.demands(free_devices)
         return Workload(
             policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
             windows=mode_windows(self._db, self._serving_floor),
-            jobs=tuple(self._job(row) for row in unfinished if row.phase != "validating" and row.wanted != "cancel"),
+            jobs=tuple(map(self._job, planned)),
             deployments=self._learning.learned(self._deployments()),
             cordoned=frozenset(cordons.read(self._db)),
             max_asleep=self._memory.max_asleep(),
@@ -101,10 +113,11 @@ class SqliteStateStore:
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         row = self._open(job_id)
-        if row is not None:
-            usage.devices_held(self._db, job_id, len(devices), time.time())
-        if row is not None and (row.phase != "running" or row.devices != list(devices)):
-            self._events.started(job_id, list(devices), resumed=row.snapshot is not None)
+        if row is None:
+            return
+        usage.devices_held(self._db, job_id, len(devices), time.time())
+        if row.phase != "running" or row.devices != list(devices):
+            self._events.started(job_id, list(devices))
 
     def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
         row = self._open(job_id)
@@ -160,7 +173,7 @@ class SqliteStateStore:
 
     def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
         with self._db.transaction():
-            rows = models.settings_history(self._db, model)
+            rows = MODEL_SETTINGS.list_all(self._db, "model = ?", model)
             if (rows[0].digest if rows else "") != failed.settings:
                 return True
             before = next((row for row in rows if row.digest == served.settings), None)
@@ -174,17 +187,9 @@ class SqliteStateStore:
         self._routing.models_changed()  # the gateways' table holds the context
         return True
 
-    def _finish_cancelled(self, unfinished: list[JobRow]) -> list[JobRow]:
-        """Finish cancelled jobs that hold nothing any more; returns the others. A running one first stops because it is
-        missing from the workload, and is finished when its ranks are gone."""
-        gone = [row for row in unfinished if row.wanted == "cancel" and row.phase != "running"]
-        for row in gone:
-            self._events.cancelled(row.id)
-        return [row for row in unfinished if row not in gone]
-
     def _deployments(self) -> tuple[DeploymentView, ...]:
         """Everything that needs engines of its own. An adapter's demand goes to its host."""
-        active = models.active_versions(self._db)
+        active = {row.id: row.active_version or "" for row in models.list_callable(self._db)}
         adapters = {row.name: row for row in callable_adapters(self._db)} | self._routing.policy_adapters()
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
@@ -202,11 +207,7 @@ class SqliteStateStore:
             if canary.model in views and canary.name not in adapters:
                 like = views[canary.model]
                 # No request waits for it, so demand alone would not start one.
-                own: dict[str, Any] = {
-                    "min_replicas": 1,
-                    "max_replicas": max(1, like.max_replicas),
-                    "idle_limit_s": None,
-                }
+                own = {"min_replicas": 1, "max_replicas": max(1, like.max_replicas), "idle_limit_s": None}
                 views[canary.name] = self._on_demand(canary.name, canary.model, canary.version, like, **own)
         for name, model, version in models.checkpoint_names(self._db):
             if name not in adapters:
@@ -235,6 +236,10 @@ class SqliteStateStore:
         # One that is too large for the box now keeps its sizes and waits: the box may get its devices back.
         sizes, with_memory = tuple(row.allowed_sizes or (1,)), self._memory.job_sizes(row)
         sizes = tuple(size for size in sizes if size in with_memory) or sizes
+        lacks = self._memory.waits_for(row)
+        if not lacks and row.phase == "queued" and row.snapshot is None:
+            needed = (row.estimate or {}).get("memory", {}).get("store_bytes", 0)
+            lacks = capacity.store_full(needed, room) if needed > (room := self._store.room_bytes()) else ""
         if row.eta_s is not None and row.devices:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(
@@ -250,15 +255,8 @@ class SqliteStateStore:
             owner=row.owner,
             sampled_by=self._routing.host(policy) if (policy := policy_name(row.id)) in self._routing.policies else "",
             starved=self._starved(row),
-            lacks=self._memory.waits_for(row) or self._waits_for_store(row),
+            lacks=lacks,
         )
-
-    def _waits_for_store(self, row: JobRow) -> str:
-        """Why shared memory has no room for a job that has not begun, in a sentence; "" if it has."""
-        if row.phase != "queued" or row.snapshot is not None:
-            return ""
-        needed = (row.estimate or {}).get("memory", {}).get("store_bytes", 0)
-        return capacity.store_full(needed, room) if needed > (room := self._store.room_bytes()) else ""
 
     def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
         most = max(row.min_replicas, self._max_replicas) if row.max_replicas is None else row.max_replicas
@@ -286,12 +284,10 @@ class QueuedDemand:
     other model has requests or a device is free, never in mode train, and in mode auto only while no job wants devices.
     Engines that write or judge the samples of a training job belong to training: they are woken in every mode, and stay
     awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.plan).
-
-    box_floor: devices that serving keeps in every mode.
     """
 
-    def __init__(self, db: Database, bus: Bus, routing: BusRouting, asking: Asking, box_floor: int):
-        self._db, self._bus, self._routing, self._asking, self._box_floor = db, bus, routing, asking, box_floor
+    def __init__(self, db: Database, bus: Bus, routing: BusRouting, asking: Asking):
+        self._db, self._bus, self._routing, self._asking = db, bus, routing, asking
 
     def demands(self, free_devices: int) -> Callable[[str], Demand]:
         """The demand of each model for one round of the scheduler: what gateways report, and this work: of a model that
@@ -300,21 +296,22 @@ class QueuedDemand:
         routing, queued = self._routing, dict[str, str]()
         for name in self._asking.models:
             queued.setdefault(routing.host(name), name)
-        running = [policy_name(row.id) for row in jobs.list_in_phase(self._db, "running")]
+        running = [policy_name(row.id) for row in JOBS.list_all(self._db, "phase = 'running'")]
         policies = [name for name in routing.policies if name in running or name in self._asking.models]
         sampled = {routing.host(name) for name in [*policies, *jobs.teachers_of_running(self._db)]}
         requested = {name for name, row in self._bus.load().models.items() if row.inflight or row.held}
 
         @cache
         def training_comes_first() -> bool:
-            kind = mode_in_force(self._db, self._box_floor, time.time()).policy.kind
-            return kind == "train" or (kind == "auto" and jobs.any_wants_devices(self._db))
+            kind = mode_in_force(self._db, 0, time.time()).policy.kind
+            wanting = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run'"  # devices
+            return kind == "train" or (kind == "auto" and JOBS.first(self._db, wanting) is not None)
 
         def demand(host: str) -> Demand:
             reported, name = routing.demand(host), queued.get(host)
             if (name is None and host not in sampled) or reported.requests:
                 return reported
-            row = self._bus.models.get(name or host, {})
+            row = self._bus.table["models"].get(name or host, {})
             awake = any(replica["state"] == OPEN for replica in row.get("replicas", ()))
             in_the_way = bool(requested - {host, name or host}) and not free_devices
             for_samples = host in sampled and (awake or name is not None)
@@ -323,3 +320,63 @@ class QueuedDemand:
             return replace(reported, last_request_s=time.time()) if awake else replace(reported, held=reported.held + 1)
 
         return demand
+
+
+class DemandLearning:
+    """Adds to deployments the measured prefill rate, and the standby learned from each model's traffic.
+
+    A model has neither while its rate is unknown or it has no target for the first token (so nothing defines late);
+    the planner's own floor applies then. A learner begins again when its bounds or target change, and so do all after a
+    restart of the controller.
+
+    Args:
+        arrivals: by name, the requests since the last call by bucket of their prompt tokens.
+        devices: how many serving may have.
+    """
+
+    def __init__(
+        self,
+        traffic: Callable[[str], Traffic],
+        arrivals: Callable[[], Mapping[str, Counter[int]]],
+        config: SchedulerConfig,
+        devices: int,
+        now_s: Callable[[], float] = time.monotonic,
+    ):
+        self._traffic, self._arrivals, self._config = traffic, arrivals, config
+        self._devices, self._now_s = devices, now_s
+        self._learners: dict[str, StandbyLearner] = {}
+        self._looked_s = now_s()
+
+    def learned(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
+        """The deployments as the planner should see them."""
+        now_s, arrived = self._now_s(), None
+        if now_s - self._looked_s >= LOOK_S:
+            self._looked_s, arrived = now_s, self._arrivals()
+            names = {d.model for d in deployments}
+            self._learners = {name: known for name, known in self._learners.items() if name in names}
+        return tuple(self._with_standby(d, now_s, arrived) for d in deployments)
+
+    def _with_standby(
+        self, deployment: DeploymentView, now_s: float, arrived: Mapping[str, Counter[int]] | None
+    ) -> DeploymentView:
+        """arrived: None learns nothing."""
+        traffic = self._traffic(deployment.model)
+        rate, target_s = traffic.prefill_tokens_per_s, deployment.ttft_target_s
+        deployment = replace(deployment, kv_tokens=traffic.kv_tokens)
+        if not rate or not target_s or not deployment.max_replicas:
+            self._learners.pop(deployment.model, None)
+            return deployment
+        deployment = replace(deployment, prefill_tokens_per_s=rate)
+        replicas = self._devices // deployment.tensor_parallel  # with tensor parallelism one is several devices
+        bounds = Bounds(replicas, deployment.floor_replicas, min(deployment.max_replicas, MOST_REPLICAS), target_s)
+        learner = self._learners.get(deployment.model)
+        if learner is None or learner.bounds != bounds:
+            learner = self._learners[deployment.model] = StandbyLearner(self._config, bounds)
+        if arrived is not None:
+            works_s = [
+                2 ** ((bucket - 0.5) / BUCKETS_PER_DOUBLING) / rate
+                for name in traffic.names
+                for bucket in arrived.get(name, Counter()).elements()
+            ]
+            learner.seen(now_s, works_s, autoscaler.load(deployment, self._config))
+        return replace(deployment, standby=learner.best)

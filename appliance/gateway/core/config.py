@@ -29,24 +29,18 @@ class Limits:
     control_body_bytes: Count = 8 * MIB
     upload_body_bytes: Count = 512 * MIB
     login_body_bytes: Count = 16 * 1024
-    buffered_body_bytes: Count = 256 * MIB
-    """All inference bodies in memory, held ones included: bounds the cost of many slow or held clients."""
-    owner_body_bytes: Count = 96 * MIB
-    """The share of the bodies of one owner's keys. Then their concurrent requests, waiting ones included."""
-    owner_requests: Count = 1536
-    buffered_response_bytes: Count = 256 * 1024
-    """The gateway buffers an engine's plain JSON answer up to this size, so that it can still retry elsewhere."""
-    stored_response_bytes: Count = 4 * MIB
-    """Largest stored answer of /v1/responses, or chat completion; a larger one is relayed unchanged and not stored."""
-    response_copies_bytes: Count = 64 * MIB
-    """Copies of them that wait for an unreachable controller."""
+    buffered_body_bytes: Count = 256 * MIB  # all inference bodies in memory, held ones included
+    owner_body_bytes: Count = 96 * MIB  # of those, the bodies of one owner's keys
+    owner_requests: Count = 1536  # of one owner's keys at once, waiting ones included
+    buffered_response_bytes: Count = 256 * 1024  # of an engine's plain answer, so that a retry elsewhere is possible
+    stored_response_bytes: Count = 4 * MIB  # a larger response or chat completion is relayed unchanged and not stored
+    response_copies_bytes: Count = 64 * MIB  # copies of them that wait for an unreachable controller
     json_depth: Count = 128
     sequences: Count = 256
     replica_inflight: Count = 1024
     head_timeout_s: Seconds = 15.0
     keepalive_s: Seconds = 75.0
-    body_grace_s: Seconds = 30.0
-    """The longest pause of a body that is coming."""
+    body_grace_s: Seconds = 30.0  # the longest pause of a body that is coming
     write_stall_s: Seconds = 60.0
     upstream_silence_s: Seconds = 600.0
     controller_wait_s: Seconds = 5.0
@@ -58,8 +52,7 @@ class HoldLimits:
 
     requests: Count = 4096
     hold_s: Seconds = 600.0
-    sse_grace_s: Seconds = 5.0
-    """A streaming request held longer than this gets status 200 and comments, so that proxies keep it open."""
+    sse_grace_s: Seconds = 5.0  # then a stream gets status 200 and comments, so that proxies keep it open
     sse_interval_s: Seconds = 15.0
     retry_after_s: Count = 5
 
@@ -68,16 +61,14 @@ class HoldLimits:
 class GatewayConfig:
     """Everything the gateway process needs to know.
 
-    `name` identifies this gateway on the bus. `private_socket` is where it listens to
-    the box itself, which names a key by its id. `controller_socket` is the controller's socket for gateways; the file
-    `token_path` holds the token that proves to it that a gateway wrote a head."""
+    private_socket: where it listens to the box itself, which names a key by its id. controller_socket: the controller's
+    socket for gateways; token_path: the file with the token that proves to it that a gateway wrote a head."""
 
     controller_socket: str
     bus_socket: str
     private_socket: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    name: str = "gateway"
     token_path: str | None = None
     log_path: str | None = None
     access_log: bool = True
@@ -100,16 +91,12 @@ class GatewayConfig:
         """Raises ConfigInvalid naming the key and what is expected."""
         try:
             config = msgspec.convert(data, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigInvalid(_named(str(error), data)) from error
+        except msgspec.ValidationError as error:  # "Expected … - at `$.limits.n`": the key and the value go in front
+            expected, _, path = str(error).removesuffix("`").partition(" - at `$.")
+            given: Any = data
+            for part in re.findall(r"\w+", path):
+                given = given[int(part) if part.isdigit() else part]
+            raise ConfigInvalid(f"{path}: {given!r} given, e{expected[1:]}" if path else str(error)) from error
         if (config.tls_cert_path is None) != (config.tls_key_path is None):
             raise ConfigInvalid("tls_cert_path and tls_key_path: one given, expected both or neither")
         return config
-
-
-def _named(message: str, data: Any) -> str:
-    """msgspec's message with the key and the value in front: `Expected … - at `$.limits.n``."""
-    expected, _, path = message.removesuffix("`").partition(" - at `$.")
-    for part in re.findall(r"\w+", path):
-        data = data[int(part) if part.isdigit() else part]
-    return f"{path}: {data!r} given, e{expected[1:]}" if path else message

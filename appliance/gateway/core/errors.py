@@ -18,7 +18,6 @@ from runtime.logs import minute
 MAX_RETRY_AFTER_S = 120
 ERROR_EVENT: Final = b'data: {"error"'
 GIVES_WAY: Final = "batch_gives_way"
-OVERLOADED: Final = "overloaded"  # too many bytes of bodies
 ENGINE_FAILED: Final = "engine_failed"
 ENGINES_DIED: Final = "engines_died"  # of one request, which is sent to no other
 
@@ -46,9 +45,8 @@ class HttpError(Exception):
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
-        if not self.kind:
-            self.kind = "server_error" if self.status >= 500 else "invalid_request_error"
-            self.kind = "rate_limit_error" if self.status == 429 else self.kind
+        by_status = "server_error" if self.status >= 500 else "invalid_request_error"
+        self.kind = self.kind or ("rate_limit_error" if self.status == 429 else by_status)
         if self.retry_after_s is not None:
             self.retry_after_s = min(max(math.ceil(self.retry_after_s), 1), MAX_RETRY_AFTER_S)
 
@@ -99,9 +97,6 @@ def engine_failed(status: int = 502) -> HttpError:
 def over_limit(message: str, kind: str, retry_after_s: float) -> HttpError:
     """kind: "requests" or "tokens"."""
     return HttpError(429, message, kind=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
-
-
-# -- what others answered
 
 
 def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> HttpError:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import zlib
 from asyncio import Future
-from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from heapq import merge
+from itertools import count
 from typing import Final
 
 from appliance.gateway.core.table import OPEN, Model, Replica
@@ -30,7 +30,6 @@ PAUSE_FIRST_S = 0.25
 PAUSE_MAX_S = 4.0
 # Added to the priority of class batch: more milliseconds than a machine is up.
 BATCH_BEHIND: Final = 1 << 50
-_START: Final = attrgetter("start")
 
 
 @dataclass
@@ -80,10 +79,9 @@ class ReplicaLoad:
 @dataclass(slots=True, eq=False)
 class Choice:
     """A request placed on a replica; pass it to `Router.end` exactly once. model: the name it was placed by, the
-    canary's if the canary took it. priority: its place in the engine's own queue, where the smallest is next: a request
-    stands there as if it had come a millisecond later for each token that its owner already has on the replica, so that
-    one owner's many do not keep others from an engine whose memory is full. pending: its prompt tokens until its first
-    token."""
+    canary's if the canary took it. priority: its place in the engine's own queue, where the smallest is next: as if it
+    had come a millisecond later for each token that its owner has on the replica, so that one owner's many do not keep
+    others from an engine whose memory is full. pending: its prompt tokens until its first token."""
 
     model: str
     replica: Replica
@@ -147,14 +145,14 @@ class Router:
             return load.sequences < slots and load.batch_sequences < max(1, slots // 2)
         return not work.sequences or load.sequences < (slots if model.slots is None else slots + slots // 4)
 
-    def canary_for(self, name: str, caller: str, conversation: int) -> str | None:
-        """The name of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
+    def canary_for(self, model: Model, caller: str, conversation: int) -> tuple[str, ...]:
+        """The name of the model's canary if this conversation is in its share.
 
         It decides by caller and a hash of the conversation, so that one stays on one version on every gateway."""
-        canary = self.models[name].canary
+        canary = model.canary
         if canary is None or canary.name not in self.models:
-            return None
-        return canary.name if _score(f"{name} {caller}", conversation) < canary.share * 2**32 else None
+            return ()
+        return (canary.name,) if _score(f"{model.name} {caller}", conversation) < canary.share * 2**32 else ()
 
     def started(self, choice: Choice) -> None:
         """The first token came: its prompt stands before no other."""
@@ -181,7 +179,7 @@ class Router:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A request that waits. queue: the model whose engines it waits for, and whether it is of class batch; names,
-    avoided: of `Router.choose`. place: its replica, or why it gets none. start: its place in the order, in tokens."""
+    avoided: of `Router.choose`. place: its replica, or why it gets none. number: of its arrival."""
 
     model: str
     queue: tuple[str, bool]
@@ -189,41 +187,47 @@ class Ticket:
     work: Work
     avoided: Collection[str]
     place: Future[Choice]
-    start: int = 0
+    number: int = field(default_factory=count().__next__)
 
 
 class FairQueue:
     """Requests that wait for the same engines, in the order of start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM
     1996).
 
-    An owner's request starts where the owner's one before it ends, in tokens, but never before the request that was
-    taken last. So an owner with one request is next, however many another owner has, and an owner that was away has
-    saved nothing up. tickets: by their start, of equal ones the oldest first."""
+    An owner's next request starts where the owner's last served one ended, in tokens, but never before the request that
+    was served last. So an owner with one request is next, however many another owner has, an owner that was away has
+    saved nothing up, and a request that leaves unserved costs nothing. tickets: by owner, each owner's oldest first."""
 
     def __init__(self) -> None:
-        self.tickets: list[Ticket] = []
-        self._ends = Counter[str]()  # of each owner's last request
+        self.tickets: defaultdict[str, dict[Ticket, None]] = defaultdict(dict)
+        self._ends = Counter[str]()
         self._now = 0
 
-    def add(self, ticket: Ticket) -> None:
-        owner = ticket.work.owner
-        ticket.start = max(self._ends[owner], self._now)
-        self._ends[owner] = ticket.start + ticket.work.tokens
-        insort(self.tickets, ticket, key=_START)
+    def __len__(self) -> int:
+        return sum(map(len, self.tickets.values()))
 
-    def remove(self, ticket: Ticket, *, served: bool = False) -> bool:
-        """Remove a request; one that is not served costs its owner nothing. False if it is not there."""
-        if ticket not in self.tickets:
+    def __iter__(self) -> Iterator[Ticket]:
+        """All in order, of equal starts the oldest first."""
+        starts = (self._starts(owner, [*tickets]) for owner, tickets in self.tickets.items())
+        return (ticket for _, _, ticket in merge(*starts))
+
+    def _starts(self, owner: str, tickets: list[Ticket]) -> Iterator[tuple[int, int, Ticket]]:
+        start = max(self._ends[owner], self._now)
+        for ticket in tickets:
+            yield start, ticket.number, ticket
+            start += ticket.work.tokens
+
+    def remove(self, ticket: Ticket, *, served: bool) -> bool:
+        """False if it is not there."""
+        owner = ticket.work.owner
+        if ticket not in self.tickets.get(owner, ()):
             return False
-        self.tickets.remove(ticket)
+        del self.tickets[owner][ticket]
+        if not self.tickets[owner]:
+            del self.tickets[owner]
         if served:
-            self._now = max(self._now, ticket.start)
-            return True
-        for later in self.tickets:
-            if later.work.owner == ticket.work.owner and later.start > ticket.start:
-                later.start -= ticket.work.tokens
-        self._ends[ticket.work.owner] -= ticket.work.tokens
-        self.tickets.sort(key=_START)
+            self._now = max(self._ends[owner], self._now)
+            self._ends[owner] = self._now + ticket.work.tokens
         return True
 
 
@@ -238,21 +242,22 @@ class Holds:
     def add(self, ticket: Ticket) -> bool:
         """Queue a request; False if too many wait already."""
         batch = ticket.work.batch
-        if sum(len(queue.tickets) for (_, of_class), queue in self.queues.items() if of_class is batch) >= self.most:
+        if sum(len(queue) for (_, of_class), queue in self.queues.items() if of_class is batch) >= self.most:
             return False
-        self.queues[ticket.queue].add(ticket)
+        self.queues[ticket.queue].tickets[ticket.work.owner][ticket] = None
         return True
 
     def place(self, router: Router, now_s: float) -> None:
         """Give waiting requests the places that replicas have for them, class batch last."""
         for _, queue in sorted(self.queues.items(), key=lambda item: item[0][1]):
-            full: set[tuple[str, ...]] = set()
-            for ticket in [*queue.tickets]:
-                if ticket.names in full:
-                    continue  # thousands may wait, and this is asked at each end of a request
-                choice = router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
-                if choice is None:
-                    full.add(ticket.names)
+            unfilled = {ticket.names for tickets in queue.tickets.values() for ticket in tickets}
+            for ticket in queue:
+                if not unfilled:
+                    break  # thousands may wait, and this is asked at each end of a request
+                if ticket.names not in unfilled:
+                    continue
+                if (choice := router.choose(ticket.names, ticket.work, now_s, ticket.avoided)) is None:
+                    unfilled.remove(ticket.names)
                 else:
                     self.remove(ticket, served=True)
                     ticket.place.set_result(choice)
@@ -272,7 +277,7 @@ class Holds:
     def models(self) -> Counter[str]:
         """People's requests that wait, by model."""
         waiting = (queue for (_, batch), queue in self.queues.items() if not batch)
-        return Counter(ticket.model for queue in waiting for ticket in queue.tickets)
+        return Counter(ticket.model for queue in waiting for tickets in queue.tickets.values() for ticket in tickets)
 
 
 def _score(name: str, beginning: int) -> int:

@@ -4,45 +4,24 @@ The controller's own routes are below a few prefixes: it knows them by itself, w
 
 from __future__ import annotations
 
-import enum
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from appliance.gateway.core import errors
 
 INFERENCE, FINE_TUNING, ADMIN, READ, METRICS = "inference", "fine_tuning", "admin", "read", "metrics"
-RESPONSES, INPUT_TOKENS = "responses", "responses.input_tokens"
-MESSAGES, COUNT_TOKENS = "messages", "messages.count_tokens"
-# Where the prompt is; elsewhere it is the input.
-PROMPT_FIELDS = {
-    "completions": "prompt",
-    "chat.completions": "messages",
-    MESSAGES: "messages",
-    COUNT_TOKENS: "messages",
-}
-
-
-class Kind(enum.Enum):
-    INFERENCE = "inference"
-    CONTROL = "control"
-    HEALTH = "health"
-    METRICS = "metrics"
-    PAGE = "page"
-    LOGIN = "login"
-    UNKNOWN = "unknown"
-
-
-# All others need a key, or a login of the page.
-KEYLESS = frozenset({Kind.HEALTH, Kind.PAGE, Kind.LOGIN})
+RESPONSES, INPUT_TOKENS, COUNT_TOKENS = "responses", "responses.input_tokens", "messages.count_tokens"
+Kind = Literal["inference", "control", "health", "metrics", "page", "login", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the allowlist. scopes: any one of them (or admin) suffices; the controller's own routes may ask for
-    others. task: required task of the model. converses: it needs the model's chat template. body: the field of
-    `Limits` that bounds the bodies of its requests, empty where they have none."""
+    """One row of the allowlist. scopes: any one (or admin) suffices; no key is needed where there are none; the
+    controller's own routes may ask for others. task: required task of the model. prompt: the field with the prompt.
+    converses: it needs the model's chat template. body: the field of `Limits` that bounds the bodies of its requests,
+    empty where they have none."""
 
     name: str
     kind: Kind
@@ -51,6 +30,7 @@ class Route:
     urls: re.Pattern[bytes]
     task: str | None = None
     engine_path: bytes = b""
+    prompt: str = ""
     converses: bool = False
     body: str = ""
 
@@ -67,18 +47,18 @@ def _route(kind: Kind, methods: str, url: str, scopes: frozenset[str], name: str
     return Route(name, kind, frozenset(methods.encode().split()), scopes, re.compile(pattern, re.DOTALL), **more)
 
 
-def _inference(url: str, name: str, task: str = "generate", engine_path: str = "") -> Route:
-    path, converses = (engine_path or url).encode(), task == "generate" and name != "completions"
-    more: dict[str, Any] = {"converses": converses, "task": task, "engine_path": path, "body": "inference_body_bytes"}
-    return _route(Kind.INFERENCE, "POST", url, _INF, name, **more)
+def _inference(url: str, name: str, prompt: str = "messages", task: str = "generate", engine_path: str = "") -> Route:
+    path, converses = (engine_path or url).encode(), task == "generate" and prompt != "prompt"
+    more: dict[str, Any] = {"converses": converses, "task": task, "engine_path": path, "prompt": prompt}
+    return _route("inference", "POST", url, _INF, name, body="inference_body_bytes", **more)
 
 
 def _control(url: str, name: str, body: str = "control_body_bytes") -> Route:
-    return _route(Kind.CONTROL, "GET POST PUT PATCH DELETE", url, _ANY, name, body=body)
+    return _route("control", "GET POST PUT PATCH DELETE", url, _ANY, name, body=body)
 
 
 # The route of a request until its own is known.
-UNKNOWN = _route(Kind.UNKNOWN, "", "", _NOBODY, "unknown")
+UNKNOWN = _route("unknown", "", "", _NOBODY, "unknown")
 # Browsers are sent to the page from here; for programs it is an unknown URL.
 FRONT_DOOR = b"/"
 ROTATION = _control("/admin/v1/keys/*/rotate", "admin")
@@ -86,21 +66,21 @@ SESSIONS = _control("/admin/v1/sessions/**", "admin")
 
 ROUTES: tuple[Route, ...] = (
     _inference("/v1/chat/completions", "chat.completions"),
-    _route(Kind.CONTROL, "GET", "/v1/chat/completions", _INF, "control"),
-    _inference("/v1/completions", "completions"),
-    _inference("/v1/responses", RESPONSES),
-    _inference("/v1/responses/input_tokens", INPUT_TOKENS, engine_path="/v1/responses/render"),
-    _inference("/v1/messages", MESSAGES),
+    _route("control", "GET", "/v1/chat/completions", _INF, "control"),
+    _inference("/v1/completions", "completions", "prompt"),
+    _inference("/v1/responses", RESPONSES, "input"),
+    _inference("/v1/responses/input_tokens", INPUT_TOKENS, "input", engine_path="/v1/responses/render"),
+    _inference("/v1/messages", "messages"),
     _inference("/v1/messages/count_tokens", COUNT_TOKENS),
-    _inference("/v1/embeddings", "embeddings", "embed"),
-    _route(Kind.HEALTH, "GET", "/health", _NOBODY, "health"),
-    _route(Kind.METRICS, "GET", "/metrics", frozenset({ADMIN, READ, METRICS}), "metrics"),
+    _inference("/v1/embeddings", "embeddings", "input", "embed"),
+    _route("health", "GET", "/health", _NOBODY, "health"),
+    _route("metrics", "GET", "/metrics", frozenset({ADMIN, READ, METRICS}), "metrics"),
     # The page's files need no key; its requests do.
-    _route(Kind.PAGE, "GET", "/ui/**", _NOBODY, "page"),
-    _route(Kind.PAGE, "GET", "/", _NOBODY, "page"),
+    _route("page", "GET", "/ui/**", _NOBODY, "page"),
+    _route("page", "GET", "/", _NOBODY, "page"),
     # The page's way to a login provider and back, before anybody has a key or a login.
-    _route(Kind.LOGIN, "GET", "/admin/v1/oidc", _NOBODY, "login"),
-    _route(Kind.LOGIN, "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login", body="login_body_bytes"),
+    _route("login", "GET", "/admin/v1/oidc", _NOBODY, "login"),
+    _route("login", "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login", body="login_body_bytes"),
 )
 # Of the URLs that none above has, the first row: the controller decides on the rest of the URL, method and scopes.
 CONTROL: tuple[Route, ...] = (

@@ -30,17 +30,15 @@ class Bucket:
 
 
 class OwnerUse:
-    """Open work of a class of all keys of one owner: requests and bytes of bodies. Ten keys do not allow ten times as
-    much."""
+    """Open work of one class, of all keys of one owner: ten keys do not allow ten times as much."""
 
     requests: int = 0
     body_bytes: int = 0
 
 
 class KeyUse:
-    """One key's requests of class batch, or all others of it: the buckets of its limits, its owner's open work, and
-    under_way, the tokens that its open requests may take. A request takes its estimated tokens, and its cost corrects
-    them later."""
+    """Spending of one key in one class. under_way: tokens that its open requests may take. A request takes
+    its estimated tokens from the buckets, and its cost corrects them later."""
 
     def __init__(self, owner: OwnerUse, batch: bool = False) -> None:
         self.owner, self.batch, self.under_way = owner, batch, 0
@@ -119,11 +117,8 @@ class UsageLimits:
             raise self.too_many_at_once("requests", most_requests)
         # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
         if caller.quota is not None and use.under_way and use.under_way + tokens > caller.quota:
-            message = (
-                f"Open requests of this API key may take {use.under_way} tokens, and this one {tokens}; its "
-                f"quota allows {caller.quota} at once. Please retry when one has ended."
-            )
-            raise errors.over_limit(message, "tokens", 1)
+            message = f"Open requests of this API key may take {use.under_way} tokens, and this one {tokens}; its quota"
+            raise errors.over_limit(f"{message} allows {caller.quota} at once. Please retry.", "tokens", 1)
         use.take(0, tokens)
         use.under_way += tokens
         use.owner.requests += 1
@@ -138,9 +133,7 @@ class UsageLimits:
 
     def count(self, key: str, model: str, version: str, counts: dict[str, int]) -> None:
         """Add to the sums for the controller."""
-        row = self._sums[key, model, version]
-        for name, count in counts.items():
-            row[name] += count
+        self._sums[key, model, version].update(counts)
 
     def take_sums(self) -> list[dict[str, Any]]:
         """The sums since the last call, as rows of the bus's "usage" message."""

@@ -1,15 +1,14 @@
 """Follows the answer of one request: its usage, its stored form, and its continuation after an engine's death. Pure:
 events of an engine in, events of the client out.
 
-Engines store nothing and know no earlier response, so their responses have neither `store` nor `previous_response_id`:
-both are set here, in a plain body and in the events that carry the whole object.
+Engines know no store and no earlier response: `store` and `previous_response_id` are set here.
 
 Greedy decoding is a function of the tokens so far, so an engine that gets prompt and emitted tokens continues with the
-tokens that the dead one would have generated. The gateway requests token ids from the engine and removes them before
-the bytes go to the client, whose stream stays the same. Sampled streams cannot be continued (the sampler's state died
-with the engine), nor can those whose next token depends on more than the tokens: grammars, tools, stop strings half
-matched, counts of emitted tokens. Nor can a chat before the first text of its answer: the rest is asked for as a
-completion, whose text would bring a thought, and the mark of its end, as the answer."""
+tokens that the dead one would have generated. The gateway requests token ids from the engine and removes them from the
+client's stream. Sampled streams cannot be continued (the sampler's state died with the engine), nor those whose next
+token depends on more than the tokens: grammars, tools, stop strings half matched, counts of emitted tokens. Nor can a
+chat before the first text of its answer: the rest is requested as a completion, whose text would bring a thought, and
+the mark of its end, as the answer."""
 
 from __future__ import annotations
 
@@ -18,12 +17,8 @@ from typing import Any, Final
 
 import orjson
 
-from appliance.gateway.core import errors
-
 CHAT, COMPLETIONS = "chat.completions", "completions"
 RESUME_PATH = b"/v1/completions"
-
-# -- usage
 
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
 USAGE: Final = b'"usage"'
@@ -95,7 +90,7 @@ class Transcript:
         if answer is None:
             self.stores = False
             return body
-        self._end(answer)
+        self._describe(answer)
         return self.final
 
     def event(self, event: bytes) -> bytes:
@@ -107,10 +102,7 @@ class Transcript:
             return event
         if kind == b"completed" and data["response"].get("status") == "incomplete":  # engines end all streams alike
             kind, data["type"] = b"incomplete", "response.incomplete"
-        if kind in _FINAL:
-            self._end(data["response"])
-        else:
-            self._describe(data["response"])
+        self._describe(data["response"], is_final=kind in _FINAL)
         return b"event: response.%b\ndata: %b" % (kind, orjson.dumps(data))
 
     def copy(self, key_id: str) -> bytes:
@@ -119,26 +111,22 @@ class Transcript:
         bodies = {"input": orjson.Fragment(self.input), "response": orjson.Fragment(self.final)}
         return orjson.dumps(parts | bodies)
 
-    def _end(self, answer: dict[str, Any]) -> None:
-        self._describe(answer)
-        self.final, self.usage = orjson.dumps(answer), orjson.dumps({"usage": answer.get("usage")})
-
-    def _describe(self, answer: dict[str, Any]) -> None:
-        answer["previous_response_id"] = self.previous_id or None
-        answer["store"] = self.stores
+    def _describe(self, answer: dict[str, Any], *, is_final: bool = True) -> None:
+        answer |= {"previous_response_id": self.previous_id or None, "store": self.stores}
         answer.setdefault("error", None)
+        if is_final:
+            self.final, self.usage = orjson.dumps(answer), orjson.dumps({"usage": answer.get("usage")})
 
 
 class CompletionTranscript(Transcript):
-    """One chat completion, of a stream put together from its events. input: the stored fields of the request."""
+    """One chat completion, of a stream put together from its events. request: its checked body."""
 
-    def __init__(self, input: bytes) -> None:
-        super().__init__(input)
+    def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__(orjson.dumps({name: request[name] for name in _REQUEST if request.get(name) is not None}))
         self._answer: dict[str, Any] = {"choices": []}
 
     def whole(self, body: bytes) -> bytes:
-        self.stores = object_in(body, "chat.completion") is not None
-        self.final = body
+        self.stores, self.final = object_in(body, "chat.completion") is not None, body
         return body
 
     def event(self, event: bytes) -> bytes:
@@ -190,33 +178,8 @@ def object_in(body: bytes, kind: str = "") -> dict[str, Any] | None:
 def token_count(body: bytes) -> bytes:
     """Turn an engine's token ids into the answer to a request that only counts its input."""
     ids = (object_in(body) or {}).get("token_ids")
-    if not isinstance(ids, list):
-        return body
-    return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(ids)})
-
-
-def of_response(data: dict[str, Any], *, stores: bool = True) -> Transcript:
-    """The transcript of a checked body of /v1/responses. Raises HttpError 400. stores: False where
-    nothing is answered that could be."""
-    stores, background = stores and data.get("store") is not False, data.get("background") is True
-    if background and not stores:
-        text = "`background` is true and `store` is false: the answer can only be retrieved, so it has to be stored."
-        raise errors.bad_request(text, param="background", code="invalid_value")
-    previous = data.get("previous_response_id") or ""
-    return Transcript(orjson.dumps(data["input"]), previous, stores=stores, background=background)
-
-
-def of_completion(data: dict[str, Any]) -> CompletionTranscript:
-    """The transcript of a checked chat request that says `store`."""
-    return CompletionTranscript(orjson.dumps({name: data[name] for name in _REQUEST if data.get(name) is not None}))
-
-
-def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:
-    """A checked body with the whole conversation as input. earlier: a JSON array of the items before it."""
-    own = data["input"]
-    if isinstance(own, str):
-        own = [{"type": "message", "role": "user", "content": own}]
-    return {**data, "input": orjson.loads(earlier) + own, "previous_response_id": None}
+    count = {"object": "response.input_tokens", "input_tokens": len(ids or ())}
+    return body if ids is None else orjson.dumps(count)
 
 
 # -- continued streams
@@ -224,10 +187,8 @@ def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:
 # Fields that a continuable request may have. The continuation repeats the first set; the second changes no token.
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
 _NEUTRAL = frozenset(
-    (
-        "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
-        "safety_identifier prompt_cache_key chat_template_kwargs cache_salt"
-    ).split()
+    "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
+    "safety_identifier prompt_cache_key chat_template_kwargs cache_salt".split()
 )
 # An engine's own fields, as above, which never come first in their object: the comma before one goes with it.
 _TOKEN_IDS = re.compile(rb',"(?:prompt_token_ids|token_ids)":\[[0-9, ]*\]')

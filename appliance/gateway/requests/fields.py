@@ -1,11 +1,8 @@
 """The fields that inference requests may have, by route: type and bounds of each, declared once. Pure.
 
-Nulls are no fields: they are left out before. Forms that only clients know are here too (`GUIDED`, `functions`);
-normalize.py rewrites them.
-
-An allowlist: engines ignore unknown fields silently, OpenAI refuses them, and so does this gateway. A test compares the
-tables with vLLM's request models and with OpenAI's SDK.
-"""
+An allowlist: engines ignore unknown fields silently, OpenAI refuses them, and so does this gateway. Nulls are left out
+before; forms that only clients know (`GUIDED`, `functions`) are rewritten by normalize.py. Tests compare with
+vLLM's request models and with OpenAI's SDK."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from msgspec import Meta, Struct, ValidationError, convert, defstruct
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 
-_MESSAGES: Final = 2048
-"""Of one conversation, and as many parts."""
+_MESSAGES: Final = 2048  # of one conversation, and as many parts
 _MAX_TOKENS: Final = 1 << 20
 _INT64: Final = (1 << 63) - 1
 
@@ -44,17 +40,13 @@ class _Part(Struct):
     type: str
 
 
-_PARTS: Final = _array(_Part, _MESSAGES)
-
-
-_CONTENT: Final = str | _PARTS
+_CONTENT: Final = str | _array(_Part, _MESSAGES)
 _CHAT_CONTENT: Final = str | _array(_Part | list[_Part], _MESSAGES)
+# By role: type and default of a message's content.
 _CONTENTS: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("system", "developer", "user"), (_CHAT_CONTENT,)),
-    "assistant": (_CHAT_CONTENT | None, None),
-    **dict.fromkeys(("tool", "function"), (Any, None)),
+    **{"assistant": (_CHAT_CONTENT | None, None), "tool": (Any, None), "function": (Any, None)},
 }
-"""By role: type and default of a message's content."""
 _OTHERS: Final = [("name", str | None, None), ("tool_calls", list[dict[str, Any]] | None, None)]
 _MESSAGE: Final = Union[  # noqa: UP007 - of a tuple
     tuple(defstruct(role, [("content", *of), *_OTHERS], tag_field="role", tag=role) for role, of in _CONTENTS.items())
@@ -73,6 +65,7 @@ class _Item(Struct):
 
 
 _VARIABLE = bool | _in(int, -131_072, 131_072) | float | _upto(str, 4096) | None
+# Field -> type. Fields without a type are passed on as they are.
 _TYPES: Final[dict[str, Any]] = {
     "model": str,
     **dict.fromkeys(("stream", "store", "background", "logprobs"), bool),
@@ -111,7 +104,6 @@ _TYPES: Final[dict[str, Any]] = {
     "encoding_format": Literal["float", "base64"],
     "padding": Literal["do_not_pad"],  # otherwise an input of one letter would become a whole context of work
 }
-"""Field -> type. Fields without a type are passed on as they are."""
 
 _OPENAI: Final = (
     "safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention service_tier store metadata "
@@ -169,13 +161,12 @@ FIELDS: Final[dict[str, dict[str, Any]]] = {
         cache_salt stream padding encoding_format"""
     ),
 }
+# Field -> why it is refused on every route, unless it is false or 0, which ask for nothing.
 REFUSED: Final = {
     **dict.fromkeys(
-        (
-            "kv_transfer_params ec_transfer_params vllm_xargs request_id session_id mm_payload return_mm_kwargs "
-            "media_io_kwargs mm_processor_kwargs return_token_offsets return_prompt_text routed_experts_prompt_start "
-            "repetition_detection watermarking container enable_response_messages use_beam_search stream_interval"
-        ).split(),
+        "kv_transfer_params ec_transfer_params vllm_xargs request_id session_id mm_payload return_mm_kwargs "
+        "media_io_kwargs mm_processor_kwargs return_token_offsets return_prompt_text routed_experts_prompt_start "
+        "repetition_detection watermarking container enable_response_messages use_beam_search stream_interval".split(),
         "it is not offered",
     ),
     "chat_template": "the model's own template is used",
@@ -184,19 +175,26 @@ REFUSED: Final = {
     "mcp_servers": "this server fetches nothing",
     "conversation": "it keeps no conversations: go on from a response with `previous_response_id`",
 }
-"""Field -> why it is refused on every route, unless it is false or 0, which ask for nothing."""
+# Arguments of the function that renders, which an engine takes from `chat_template_kwargs`: with `tokenize`, `padding`
+# and `max_length` 200 bytes become a whole context of work.
 _NO_VARIABLES: Final = frozenset(
     "chat_template max_length padding return_dict return_tensors tokenize tokenizer_kwargs truncation".split()
 )
-"""Arguments of the function that renders, which an engine takes from `chat_template_kwargs`: with `tokenize`, `padding`
-and `max_length` 200 bytes become a whole context of work."""
 _STRUCTS: Final = {
-    route: defstruct("Request", [(name, kind, None) for name, kind in fields.items()], forbid_unknown_fields=True)
+    route: defstruct(
+        "Request",
+        [
+            (name, kind) if name in ("messages", "input") and route != "embeddings" else (name, kind, None)
+            for name, kind in fields.items()
+        ],
+        forbid_unknown_fields=True,
+        kw_only=True,
+    )
     for route, fields in FIELDS.items()
 }
 _TOKENS: Final = _array(_in(int, 0, (1 << 32) - 1), 1 << 23)
+# Type of a prompt's first element -> type of the prompt.
 _PROMPTS: Final = {int: _TOKENS, str: _array(str, 2048), list: _array(_TOKENS, 2048)}
-"""Type of a prompt's first element -> type of the prompt."""
 
 
 def check_fields(route: str, data: dict[str, Any]) -> None:
@@ -225,22 +223,22 @@ def prompts_in(name: str, value: Any) -> int:
 
 
 def refused(param: str, why: str) -> HttpError:
-    return errors.bad_request(
-        f"The parameter `{param}` is not accepted by this server: {why}.", param=param, code="unsupported_parameter"
-    )
+    text = f"The parameter `{param}` is not accepted by this server: {why}."
+    return errors.bad_request(text, param=param, code="unsupported_parameter")
 
 
-_UNKNOWN: Final = "Object contains unknown field "
+_TOP: Final = re.compile(r"Object (?:contains unknown field `(.*)|missing required field `(\w+))`\Z", re.DOTALL)
 _PLACE: Final = re.compile(r"(.*?) - at `(?:key` in `)?\$\.?([a-z_]+[^`]*?)(?:\[\.\.\.\])?`", re.DOTALL)
 
 
 def _refusal(message: str, data: dict[str, Any]) -> HttpError:
     """message: msgspec's, such as "Expected `int` <= 64 - at `$.n`"."""
-    if message.startswith(_UNKNOWN):
-        name = message.removeprefix(_UNKNOWN).strip("`")[:80]
-        return errors.bad_request(
-            f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
-        )
+    if (top := _TOP.match(message)) and (missing := top[2]):
+        text = f"Missing required parameter: '{missing}'."
+        return errors.bad_request(text, param=missing, code="missing_required_parameter")
+    if top:
+        text = f"Unrecognized request argument supplied: {top[1][:80]}"
+        return errors.bad_request(text, param=top[1][:80], code="unknown_parameter")
     found = _PLACE.search(message)
     words, param = found.groups() if found is not None else (message, None)
     if param is not None and words.startswith("Expected `null`"):

@@ -1,10 +1,8 @@
-"""A checked request in the form that engines read: tools, messages, items of /v1/responses, schemas. Pure: takes a
-parsed body, returns another one.
+"""A checked request in the form that engines read: tools, messages, items of /v1/responses, schemas. Pure.
 
 Clients send history without ids, thoughts that only OpenAI can read, and items of tools that only its server has. vLLM
 takes the first part of an earlier answer alone, refuses encrypted thoughts, and knows no other items: these are left
-out and named.
-"""
+out and named."""
 
 from __future__ import annotations
 
@@ -22,24 +20,24 @@ Object = dict[str, Any]
 
 IGNORED_TOOLS: Final = b"x-appliance-ignored-tools"
 IGNORED_ITEMS: Final = b"x-appliance-ignored-items"
+# vLLM's older names, which its clients still send -> fields of `structured_outputs`.
 GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
-"""vLLM's older names, which its clients still send -> fields of `structured_outputs`."""
+# Values of `include` that engines do not know; they add to items that only OpenAI's own tools make.
 _INCLUDES: Final = ("web_search_call.results", "web_search_call.action.sources")
-"""Values of `include` that engines do not know; they add to items that only OpenAI's own tools make."""
 _TEXTS: Final = frozenset({"output_text", "input_text", "text", "summary_text", "reasoning_text", "refusal"})
 _REFUSED: Final = {
     "item_reference": "send the item itself, or continue its response with `previous_response_id`",
     "compaction_trigger": "no engine compacts; ask for a summary in a message",
 }
+# Types of Anthropic's blocks that engines know.
 _BLOCKS: Final = frozenset(
     "text image tool_use tool_result tool_reference thinking redacted_thinking tool_addition tool_removal".split()
 )
-"""Types of Anthropic's blocks that engines know."""
+# Types of tools that engines take, by route.
 _OWN: Final = {"responses": ("function", "namespace", "custom"), "messages": (None, "custom")}
-"""Types of tools that engines take, by route."""
 _CHOICES: Final = ("auto", "any", "custom", "none", "tool", "function", "allowed_tools")
+# Parameters of a tool that takes none: a call of it is `{}`, and ends there.
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Parameters of a tool that takes none: a call of it is `{}`, and ends there."""
 
 
 def normalize(route: str, given: Object) -> tuple[Object, list[tuple[bytes, bytes]]]:
@@ -185,11 +183,8 @@ def _allowed(tools: list[Object], choice: Object) -> tuple[list[Object], str]:
     names = [_own_name(tool) for tool in _objects(inner.get("tools"))]
     kept, mode = [tool for tool in tools if _own_name(tool) in names], inner.get("mode", "auto")
     if not kept or mode not in ("auto", "required"):
-        raise errors.bad_request(
-            "Invalid value for `tool_choice`: expected a mode ('auto' or 'required') and tools of `tools`.",
-            param="tool_choice",
-            code="invalid_value",
-        )
+        text = "Invalid value for `tool_choice`: expected a mode ('auto' or 'required') and tools of `tools`."
+        raise errors.bad_request(text, param="tool_choice", code="invalid_value")
     return kept, mode
 
 
@@ -213,12 +208,11 @@ def _label(tool: Object) -> str:
 
 
 def _cannot_run(param: str, asks: str, name: str) -> HttpError:
-    return errors.bad_request(
+    text = (
         f"{asks} the tool '{name[:64]}', which only its maker's own server runs. This server calls functions that your "
-        "program runs: turn this tool off in your client's settings, or add a function.",
-        param=param,
-        code="unsupported_tool",
+        "program runs: turn this tool off in your client's settings, or add a function."
     )
+    return errors.bad_request(text, param=param, code="unsupported_tool")
 
 
 # -- messages of chat completions and of Anthropic's API
@@ -233,7 +227,12 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
         if calls := message.get("tool_calls"):
             ids = {at: f"call_{place}_{at}" for at, call in enumerate(calls) if not call.get("id")}
             unnamed = [*ids.values()]
-            named = [{**_function_call(call), "id": ids.get(at) or call["id"]} for at, call in enumerate(calls)]
+            named = []
+            for at, call in enumerate(calls):
+                if custom := _object(call.get("custom")):  # an engine knows calls of functions alone
+                    arguments = orjson.dumps({"input": custom.get("input")}).decode()
+                    call = {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
+                named.append({**call, "id": ids.get(at) or calls[at]["id"]})
             message = {**message, "tool_calls": named}
         if message.get("role") == "tool":
             message = {**message, "content": _result_as_text(message.get("content"))}
@@ -244,15 +243,6 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
             message = {**message, "content": [*flat]}
         made.append(message)
     return made
-
-
-def _function_call(call: Object) -> Object:
-    """A call of a custom tool as one of a function."""
-    custom = call.get("custom")
-    if not isinstance(custom, dict):
-        return call
-    arguments = orjson.dumps({"input": custom.get("input")}).decode()
-    return {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
 def _result_as_text(content: Any) -> Any:
@@ -308,17 +298,11 @@ def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
         item = {name: value for name, value in item.items() if value is not None}  # objects dumped with their nulls
         kind = item.get("type", "message")
         if kind == "message" and "role" not in item:  # an engine would compare it with each of its thirty types
-            raise errors.bad_request(
-                f"Invalid type for `input[{place}]`: expected an object with a `role` or a `type`.",
-                param=f"input[{place}]",
-                code="invalid_type",
-            )
+            text = f"Invalid type for `input[{place}]`: expected an object with a `role` or a `type`."
+            raise errors.bad_request(text, param=f"input[{place}]", code="invalid_type")
         if kind in _REFUSED:
-            raise errors.bad_request(
-                f"`input[{place}]` is of the type '{kind}', which this server does not have: {_REFUSED[kind]}.",
-                param=f"input[{place}]",
-                code="unsupported_item",
-            )
+            text = f"`input[{place}]` is of the type '{kind}', which this server does not have: {_REFUSED[kind]}."
+            raise errors.bad_request(text, param=f"input[{place}]", code="unsupported_item")
         if kind == "message":
             made.append(_message(item))
         elif kind == "reasoning" and (

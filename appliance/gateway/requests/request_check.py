@@ -20,39 +20,28 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Work
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, RESPONSES, Route
-from appliance.gateway.requests.answers import (
-    CHAT,
-    Continuation,
-    Transcript,
-    continuation_of,
-    of_completion,
-    of_response,
-)
+from appliance.gateway.requests.answers import CHAT, CompletionTranscript, Continuation, Transcript, continuation_of
 from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
 from serve.core.keywords import counted, defined, nodes, unenforced
 
-_COMPLETION_TOKENS: Final = 256
-"""Of a request that names no limit."""
+_COMPLETION_TOKENS: Final = 256  # of a request that names no limit
 _PREFIX_CHARS: Final = 512
-_MOST_NESTED: Final = 1 << 16
-"""Lists and objects in one body; 1,024 tools with fifty properties each have as many."""
+_MOST_NESTED: Final = 1 << 16  # lists and objects in one body; 1,024 tools with fifty properties each have as many
+# Bounds of all forms of a request together. llguidance takes 0.5 s for so many bytes.
 _MOST: Final = (
     ("bytes of schemas, expressions and choices", lambda form: len(orjson.dumps(form)), 256 * 1024),
     ("items in all `minItems` and `maxItems`", counted, 10_000),
     ("definitions", defined, 256),
 )
-"""Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
+# Fields that have schemas, expressions or choices.
 _FORMS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
-"""Fields that have schemas, expressions or choices."""
-_OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")
-"""They reach more of an engine than answers need."""
+_OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")  # reach more of an engine than answers need
 # Where a URL may be in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
 _URLS: Final = frozenset("image_url video_url audio_url file_url image_embeds audio_embeds image_pil".split())
 _INLINE: Final = re.compile(r"data:(image|audio)/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
 _IMAGE_TOKENS: Final = 1_024
-_SOUND_CHARS: Final = 1_700
-"""Of base64 per token: speech encoders make some 25 tokens of a second, which has 32,000 bytes."""
+_SOUND_CHARS: Final = 1_700  # of base64 per token: speech encoders make 25 tokens of a second, which is 32,000 bytes
 
 
 @dataclass(kw_only=True)
@@ -106,23 +95,27 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     data, ignored = normalize(route.name, fields)
     if _FORMS & data.keys() or route.engine_path.startswith(b"/v1/messages"):  # whose messages may define tools
         check_structure(data, limits.json_depth)
-    prompts = [data.get(name) for name in ("messages", "input", "prompt")]
-    prompt = next(filter(None, prompts), "")
+    prompts = {name: data.get(name) for name in (route.prompt, "messages")}  # embeddings may be of a conversation
+    prompt = next(filter(None, prompts.values()), "")
     media_chars, media_tokens = media_in(prompts)
-    inputs, choices = _inputs(route, data), max(data.get("n", 1), data.get("best_of", 1))
+    several = not route.converses and (route.prompt in data or "messages" not in data)
+    inputs = prompts_in(route.prompt, data.get(route.prompt)) if several else 1
+    choices = max(data.get("n", 1), data.get("best_of", 1))
     sequences = choices if route.task == "embed" else choices * inputs
     if sequences > limits.sequences:
-        raise errors.bad_request(
-            f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed.",
-            param="n",
-            code="too_many_values",
-        )
+        text = f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed."
+        raise errors.bad_request(text, param="n", code="too_many_values")
     transcript: Transcript | None = None
     if route.name in (RESPONSES, INPUT_TOKENS):
+        stores, background = route.name == RESPONSES and data.get("store", True), data.get("background", False)
+        if background and not stores:
+            text = "`background` is true and `store` is false: such an answer can only be retrieved, so it is stored."
+            raise errors.bad_request(text, param="background", code="invalid_value")
         # As the client sent it: that is what it lists, and what a later turn is read from.
-        transcript = of_response(given, stores=route.name == RESPONSES)
-    elif route.name == CHAT and given.get("store"):
-        transcript = of_completion(given)
+        own, previous_id = orjson.dumps(given["input"]), data.get("previous_response_id", "")
+        transcript = Transcript(own, previous_id, stores=stores, background=background)
+    elif route.name == CHAT and data.get("store"):
+        transcript = CompletionTranscript(given)
     stream = route.task != "embed" and data.get("stream", False)  # no engine streams embeddings
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)
     prompt_tokens = max(0, body_bytes - media_chars) // 4 + media_tokens
@@ -142,20 +135,6 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
     )
-
-
-def _inputs(route: Route, data: dict[str, Any]) -> int:
-    """Number of separate inputs in the body. Raises HttpError 400 where there is none, or of another type."""
-    embeds = route.task == "embed" and not ("messages" in data and "input" not in data)
-    if embeds or route.name == "completions":
-        name = "input" if embeds else "prompt"
-        return prompts_in(name, data.get(name))
-    name = "input" if route.name in (RESPONSES, INPUT_TOKENS) else "messages"
-    if name not in data:
-        raise errors.bad_request(
-            f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
-        )
-    return 1
 
 
 def _opening(prompt: Any) -> list[str]:
@@ -209,24 +188,17 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
     forms = list(_answer_forms(data, json_depth))
     for place, form in forms:
         if path := next(unenforced(form), ""):
-            raise errors.bad_request(
-                f"`{place}.{path}`: this server does not enforce the keyword `{path.rpartition('.')[2]}` here. "
-                "Take it out, and check answers yourself.",
-                param=f"{place}.{path}",
-                code="unsupported_schema_keyword",
-            )
+            text = f"`{place}.{path}`: this keyword is not enforced here. Take it out, and check answers yourself."
+            raise errors.bad_request(text, param=f"{place}.{path}", code="unsupported_schema_keyword")
     # Tools that are to be held to their schema, wherever they are; one whose call is demanded is strict (normalize.py).
     tools = ((name, path, tool) for name in ("tools", "messages") for path, tool in nodes(data.get(name)))
     forms += [(f"{name}[{path.partition('.')[0]}]", tool) for name, path, tool in tools if tool.get("strict")]
     for unit, measure, most in _MOST:
         sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
-            raise errors.bad_request(
-                f"The request has {sum(sizes)} {unit} that an engine compiles, at most {most} are allowed. "
-                "Ask for a simpler form.",
-                param=forms[sizes.index(max(sizes))][0].partition(".")[0],
-                code="structure_too_complex",
-            )
+            text = f"Forms of this request have {sum(sizes)} {unit}, at most {most} are allowed. Ask for simpler ones."
+            param = forms[sizes.index(max(sizes))][0].partition(".")[0]
+            raise errors.bad_request(text, param=param, code="structure_too_complex")
 
 
 def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -238,12 +210,8 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
             continue
         for other in _OTHER_FORMS:
             if form.get("type") == other or form.get(other) is not None:
-                raise errors.bad_request(
-                    f"`{place}`: `{other}` is not accepted by this server, expected a JSON schema, a regular "
-                    "expression or choices.",
-                    param=place,
-                    code="unsupported_parameter",
-                )
+                text = f"`{place}`: `{other}` is not accepted, expected a JSON schema, a regular expression or choices."
+                raise errors.bad_request(text, param=place, code="unsupported_parameter")
         if isinstance(schema := form.get("json"), str):
             try:
                 form = {**form, "json": orjson.loads(schema)}
@@ -251,9 +219,6 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
                 raise errors.bad_request(f"`{place}.json` is not JSON: {error}", param=f"{place}.json") from None
             check_depth([form["json"]], json_depth, f"{place}.json")
         yield place, form
-
-
-# -- images and sounds
 
 
 def media_in(prompts: Any) -> tuple[int, int]:
@@ -297,9 +262,5 @@ def _media(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _remote(param: str) -> HttpError:
-    return errors.bad_request(
-        f"`{param}`: only inline images and audio (data:image/…, data:audio/…) are accepted; "
-        "this server fetches nothing, opens no files and decodes no video.",
-        param=param,
-        code="remote_media_refused",
-    )
+    text = f"`{param}`: only inline images and audio (data:image/…, data:audio/…) are accepted, nothing is fetched."
+    return errors.bad_request(text, param=param, code="remote_media_refused")

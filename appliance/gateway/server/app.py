@@ -12,21 +12,22 @@ import logging
 import re
 import time
 from collections.abc import Collection
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import orjson
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, Kind, resolve
+from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, resolve
 from appliance.gateway.core.table import THE_BOX, Caller
 from appliance.gateway.requests.request_check import check_object, parsed_body
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import Exchange, Headers
 from appliance.gateway.server.inference import Inference
-from appliance.gateway.server.state import State, metrics_text
+from appliance.gateway.server.state import State, gauges
 from appliance.ui.site import TO_THE_PAGE, site
 from runtime.logs import minute
 from weights.format.names import policy_of
@@ -93,17 +94,17 @@ class App:
         if exchange.method == b"HEAD":
             exchange.method, exchange.head_only = b"GET", True
         exchange.route = route = resolve(exchange.method, exchange.path)
-        if route.kind not in KEYLESS:
+        if route.scopes:
             exchange.caller = caller = self._caller(exchange)
             exchange.use = state.spending.use_of(caller, batch=headers.get(CLASS) == b"batch")
             if ADMIN not in caller.scopes and not (route.scopes & caller.scopes):
                 message = "You have insufficient permissions for this operation. The API key needs the scope: "
                 raise HttpError(403, f"{message}{' or '.join(sorted(route.scopes))}.", code="insufficient_permissions")
-        elif route.kind is Kind.PAGE:
+        elif route.kind == "page":
             html = b"text/html" in headers.get(b"accept", b"").lower()
             if exchange.path not in site() and not (exchange.path == FRONT_DOOR and html):
                 raise errors.unknown_url(exchange.method.decode(), exchange.path.decode("ascii", "replace"))
-        elif route.kind is Kind.LOGIN:
+        elif route.kind == "login":
             check_same_origin(exchange)
         check_head(exchange, state.limits)
         if (trace := headers.get(b"traceparent")) is not None and _TRACE.match(trace):
@@ -137,18 +138,20 @@ class App:
 
     async def _serve(self, exchange: Exchange) -> None:
         state, kind = self._state, exchange.route.kind
-        if kind is Kind.INFERENCE:
+        if kind == "inference":
             inference = await self._inference(exchange)  # apart: what only checking needs is gone while it waits
             if inference is not None:
                 await inference.answer()
-        elif kind in (Kind.CONTROL, Kind.LOGIN):  # a client without a key may not hold a connection of the controller
-            login = b"".join([piece async for piece in exchange.pieces()]) if kind is Kind.LOGIN else None
+        elif kind in ("control", "login"):  # a client without a key may not hold a connection of the controller
+            login = b"".join([piece async for piece in exchange.pieces()]) if kind == "login" else None
             await self._controller.relay(exchange, login)
-        elif kind is Kind.METRICS:
+        elif kind == "metrics":
             controllers = await self._controller.metrics(exchange)
-            own = await metrics_text(state, bool(controllers))
+            current = [*state.metrics.registry.collect(), *gauges(state, bool(controllers))]
+            collected: Any = SimpleNamespace(collect=lambda: current)
+            own = await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
             await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), own + controllers)
-        elif kind is Kind.PAGE:
+        elif kind == "page":
             file = site().get(exchange.path, TO_THE_PAGE)
             await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
         else:
@@ -174,16 +177,11 @@ class App:
             name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart
         model = state.callable_model(name, caller, private)
         exchange.model = (model.trained_from if in_training else name).partition("@")[0]
-        message = ""  # before an engine is started
-        if model.task != route.task:
-            message = f"The model `{name}` does not support {route.name}."
-        elif route.converses and not model.chats:
-            message = (
-                f"The model `{name}` has no chat template, so it knows no conversations: ask it with /v1/completions, "
-                "or give it one with `appliance model deploy MODEL --chat-template FILE`."
-            )
-        if message:
-            raise HttpError(400, message, param="model", code="model_not_supported")
+        unfit = "" if model.task == route.task else f"does not support {route.name}"
+        if route.converses and not model.chats:
+            unfit = unfit or "has no chat template. Call /v1/completions, or deploy it with --chat-template"
+        if unfit:  # before an engine is started
+            raise HttpError(400, f"The model `{name}` {unfit}.", param="model", code="model_not_supported")
         checked = check_object(route, data, len(body), state.limits)
         transcript = checked.transcript
         background = transcript is not None and transcript.background
@@ -205,9 +203,6 @@ class App:
         if state.tracing is not None:
             state.tracing.begin(exchange)
         return Inference(state, self._controller, exchange, checked)
-
-
-# -- heads
 
 
 def key_digest(headers: Headers) -> str:

@@ -6,8 +6,6 @@ import logging
 import os
 import ssl
 
-from cryptography import x509
-
 from appliance.gateway.core.errors import ConfigInvalid
 from runtime.logs import minute
 
@@ -37,6 +35,8 @@ class Certificate:
         stamps = [os.stat(path).st_mtime_ns if os.path.exists(path) else 0 for path in self._paths]
         if stamps == self._seen:
             return
+        from cryptography import x509  # here, because it adds 0.1 s to a start, and most gateways have no certificate
+
         self._seen, self.fault = stamps, ""
         try:
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.context):

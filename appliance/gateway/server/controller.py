@@ -1,7 +1,7 @@
 """Passes requests to the controller and its answers back, and asks it what the gateway itself needs.
 
-Bodies of any size stream in both directions, as fast as the slower side. Only error answers are kept whole, to give
-them the API's shape. The controller gets the client's headers except our own, hop-by-hop and framing headers."""
+Bodies of any size stream in both directions, as fast as the slower side; only error answers are kept whole, to give
+them the API's shape."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
+import orjson
 from yarl import URL
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import Kind
-from appliance.gateway.requests.answers import joined
 from appliance.gateway.requests.request_check import Checked, check_depth, check_object
 from appliance.gateway.server.exchange import Exchange, Headers
 from appliance.gateway.server.state import State, read_up_to
 
-ERROR_BODY_BYTES: Final = 64 * 1024
 METRICS_WAIT_S: Final = 2.0
-METRICS_BYTES: Final = 8 << 20
 RETRY_S: Final = 0.5
 # Copies that wait go together, up to so many bytes; those that the controller failed at are sent again so often.
 TOGETHER_BYTES: Final = 1 << 20
 MOST_FAILURES: Final = 3
 _POLL_S: Final = 0.05
-_HOST: Final = "http://appliance"
 # Headers that pass in neither direction. Some servers treat `_` and `-` in header names as equal, so a client's
 # x_appliance_scopes must not pass either.
 _OF_A_HOP: Final = rb"connection|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade|content-length|x-request-id"
@@ -47,11 +43,9 @@ log = logging.getLogger("appliance.gateway")
 
 
 class Controller:
-    """The way to the controller, and copies of answered responses and chat completions that go to its store.
-
-    A client's answer does not wait for its copy. While the controller is away copies wait here, up to
-    `response_copies_bytes`; an answer that begins after that is not stored, and its object says so. The controller
-    stores a copy that arrives twice once."""
+    """The way to the controller, and copies of answered responses and chat completions that go to its store. A client's
+    answer does not wait for its copy. While the controller is away copies wait here, up to `response_copies_bytes`; an
+    answer that begins after that is not stored, and its object says so. A copy that arrives twice is stored once."""
 
     def __init__(self, state: State) -> None:
         self._state, self._copies = state, asyncio.Queue[bytes]()
@@ -81,7 +75,7 @@ class Controller:
                 headers.append(("content-length", str(exchange.content_length)))
         async with self._ask(exchange.method, exchange.target, headers, data, wait_s) as response:
             if response.status >= 400:
-                error = errors.from_upstream(response.status, await read_up_to(response.content, ERROR_BODY_BYTES))
+                error = errors.from_upstream(response.status, await read_up_to(response.content))
                 error.allow = response.headers.get("allow")
                 error.should_retry = False if response.headers.get("x-should-retry") == "false" else None
                 if after := response.headers.get("retry-after"):
@@ -115,7 +109,7 @@ class Controller:
 
         wait_s: how long a request that was not sent, or that changes nothing, waits for a controller that restarts."""
         state = self._state
-        url = URL(f"{_HOST}{target.decode('ascii', 'replace')}", encoded=True)
+        url = URL(f"http://appliance{target.decode('ascii', 'replace')}", encoded=True)
         options: Any = {"headers": headers, "data": data, "allow_redirects": False}
         until_s, answered = time.monotonic() + wait_s, False
         while True:
@@ -143,8 +137,7 @@ class Controller:
         try:
             headers = identity(exchange.request_id, self._state.token, exchange)
             async with asyncio.timeout(METRICS_WAIT_S), self._ask(b"GET", b"/admin/v1/metrics", headers) as response:
-                body = await read_up_to(response.content, METRICS_BYTES)
-                return body if response.status == 200 and len(body) < METRICS_BYTES else b""
+                return await response.read() if response.status == 200 else b""
         except (HttpError, TimeoutError):
             return b""
 
@@ -164,7 +157,9 @@ class Controller:
         if nbytes > limit:
             raise errors.body_too_large(limit)
         state.take_body(exchange, len(earlier))
-        whole = joined(data, earlier)
+        own = data["input"]
+        own = [{"type": "message", "role": "user", "content": own}] if isinstance(own, str) else own
+        whole = {**data, "input": orjson.loads(earlier) + own, "previous_response_id": None}
         check_depth(whole, limits.json_depth)
         again = check_object(exchange.route, whole, nbytes, limits)
         again.transcript = transcript
@@ -209,14 +204,11 @@ class Controller:
             return 0
 
 
-# -- headers
-
-
 def identity(request_id: bytes, token: bytes, exchange: Exchange | None = None) -> list[tuple[str, str]]:
-    """Headers with the key of a request, and the proof that a gateway wrote them (appliance.controller.http.peers).
+    """Headers with the key of a request, and the proof that a gateway wrote them (controller.interfaces.principal).
     exchange: None for requests of the gateway itself."""
     who = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway")]
-    if exchange is not None and exchange.route.kind is not Kind.LOGIN:  # all others name a key
+    if exchange is not None and exchange.route.kind != "login":  # all others name a key
         caller = exchange.caller
         who = [("x-appliance-key-id", caller.id), ("x-appliance-scopes", ",".join(sorted(caller.scopes)))]
         who += [("x-appliance-session", exchange.session)] if exchange.session else []

@@ -3,11 +3,10 @@
 The connection is uvicorn's, and what that leaves open: the size and the time of a head, headers that two parsers could
 read differently, and refusals in the API's own shape.
 
-An error is OpenAI's object on every route except Anthropic's, `/v1/messages` and below, whose shape and types are after
-https://docs.anthropic.com/en/api/errors; what is 503 elsewhere is 529 `overloaded_error` there. In a stream: `data:
-{"error": …}` for chat and completions, as vLLM and OpenAI's older routes do; for /v1/responses OpenAI's event `error`
-(https://platform.openai.com/docs/api-reference/responses-streaming/error) with the object inside it as well, by which
-its SDK raises; Anthropic's event `error`."""
+An error is OpenAI's object, and on `/v1/messages` and below Anthropic's (https://docs.anthropic.com/en/api/errors);
+503 is 529 `overloaded_error` there. In a stream: `data: {"error": …}` for chat and completions; for /v1/responses the
+event `error` (https://platform.openai.com/docs/api-reference/responses-streaming/error) with the object inside it as
+well, by which its SDK raises; Anthropic's event `error`."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from uvicorn.server import ServerState
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket
-from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Kind, Route, is_anthropic, plain_target
+from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Route, is_anthropic, plain_target
 from appliance.gateway.core.spending import KeyUse, OwnerUse
 from appliance.gateway.core.table import NOBODY, Caller
 from appliance.gateway.requests.answers import Tokens
@@ -58,17 +57,14 @@ class Exchange:
     when an engine got it last. trace: W3C traceparent, empty without one; span: OpenTelemetry's, if exported.
 
     model: the requested one, once known to exist, without a version. checked: while it counts as open, for an engine.
-    choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in the table by
-    which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the version as
-    the engine names it, once it answers. extra: headers of its answer that name the parts of it that no engine gets, or
-    tell a browser who may read it. tokens: its cost as the engine reported it.
+    choice: the replica that has it; ticket: its place in the queue. routed_model: name, the model's or its canary's,
+    by which it was placed. replica, model_version: where it is or was last; the version as the engine names it. extra:
+    further headers of its answer. tokens: its cost as the engine reported it.
 
     head_sent: the status is out. sse: as a stream of events, which an error can join; stream_events: events relayed.
     body_complete: all of the request's body was read. ended: why it was ended from outside. broke_off: an error
-    followed its answer's head.
-
-    For uvicorn it is the cycle of a request and its response: body, more_body: what of the request's body has come and
-    was not read yet, and whether more will; message_event: set as more comes; keep_alive: the connection goes on
+    followed its answer's head. For uvicorn it is the cycle of a request and its response: body, more_body: what has
+    come and was not read yet, and whether more will; message_event: set as more comes; keep_alive: the connection stays
     after it; response_complete: its answer is out."""
 
     route: Route = UNKNOWN
@@ -122,8 +118,6 @@ class Exchange:
             self.ended = error
             self.task.cancel()
 
-    # -- the body
-
     async def read(self) -> bytes:
         """The next piece of the body, empty at its end. Raises HttpError 413 and 408."""
         if self.body_complete:
@@ -161,7 +155,7 @@ class Exchange:
     async def begin(self, status: int, headers: Pairs, data: bytes = b"") -> None:
         """Send the head with the first bytes of the body: each write is a packet that wakes its reader."""
         fields = [*headers, (b"x-request-id", self.request_id), *self.extra]
-        if self.route.kind is Kind.INFERENCE:
+        if self.route.kind == "inference":
             fields += self.use.headers()
         if is_anthropic(self.path):
             fields.append((b"request-id", self.request_id))
@@ -178,9 +172,8 @@ class Exchange:
         """Send events, the first with the head. version: of the model, if an engine has answered."""
         if self.head_sent:
             return await self.write(data)
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        if version:
-            headers.append((VERSION, version))
+        headers = [(VERSION, version)] if version else []
+        headers += [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await self.begin(200, [*headers, (b"x-accel-buffering", b"no")], data)
         self.sse = True
 
@@ -188,11 +181,10 @@ class Exchange:
         if data:
             await self._send(self._framed(data))
 
-    async def finish(self, data: bytes = b"") -> None:
-        """End the answer. data: the last of it."""
-        end = b"0\r\n\r\n" if self._chunked and not self.head_only else b""
-        if last := self._framed(data) + end:
-            await self._send(last)
+    async def finish(self) -> None:
+        """End the answer."""
+        if self._chunked and not self.head_only:
+            await self._send(b"0\r\n\r\n")
         self.response_complete = True
         if self.keep_alive:
             self.connection.on_response_complete()
@@ -215,7 +207,8 @@ class Exchange:
         self.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
         if self.sse:
             self.keep_alive = False
-            await self.finish(error_event(error, self, self.stream_events))
+            await self.write(error_event(error, self, self.stream_events))
+            await self.finish()
         elif self.head_sent:
             self.connection.transport.abort()  # so that what was cut off cannot be taken for a whole answer
         else:
@@ -249,13 +242,10 @@ def _head(status: int, headers: Pairs) -> bytes:
     return b"".join((STATUS_LINE[status], *[b"%b: %b\r\n" % pair for pair in headers], b"\r\n"))
 
 
-# -- the connection
-
-
 class Connection(HttpToolsProtocol):
-    """One client's connection. running: the exchange that is being answered, or was answered last; `cycle` is uvicorn's
-    name for the last one parsed. refusal: why its bytes are not read any more. private: it came by the private socket.
-    state: the process's `State`, whose module imports this one."""
+    """One client's connection. running: the exchange that is being answered, or was last; `cycle` is uvicorn's name for
+    the last one parsed. refusal: why no more bytes are read. private: it came by the private socket. state: the
+    process's `State`, whose module imports this one."""
 
     def __init__(self, config: Config, server_state: ServerState, state: Any, *, private: bool = False) -> None:
         super().__init__(config, server_state, {})
@@ -265,8 +255,6 @@ class Connection(HttpToolsProtocol):
         self._awaits_since_s: float | None = time.monotonic()  # a head
         self._unparsed_bytes = 0
         self._in_head, self._offers_upgrade = True, False
-
-    # -- life
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -303,8 +291,6 @@ class Connection(HttpToolsProtocol):
             self._awaits_since_s = time.monotonic()
         if not self.pipeline:  # else each answer would let in as many requests as the socket has
             self.flow.resume_reading()
-
-    # -- bytes
 
     def data_received(self, data: bytes) -> None:
         if self.parser is None or self.transport.is_closing():
@@ -394,11 +380,9 @@ class Connection(HttpToolsProtocol):
             self._in_head = True
             super().on_message_complete()
 
-    # -- refusals
-
     def _refuse(self, error: HttpError) -> None:
-        """Answer an error to bytes that are no request, and close. Behind a request that is being answered nothing more
-        is read; if its own body is bad, the error is its answer."""
+        """Answer an error to bytes that are no request, and close; if they are of the body of a request that is being
+        answered, the error is its answer."""
         self.parser, self.refusal, error.close = None, error, True  # type: ignore[assignment]
         self._awaits_since_s = None
         if self.running is not None and not self.running.response_complete:
@@ -434,20 +418,16 @@ class Connection(HttpToolsProtocol):
             self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
 
 
-# -- errors
-
-
 def _error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
-    extra = [] if error.retry_after_s is None else [(b"retry-after", b"%d" % error.retry_after_s)]
     # The `openai` client retries 409 unless told not to, but a conflict does not resolve by itself.
     should_retry = False if error.should_retry is None and error.status == 409 else error.should_retry
-    if should_retry is not None:
-        extra.append((b"x-should-retry", b"true" if should_retry else b"false"))
-    if error.status == 401:
-        extra.append((b"www-authenticate", b"Bearer"))
-    if error.allow is not None:
-        extra.append((b"allow", error.allow.encode()))
-    return extra
+    fields = {
+        b"retry-after": error.retry_after_s,
+        b"x-should-retry": None if should_retry is None else str(should_retry).lower(),
+        b"www-authenticate": "Bearer" if error.status == 401 else None,
+        b"allow": error.allow,
+    }
+    return [(name, str(value).encode()) for name, value in fields.items() if value is not None]
 
 
 def _shaped(error: HttpError, exchange: Exchange) -> tuple[int, bytes]:

@@ -27,7 +27,7 @@ from aiohttp.http import RawResponseMessage as Head
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket
-from appliance.gateway.core.routes import INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
+from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES
 from appliance.gateway.core.table import Model, cache_salt
 from appliance.gateway.requests.answers import CHAT, COMPLETIONS, RESUME_PATH, USAGE, token_count
 from appliance.gateway.requests.request_check import Checked, with_fields
@@ -38,7 +38,6 @@ from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
 
-_ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
 _HEAD: Final = (
@@ -138,7 +137,11 @@ class Inference:
         state, work, exchange, model = self.state, self.checked, self.exchange, self.state.router.models.get(self.model)
         if model is None:
             raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
-        host, names, choice = model.host or self.model, self._names(), None
+        # The canary for its share; the model for requests that failed there, or for which the canary has no room.
+        again, caller = self.continues or self.failures, exchange.caller.id
+        canary = () if again else state.router.canary_for(model, caller, work.conversation)
+        names = (*canary, exchange.routed_model if self.continues else self.model)
+        host, choice = model.host or self.model, None
         # Those who wait go first; otherwise a stream of new requests could starve them.
         is_first = state.holds.queues.keys().isdisjoint({(host, False), (host, work.batch)})
         if not work.sequences or is_first:
@@ -150,16 +153,6 @@ class Inference:
         exchange.routed_model, exchange.choice = choice.model, choice
         exchange.replica, exchange.model_version = choice.replica.id, choice.replica.version
         return choice
-
-    def _names(self) -> tuple[str, ...]:
-        """Return the models of the table that may take it, in order: the canary for its share; the model for requests
-        that failed there, or for which the canary has no room."""
-        if self.continues:
-            return (self.exchange.routed_model,)
-        if self.failures:
-            return (self.model,)
-        canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.checked.conversation)
-        return (self.model,) if canary is None else (canary, self.model)
 
     async def _wait(self, queue: tuple[str, bool], names: tuple[str, ...]) -> Choice:
         """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
@@ -253,8 +246,8 @@ class Inference:
         if engine_version is not None and not self._may_be_adapter():
             exchange.model_version = engine_version
         if status >= 400:  # nothing of it is relayed
-            body = await read_up_to(content, _ERROR_BYTES)
-            error = errors.from_upstream(status, body, PROMPT_FIELDS.get(exchange.route.name, "input"))
+            body = await read_up_to(content)
+            error = errors.from_upstream(status, body, exchange.route.prompt)
             if status == 404:
                 raise self._moved(error.message)
             if status >= 500 and not await state.engines.is_alive(replica.socket):
@@ -409,11 +402,8 @@ class Inference:
         self.failures[choice.replica.id] = reason
         if [*self.failures.values()].count(EngineFailure.DIED) >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1
-            message = (
-                "Two engines of this model ended while they had this request, so it is sent to no other. Please change "
-                "it, or ask whoever runs the box what the engines' logs say."
-            )
-            raise HttpError(502, message, code=errors.ENGINES_DIED, should_retry=False)
+            text = "Two engines of this model ended while they had this request. Change it, or see the engines' logs."
+            raise HttpError(502, text, code=errors.ENGINES_DIED, should_retry=False)
         if self.failed >= MAX_FAILURES:
             raise failure.error
         if not self.answer_begun:

@@ -22,22 +22,18 @@ from appliance.gateway.server.exchange import Exchange
 
 prometheus.disable_created_metrics()
 
+# Triples of model, version and key class; beyond this all counts by them begin again. Rendering one takes 2 ms.
 MOST_SERIES: Final = 128
-"""Triples of model, version and key class; beyond this all counts by them begin again. Rendering one takes 2 ms."""
-_LABELS: Final = ("model", "version", "key_class")
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ADDED: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
 _LONG: Final = (*_SECONDS[3:], 120.0, 300.0, 600.0)
 
 # For the load report.
 RECENT_S: Final = 60.0
-_COMPUTED_TOKENS: Final = 1e6
-"""Prompt tokens after which those before count half."""
-_STREAMS: Final = 48
-"""For the rate of prompts: this many new streams replace those of old engines and weights."""
+_COMPUTED_TOKENS: Final = 1e6  # prompt tokens after which those before count half
+_STREAMS: Final = 48  # for the rate of prompts: so many new streams replace those of old engines and weights
 LEAST_SAMPLES: Final = 12
-_TELLING: Final = 1.2
-"""Long prompts must take longer than short ones by this factor; otherwise the data determine no rate."""
+_TELLING: Final = 1.2  # long prompts must take longer than short ones by this factor, else there is no rate
 
 
 class Metrics:
@@ -52,7 +48,7 @@ class Metrics:
         own: Any = {"namespace": "appliance_gateway", "registry": self.registry}
 
         def by_series(kind: type[Any], name: str, text: str, *labels: str, **more: Any) -> Any:
-            metric = kind(name, text, (*_LABELS, *labels), **own, **more)
+            metric = kind(name, text, ("model", "version", "key_class", *labels), **own, **more)
             labelled = cache(metric.labels)  # which takes a lock and compares names, ten times in each request
             self._by_series += [metric.clear, labelled.cache_clear]
             return labelled
@@ -61,12 +57,9 @@ class Metrics:
         self.requests = cache(prometheus.Counter("requests", text, ("route", "status"), **own).labels)
         text = "From complete request to its sending upstream, unheld."
         self.added = prometheus.Histogram("added_seconds", text, buckets=_ADDED, **own)
-        text = "Inference requests ended, by model, version, key class and status."
-        self.model_requests = by_series(prometheus.Counter, "model_requests", text, "status")
-        text = "Tokens of prompts (input) and answers (output), as engines counted them."
-        self.tokens = by_series(prometheus.Counter, "tokens", text, "direction")
-        text = "Tokens of prompts in an engine's cache of prefixes."
-        self.cached = by_series(prometheus.Counter, "cached_tokens", text)
+        self.model_requests = by_series(prometheus.Counter, "model_requests", "Inference requests ended.", "status")
+        self.tokens = by_series(prometheus.Counter, "tokens", "Tokens, as engines counted them.", "direction")
+        self.cached = by_series(prometheus.Counter, "cached_tokens", "Tokens of prompts in an engine's prefix cache.")
         text = "From complete request to the first body byte."
         self.first_byte = by_series(prometheus.Histogram, "time_to_first_byte_seconds", text, buckets=_SECONDS)
         text = "From complete request to the end of its answer."
@@ -107,6 +100,10 @@ class Metrics:
             self.series.add(key)
         return key
 
+    def forget_arrivals(self) -> None:
+        for load in self.loads.values():
+            load.arrived_prompts.clear()
+
 
 @cache
 def _key_class(scopes: frozenset[str]) -> str:
@@ -123,7 +120,7 @@ class ModelLoad:
 
     def __init__(self) -> None:
         self._last_request_s: float | None = None
-        self._prompts = Counter[int]()
+        self.arrived_prompts = Counter[int]()
         self._estimated = self._computed = 0.0
         self.tpot: deque[tuple[float, float]] = deque(maxlen=256)
         self.prefills: deque[tuple[int, float]] = deque(maxlen=_STREAMS)
@@ -131,7 +128,7 @@ class ModelLoad:
     def arrived(self, prompt_tokens: int, now_s: float) -> None:
         """Count an admitted request."""
         self._last_request_s = now_s
-        self._prompts[bucket(prompt_tokens, 1.0)] += 1
+        self.arrived_prompts[bucket(prompt_tokens, 1.0)] += 1
 
     def computed(self, estimated: int, tokens: int) -> None:
         """Count the tokens of a prompt that an engine computed, not those of its cache. estimated: all its tokens."""
@@ -142,15 +139,15 @@ class ModelLoad:
     def report(self, now_s: float) -> dict[str, Any]:
         """This model's part of the load report. tpot_p95_s: of streams of the last minute. computed_part: prompt tokens
         that engines computed for an estimated one (fewer where prompts share a cached prefix). prefill_tokens_per_s: of
-        one replica. None for what is unknown. arrived_prompts: requests by `bucket` of their prompt
-        tokens (from 1)."""
+        one replica. None for what is unknown. arrived_prompts: requests since the last report that was sent, by
+        `bucket` of their prompt tokens (from 1)."""
         recent = sorted(seconds for at_s, seconds in self.tpot if at_s >= now_s - RECENT_S)
         return {
             "last_request_s": self._last_request_s,
             "tpot_p95_s": recent[int(len(recent) * 0.95)] if recent else None,
             "computed_part": self._computed / self._estimated if self._estimated else None,
             "prefill_tokens_per_s": prefill_tokens_per_s(self.prefills),
-            "arrived_prompts": self._prompts,
+            "arrived_prompts": self.arrived_prompts,
         }
 
 
@@ -200,8 +197,6 @@ class Comparison:
             counts["first_byte"][bucket(exchange.first_byte_s - exchange.sent_s)] += 1
             counts["duration"][bucket(time.monotonic() - exchange.sent_s)] += 1
 
-
-# -- the access log
 
 # Names that people give keys, often their own: a person who is forgotten leaves none here. Ids of keys stay.
 _NAMED: Final = re.compile(rb"(/keys/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")

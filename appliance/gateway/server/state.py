@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import aiohttp
 from aiohttp.connector import Connection
 from aiohttp.http import HttpProcessingError, RawResponseMessage
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from uvicorn.server import ServerState
 from yarl import URL
@@ -29,9 +27,9 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Holds, Router
-from appliance.gateway.core.routes import Kind
 from appliance.gateway.core.spending import UsageLimits
 from appliance.gateway.core.table import NOBODY, OPEN, Caller, Login, Model
+from appliance.gateway.server.certificates import Certificate
 from appliance.gateway.server.exchange import Exchange
 from appliance.gateway.server.metrics import Comparison, Metrics, access_line
 from runtime.background_tasks import BackgroundTasks
@@ -39,7 +37,6 @@ from runtime.network import mutual_tls, watched_socket
 from weights.format.names import policy_of
 
 if TYPE_CHECKING:
-    from appliance.gateway.server.certificates import Certificate
     from appliance.gateway.server.tracing import Tracing
 
 # Engines keep idle connections for an hour, so that none is used that its engine is just closing.
@@ -51,10 +48,10 @@ _HEALTH_S: Final = 2.0
 
 
 class State:
-    """State of one process. report_now: sends a load report at once.
-    generation: of the current table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to
-    the controller that a request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
-    box_troubles: parts of the box that fail, as the controller last reported. access_lines: written by the sweep."""
+    """State of one process. report_now: sends a load report at once. generation: of the current table, -1 before the
+    first. buffered_bytes: of request bodies in memory. token: proves to the controller that a gateway wrote a head.
+    sessions: logins of the page by their tokens' SHA-256. box_troubles: parts of the box that fail, as the controller
+    last reported. access_lines: written by the sweep."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -77,7 +74,7 @@ class State:
             # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
             from appliance.gateway.server import tracing
 
-            self.tracing = tracing.Tracing(config.otlp_endpoint, config.name)
+            self.tracing = tracing.Tracing(config.otlp_endpoint)
         self.token = b"" if config.token_path is None else Path(config.token_path).read_bytes().strip()
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
@@ -95,15 +92,13 @@ class State:
     def new_request_id(self) -> bytes:
         return b"req_%b%06x" % (self._id_prefix, next(self._id_numbers))
 
-    # -- bodies in memory
-
     def take_body(self, exchange: Exchange, nbytes: int) -> None:
         """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large; class batch
         leaves half of the memory to people."""
         most = self.limits.buffered_body_bytes // (2 if exchange.use.batch else 1)
         if self.buffered_bytes + nbytes > most:
             text = "The server is busy with other large requests. Please retry."
-            raise errors.unavailable(text, errors.OVERLOADED, 2)
+            raise errors.unavailable(text, "overloaded", 2)
         owner = exchange.use.owner
         if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
             raise self.spending.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
@@ -115,8 +110,7 @@ class State:
 
     def callable_model(self, name: str, caller: Caller, private: bool = False) -> Model:
         """The model of this name, which this key may call; private: for the box itself, which alone may call models in
-        training. Raises the same HttpError for a forbidden as for a nonexistent model, so callers must send nothing
-        that depends on the model before."""
+        training. Raises the same HttpError for a forbidden as for a nonexistent model."""
         model = self.router.models.get(name)
         if model is not None and policy_of(name) is None and caller.sees(model) and caller.may_use(name):
             return model
@@ -132,10 +126,8 @@ class State:
             message = f"The model `{name[:200]}` does not exist or you do not have access to it."
             return HttpError(404, message, param="model", code="model_not_found")
         served = ", ".join(f"`{each}`" for each in sorted({r.version for r in model.replicas} or {model.version}))
-        message = (
-            f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "
-            f"rollback {base} --version VERSION` serves another, `appliance model canary {base} VERSION` both."
-        )
+        commands = f"`appliance model rollback {base} --version VERSION`, or `appliance model canary {base} VERSION`"
+        message = f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. See {commands}."
         return HttpError(404, message, param="model", code="model_version_not_served")
 
     def next_try_s(self, name: str) -> float | None:
@@ -163,8 +155,6 @@ class State:
         if self.holds.queues:
             self.holds.place(self.router, time.monotonic())
 
-    # -- accounts of a request that is over
-
     def finished(self, exchange: Exchange, now_s: float) -> None:
         """Account for a request whose response is complete, or whose client is gone."""
         use, inferred, tokens, status = exchange.use, exchange.checked, exchange.tokens, exchange.status
@@ -186,7 +176,7 @@ class State:
             counts = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
             counts |= {"requests": 1, "errors": int(status >= 500 or exchange.broke_off)}
             self.spending.count(exchange.caller.id, exchange.model, exchange.model_version, counts)
-        elif status == 429 or (exchange.route.kind is Kind.INFERENCE and status in range(400, 499)):
+        elif status == 429 or (exchange.route.kind == "inference" and status in range(400, 499)):
             if exchange.caller is not NOBODY:
                 self.spending.count(exchange.caller.id, exchange.model, "", {"refused": 1})
         if self.tracing is not None and exchange.span is not None:
@@ -202,14 +192,10 @@ class State:
                 self.access_log.write(b"".join(lines))
 
 
-# -- connections to engines
-
-
 class Engines:
-    """Connections by address: path of a Unix socket, or https://HOST:PORT of an engine on another machine.
-
-    They are aiohttp's, without its sessions: redirects, cookies, proxies and codings of bodies, which engines have not,
-    took a fifth of a request's time. silence_s: the longest that an answer may pause."""
+    """Connections by address: path of a Unix socket, or https://HOST:PORT of an engine on another machine. They are
+    aiohttp's, without its sessions, which took a fifth of a request's time. silence_s: the longest pause of an
+    answer."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
@@ -264,22 +250,12 @@ class Engines:
             await connector.close()
 
 
-async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
-    """A body, or its first `most` bytes: a single `read` returns what has come."""
+async def read_up_to(content: aiohttp.StreamReader, most: int = 64 * 1024) -> bytes:
+    """A body, or its first `most` bytes (enough for an error): a single `read` returns what has come."""
     body = b""
     while len(body) < most and not content.at_eof():
         body += await content.read(most - len(body))
     return body
-
-
-# -- Prometheus
-
-
-async def metrics_text(state: State, controller_up: bool) -> bytes:
-    """Series of this gateway."""
-    current = [*state.metrics.registry.collect(), *gauges(state, controller_up)]
-    collected: Any = SimpleNamespace(collect=lambda: current)
-    return await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
 
 
 def gauges(state: State, controller_up: bool) -> Iterator[Metric]:

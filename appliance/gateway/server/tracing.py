@@ -28,11 +28,10 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """One per worker. endpoint: base URL of the collector, to which `/v1/traces` is added."""
+    """endpoint: base URL of the collector, to which `/v1/traces` is added."""
 
-    def __init__(self, endpoint: str, worker: str) -> None:
-        resource = Resource.create({"service.name": "appliance-gateway", "service.instance.id": worker})
-        self._provider = TracerProvider(resource=resource)
+    def __init__(self, endpoint: str) -> None:
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "appliance-gateway"}))
         exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("appliance.gateway")

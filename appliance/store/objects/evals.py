@@ -5,26 +5,11 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Unpack
-
-from appliance.store.database import Database, Page, Part, owned_by
-from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED, EvalItemRow, EvalRunRow
+from appliance.store.database import Database
+from appliance.store.rows import EVAL_RUNS, EVALS, UNFINISHED, EvalRunRow
 
 insert, update, find, page = EVALS.insert, EVALS.update, EVALS.find_visible, EVALS.page_visible
-insert_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.update
-
-
-def find_run(db: Database, run_id: str, *, viewer: str | None = None) -> EvalRunRow | None:
-    return EVAL_RUNS.find_visible(db, run_id, viewer=viewer)
-
-
-def page_runs(
-    db: Database, eval_id: str, *, viewer: str | None, status: str | None, **part: Unpack[Part]
-) -> Page[EvalRunRow]:
-    """Those of the viewer: an administrator may run another's eval, too."""
-    scope, where = {"eval_id": eval_id, **owned_by(viewer)}, "(? IS NULL OR status = ?)"
-    return EVAL_RUNS.page(db, scope=scope, where=where, parameters=[status, status], **part)
+insert_run, find_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.find, EVAL_RUNS.update
 
 
 def unfinished_ids(db: Database, object_id: str) -> list[str]:
@@ -43,23 +28,6 @@ def delete(db: Database, deleted: str) -> None:
     with db.transaction():
         db.execute("DELETE FROM eval_runs WHERE id = ?", [deleted])
         db.execute("DELETE FROM evals WHERE id = ?", [deleted])
-
-
-def insert_items(db: Database, rows: Iterable[EvalItemRow]) -> None:
-    with db.transaction():
-        for row in rows:
-            EVAL_ITEMS.insert(db, row)
-
-
-def find_item(db: Database, run_id: str, item_id: str) -> EvalItemRow | None:
-    return EVAL_ITEMS.first(db, "id = ? AND run_id = ?", item_id, run_id)
-
-
-def page_items(db: Database, run_id: str, *, status: str | None, **part: Unpack[Part]) -> Page[EvalItemRow]:
-    """In the order of the data."""
-    scope, where = {"run_id": run_id}, "(? IS NULL OR status = ?)"
-    part["order_by"] = "place"
-    return EVAL_ITEMS.page(db, scope, where=where, parameters=[status, status], **part)
 
 
 def passed(db: Database, run_id: str) -> dict[int, bool | None]:

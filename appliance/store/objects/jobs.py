@@ -18,7 +18,6 @@ from appliance.store.rows import (
     JOB_METRICS,
     JOBS,
     UNFINISHED,
-    JobEventRow,
     JobMetricRow,
     JobPhase,
     JobRow,
@@ -71,17 +70,6 @@ def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], 
     return list_unfinished(db, also, model, *names, whole, len(at), at, len(checkpoint), checkpoint)
 
 
-def unfinished_making(db: Database, model: str) -> list[JobRow]:
-    """Those that are to make this model."""
-    return list_unfinished(db, " AND output_model = ?", model)
-
-
-def any_wants_devices(db: Database) -> bool:
-    """Whether one waits for devices, or has some and goes on."""
-    condition = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run'"
-    return db.value(f"SELECT 1 FROM jobs WHERE {condition} LIMIT 1") is not None
-
-
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
 # list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
 # under a name that an ended job of this owner's was to have. UNION ALL: SQLite then finds one name by index.
@@ -100,10 +88,6 @@ def names_made_by(db: Database, owner: str) -> list[str]:
 def has_made(db: Database, owner: str, name: str) -> bool:
     """Whether this is one of `names_made_by`; by indexes alone, as an owner may have ten thousand of them."""
     return db.value(f"SELECT 1 FROM ({_MADE}) WHERE name = ?2", [owner, name]) is not None
-
-
-def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
-    return JOBS.list_all(db, "phase = ?", phase)
 
 
 def failed_by_code(db: Database) -> dict[str, int]:
@@ -189,11 +173,6 @@ def teachers_of_running(db: Database) -> list[str]:
         "SELECT judge ->> '$.teacher' AS teacher FROM jobs CROSS JOIN job_judges ON job_id = jobs.id "
         "WHERE phase = 'running' AND method = 'distillation' GROUP BY teacher ORDER BY min(seq)"
     )
-
-
-def page_events(db: Database, job_id: str, **part: Unpack[Part]) -> Page[JobEventRow]:
-    """Newest first."""
-    return JOB_EVENTS.page(db, {"job_id": job_id}, **part)
 
 
 def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int = 10_000) -> list[JobMetricRow]:

@@ -31,6 +31,7 @@ VERSION_MARK, CHECKPOINT_MARK = "@", ":ckpt-"
 """What a public name has between a model and its version (`MODEL@VERSION`) or its checkpoint (`MODEL:ckpt-step-N`)."""
 find, update, list_all, page = MODELS.find, MODELS.update, MODELS.list_all, MODELS.page
 insert_version, find_version, update_version = VERSIONS.insert, VERSIONS.find, VERSIONS.update
+delete_version = VERSIONS.delete
 
 
 def insert(db: Database, row: ModelRow) -> None:
@@ -79,11 +80,6 @@ def audiences(db: Database) -> dict[str, list[str] | None]:
 
 def list_callable(db: Database) -> list[ModelRow]:
     return list_all(db, "active_version IS NOT NULL")
-
-
-def active_versions(db: Database) -> dict[str, str]:
-    """The active version of each model that can be called, from an index alone: each round of the scheduler asks."""
-    return dict(db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL"))
 
 
 def without_chat_template(db: Database) -> set[tuple[str, str]]:
@@ -139,12 +135,6 @@ def checkpoint_names(db: Database) -> list[tuple[str, str, str]]:
     """(name, model, version) of all checkpoints, oldest first; each round of the scheduler asks."""
     rows = db.execute("SELECT checkpoint, model, version FROM versions WHERE checkpoint IS NOT NULL ORDER BY seq")
     return [(name, model, version) for name, model, version in rows]
-
-
-def delete_version(db: Database, model: str, version: str) -> None:
-    """Raises RowNotFound."""
-    if not VERSIONS.delete(db, model, version):
-        raise RowNotFound("versions", f"{model}@{version}")
 
 
 def version_before(db: Database, model: str, version: str) -> VersionRow | None:
@@ -216,7 +206,6 @@ def adapters_on(db: Database, base: str) -> list[AdapterRow]:
 
 
 MOST_KEPT = 50
-_NEWEST = "SELECT model, max(number) FROM model_settings GROUP BY model"
 
 
 def add_settings(
@@ -235,25 +224,7 @@ def current_settings(db: Database, model: str) -> ModelSettingsRow | None:
     return MODEL_SETTINGS.first(db, "model = ?", model)
 
 
-def settings_digests(db: Database) -> dict[str, str]:
-    """Digests of the settings in force, by model; from an index alone: each round of the scheduler asks."""
-    newest = "SELECT model, digest, max(number) FROM model_settings GROUP BY model"
-    return {model: digest for model, digest, _ in db.execute(newest)}
-
-
-def settings_notes(db: Database) -> dict[str, str]:
-    """Why the box itself put the settings in force that are, by model."""
-    return dict(
-        db.execute(f"SELECT model, note FROM model_settings WHERE note != '' AND (model, number) IN ({_NEWEST})")
-    )
-
-
-def settings_with_chat_template(db: Database) -> set[str]:
-    """Models whose settings in force have a chat template of their own."""
-    given = f"(model, number) IN ({_NEWEST}) AND coalesce(settings ->> '$.chat_template', '') != ''"
-    return set(db.column(f"SELECT model FROM model_settings WHERE {given}"))
-
-
-def settings_history(db: Database, model: str) -> list[ModelSettingsRow]:
-    """Newest first."""
-    return MODEL_SETTINGS.list_all(db, "model = ?", model)
+def settings_in_force(db: Database) -> dict[str, ModelSettingsRow]:
+    """By model."""
+    rows = db.all(ModelSettingsRow, "SELECT *, max(number) FROM model_settings GROUP BY model")
+    return {row.model: row for row in rows}

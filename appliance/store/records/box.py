@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import asdict
 from typing import Any
 
 from appliance.store.database import Database
@@ -50,8 +51,9 @@ class SqliteJournal:
 
     def step(self, handover_id: int, record: StepRecord) -> None:
         with self._db.transaction():
-            steps = {step.seq: step for step in HANDOVERS.get(self._db, handover_id).steps} | {record.seq: record}
-            HANDOVERS.update(self._db, handover_id, steps=[steps[seq] for seq in sorted(steps)])
+            steps = [step for step in HANDOVERS.get(self._db, handover_id).steps if step["seq"] != record.seq]
+            steps = sorted([*steps, asdict(record)], key=lambda step: step["seq"])
+            HANDOVERS.update(self._db, handover_id, steps=steps)
 
     def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
         HANDOVERS.update(self._db, handover_id, state=state, ended_s=ended_s, error=error)
@@ -62,4 +64,5 @@ class SqliteJournal:
         return self._db.column("SELECT id FROM handovers WHERE ended_s IS NULL ORDER BY id")
 
     def steps_since(self, handover_id: int) -> list[StepRecord]:
-        return [step for row in HANDOVERS.list_all(self._db, "id > ?", handover_id) for step in row.steps]
+        rows = HANDOVERS.list_all(self._db, "id > ?", handover_id)
+        return [StepRecord(**step) for row in rows for step in row.steps]

@@ -1,4 +1,5 @@
-"""API keys: 256 random bits, shown once, kept as SHA-256 (1 µs to check; a slow hash protects only weak secrets)."""
+"""API keys: 256 random bits, shown once, kept as SHA-256 (1 µs to check; a slow hash protects only weak secrets). And
+logins of the page: a key, exchanged for a token of two halves, of which only the SHA-256 of both is kept."""
 
 from __future__ import annotations
 
@@ -11,21 +12,20 @@ from typing import Any
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
-from appliance.store.records import page_sessions
-from appliance.store.rows import KEYS, KeyRow
+from appliance.store.rows import KEYS, PAGE_SESSIONS, KeyRow, PageSessionRow
 from runtime.logs import minute
 
 KEY_PREFIX = "sk-appl-"
 SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
-insert, update, list_all, page = KEYS.insert, KEYS.update, KEYS.list_all, KEYS.page
+insert, update, first, list_all, page = KEYS.insert, KEYS.update, KEYS.first, KEYS.list_all, KEYS.page
 
 
 def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
     """Store a new key; returns its row and the key itself, which nobody can read again. `owner` defaults to the name;
     `limits` are fields of KeyRow.
 
-    Raises DuplicateRow when a live key has this name; a revoked key's name is free.
+    Raises sqlite3.IntegrityError when a live key has this name; a revoked key's name is free.
     """
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     made: dict[str, Any] = {"sha256": fingerprint(key), "prefix": key[:_SHOWN_CHARACTERS], "created_s": time.time()}
@@ -40,7 +40,7 @@ def renew(db: Database, key_id: str) -> tuple[KeyRow, str]:
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     with db.transaction():
         update(db, key_id, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS])
-        page_sessions.end_of_key(db, key_id)
+        end_sessions(db, key_id)
     row = KEYS.find(db, key_id)
     assert row is not None
     return row, key
@@ -56,11 +56,6 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
     # One after the other, each by its index: asked for both at once, SQLite goes through all keys.
     of_name = "SELECT * FROM keys WHERE name = ? ORDER BY revoked_s IS NULL DESC, seq DESC LIMIT 1"
     return KEYS.find(db, id_or_name) or db.one(KeyRow, of_name, [id_or_name])
-
-
-def of_subject(db: Database, subject: str) -> KeyRow | None:
-    """The newest key of this person's, revoked or not."""
-    return KEYS.first(db, "subject = ? AND subject != ''", subject, last=True)
 
 
 def owner_of(db: Database, key_id: str) -> str:
@@ -86,37 +81,13 @@ def standing(db: Database, key_id: str | None) -> tuple[str, str]:
     return row["owner"] or row["id"], ended
 
 
-def is_revoked(db: Database, key_id: str | None) -> bool:
-    """None: the box itself, and what was made before there were keys."""
-    return bool(how_ended(db, key_id))
-
-
 def how_ended(db: Database, key_id: str | None) -> str:
     """As of `standing`."""
     return standing(db, key_id)[1]
 
 
-def owner_has_left(db: Database, key_id: str) -> bool:
-    """Whether the key was revoked, and no other of its owner's lives."""
-    left = (
-        "SELECT 1 FROM keys AS gone WHERE id = ? AND revoked_s IS NOT NULL"
-        " AND NOT EXISTS (SELECT 1 FROM keys WHERE owner = gone.owner AND revoked_s IS NULL)"
-    )
-    return db.value(left, [key_id]) is not None
-
-
 def list_live(db: Database) -> list[KeyRow]:
     return list_all(db, "revoked_s IS NULL")
-
-
-def list_ended(db: Database, since_s: float) -> list[KeyRow]:
-    """Those that ended by themselves, and not before `since_s`."""
-    return list_all(db, "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s", since_s)
-
-
-def list_ending(db: Database, until_s: float) -> list[KeyRow]:
-    """Live ones that end by themselves until then."""
-    return list_all(db, "expires_s <= ? AND revoked_s IS NULL", until_s)
 
 
 def revoke(db: Database, id_or_name: str) -> KeyRow:
@@ -128,5 +99,33 @@ def revoke(db: Database, id_or_name: str) -> KeyRow:
         row = replace(row, revoked_s=time.time())
         with db.transaction():
             update(db, row.id, revoked_s=row.revoked_s)
-            page_sessions.end_of_key(db, row.id)
+            end_sessions(db, row.id)
     return row
+
+
+# --- logins of the page
+
+
+def create_session(
+    db: Database, key_id: str, *, agent: str, now_s: float, until_s: float
+) -> tuple[PageSessionRow, str, str]:
+    """A new session of this key, with the halves of its token: the browser's cookie, and what the page keeps."""
+    cookie, page = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    sha256 = hashlib.sha256(f"{cookie}.{page}".encode()).hexdigest()  # as the gateway computes it
+    row = PageSessionRow(new_id("session_", 16), sha256, key_id, now_s, until_s, agent)
+    return PAGE_SESSIONS.insert(db, row), cookie, page
+
+
+def list_sessions(db: Database, now_s: float, owner: str | None = None) -> list[PageSessionRow]:
+    """Live logins with an owner's keys, None: with all; oldest first."""
+    return db.all(
+        PageSessionRow,
+        "SELECT page_sessions.* FROM page_sessions JOIN keys ON keys.id = key_id"
+        " WHERE until_s > ?1 AND revoked_s IS NULL AND (?2 IS NULL OR owner = ?2) ORDER BY page_sessions.seq",
+        [now_s, owner],
+    )
+
+
+def end_sessions(db: Database, key_id: str) -> int:
+    """Returns how many there were."""
+    return db.execute("DELETE FROM page_sessions WHERE key_id = ?", [key_id]).rowcount

@@ -24,8 +24,7 @@ from serve.core.config import EngineConfig
 from serve.engine import replica as replica_module
 from serve.engine.replica import Replica
 from tests.e2e import quantised as formats
-from tests.e2e.engine_support import Box, client
-from tests.e2e.test_engine_swap import greedy_ids, stream_ids
+from tests.e2e.engine_support import Box, client, greedy_ids, stream_ids
 
 KIND = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 MIB = 2**20

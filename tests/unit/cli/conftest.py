@@ -27,7 +27,7 @@ from appliance.cli.commands import jobs
 from appliance.cli.main import main
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context

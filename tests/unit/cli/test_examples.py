@@ -19,7 +19,8 @@ from appliance.controller.gates import Gates
 from appliance.controller.jobs.events import fail
 from appliance.controller.responses.objects import completion_row
 from appliance.store.database import Database
-from appliance.store.objects import jobs, responses
+from appliance.store.objects import jobs
+from appliance.store.rows import RESPONSES
 from examples import answers_of_a_teacher, retrain_on_schedule, sweep_with_optuna
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import chat_lines
@@ -46,7 +47,7 @@ def finish(box: ControlledBox) -> Callable[[float | None], None]:
         def tell() -> None:
             job_id = jobs.page(box.context.db, viewer=None, after=None, limit=1).data[0].id
             events = box.job_events
-            events.started(job_id, ["n0/0"], resumed=False)
+            events.started(job_id, ["n0/0"])
             if loss is None:
                 fail(box.context.db, job_id, "diverged", "it diverged")
                 return
@@ -203,7 +204,7 @@ def test_kept_completions_become_training_rows(client: openai.OpenAI, box: Contr
             choice = {"index": 0, "finish_reason": end, "message": {"role": "assistant", **message}}
             answer = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": 1, "choices": [choice]}
             given = {"metadata": {"rated": "good"}, "messages": [{"role": "user", "content": asked}]} | more
-            responses.insert(db, completion_row("", "", given, {**answer, "model": "large"}))
+            RESPONSES.insert(db, completion_row("", "", given, {**answer, "model": "large"}))
     found = answers_of_a_teacher.kept(client, "large", {"rated": "good"})
     rows = list(answers_of_a_teacher.examples(found, Counter()))
     assert len(rows) == 31 and "bad" not in {row["messages"][0]["content"] for row in rows}

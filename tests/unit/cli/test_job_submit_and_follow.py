@@ -101,7 +101,7 @@ def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names
 def test_logs_of_a_real_job_until_it_succeeds(box, tmp_path):
     job_id = make_job(box, tmp_path)
     events = box.job_events
-    box.do(lambda: events.started(job_id, ["n0/0", "n0/1"], resumed=False))
+    box.do(lambda: events.started(job_id, ["n0/0", "n0/1"]))
     outcome = {}
     follower = threading.Thread(target=lambda: outcome.update(result=box.run("job", "logs", "-f", job_id)))
     follower.start()

@@ -14,12 +14,13 @@ import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.responses.objects import completion_row
-from appliance.store.objects import jobs, models, responses
+from appliance.store.objects import jobs, models
+from appliance.store.rows import RESPONSES
 from tests.simulator.control_plane import SimulatedEngines
 from tests.train_support.tiny import tokenizer
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import insert_model
-from tests.unit.controller.test_completions import completion
+from tests.unit.controller.test_responses import completion
 from train.methods.methods import METHODS
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -71,7 +72,7 @@ def trained(box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         for number in range(12):
             kept = completion(f"chatcmpl-{number}", model="large", metadata={"rated": "good"})
             asked = {**kept["input"], "messages": [{"role": "user", "content": f"{number}?"}]}
-            responses.insert(box.context.db, completion_row("", "", asked, kept["response"]))
+            RESPONSES.insert(box.context.db, completion_row("", "", asked, kept["response"]))
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "A"}}

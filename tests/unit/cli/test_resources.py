@@ -49,7 +49,8 @@ def test_list_follows_all_pages_and_says_when_it_is_empty(prepared, row: Row):
     assert prepared.run(*words_of(row)).stdout == f"{row.empty}\n"
 
 
-def test_watch_rides_out_a_restart_of_the_box(prepared):
+def test_watch_rides_out_a_restart_of_the_box(prepared, monkeypatch):
+    monkeypatch.setattr("appliance.cli.output.REFRESH_EVERY_S", 0.01)
     row = next(row for row in ROWS if row.watch)
     away = (503, openai_error("the controller is away"))
     answers = [(200, {"n": 1}), away, (200, {"n": 2}), (404, openai_error("the end"))]

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from appliance.controller import gates
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
@@ -80,7 +80,7 @@ class Control:
 
     @property
     def gateway_keys(self) -> dict[str, Any]:
-        return self.context.bus.keys
+        return self.context.bus.table["keys"]
 
     async def settle(self) -> None:
         """Returns when no validation runs."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from appliance.store.objects import models
-from appliance.store.records import audit, keys, operations, page_sessions
+from appliance.store.records import audit, keys, operations
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 
 
@@ -56,7 +56,7 @@ async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_onc
 
 async def rotated(control: Control, made: dict[str, Any]) -> str:
     """The new secret's SHA-256: the key is the same one, and the gateways know its old secret no more."""
-    page_sessions.create(control.db, made["id"], agent="", now_s=1.0, until_s=1e12)
+    keys.create_session(control.db, made["id"], agent="", now_s=1.0, until_s=1e12)
     again = await ask(control, "POST", "/keys/laptop/rotate")
     assert again["id"] == made["id"] and again["key"] != made["key"] and again["key"].startswith(again["prefix"])
     digest = keys.fingerprint(again["key"])

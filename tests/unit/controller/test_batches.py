@@ -1,38 +1,32 @@
-"""/v1/batches through the OpenAI SDK, with engines that a test scripts."""
+"""/v1/batches through the OpenAI SDK, with engines that a test scripts, and what a hostile input file costs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import time
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller.batches import Answers
+from appliance.controller.batches import Lines, parse_line, read_lines
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.files import storage
-from appliance.store.objects import batches
+from appliance.store.rows import BATCHES
 from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import Control
 
 URL = "/v1/chat/completions"
-ANSWER = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}
-"""A line of an output file, without its custom_id."""
+DEEP = json.loads("[" * 300 + "]" * 300)
+"""orjson reads 1,024 levels and writes 254."""
 
 
 def line(number: int, **changes: Any) -> dict[str, Any]:
     body = {"model": "starter", "messages": [{"role": "user", "content": f"{number}+1?"}]}
     return {"custom_id": f"r{number}", "method": "POST", "url": URL, "body": body} | changes
-
-
-def deep(levels: int) -> Any:
-    value: Any = 0
-    for _ in range(levels):
-        value = [value]
-    return value
 
 
 def jsonl(rows: list[Any]) -> bytes:
@@ -103,8 +97,7 @@ async def test_batch_answers_every_line_once(control: Control):
         ([line(0, body={"model": "starter", "stream": True})], "unsupported_parameter", 1),
         ([line(0, body={"model": "unknown", "messages": []})], "model_not_found", 1),
         ([line(n) for n in range(51)], "too_many_requests", 51),
-        # orjson reads 1,024 levels and writes 254.
-        ([line(0, body={"model": "starter", "messages": [], "user": deep(300)})], "invalid_json_line", 1),
+        ([line(0, body={"model": "starter", "messages": [], "user": DEEP})], "invalid_json_line", 1),
     ],
 )
 async def test_batch_with_a_bad_line_fails_with_its_number(control: Control, rows, code, number):
@@ -180,7 +173,7 @@ async def test_expired_batch_names_lines_not_run(control: Control):
     keep = {"anchor": "created_at", "seconds": 3600}
     batch_id = await begun(control, [line(n) for n in range(4)], output_expires_after=keep)
     await until(control, batch_id, lambda b: b.request_counts.completed == 2)
-    batches.update(control.db, batch_id, expires_s=time.time() - 1)
+    BATCHES.update(control.db, batch_id, expires_s=time.time() - 1)
     control.context.tasks.restart("batches", batch_id)
     batch = await ended(control, batch_id)
     assert batch.status == "expired" and batch.expired_at
@@ -225,29 +218,28 @@ async def test_restart_repeats_only_lines_in_flight(control: Control):
     assert {row["custom_id"] for row in rows[:5]} == answered_before
 
 
-def test_append_on_a_full_disk_leaves_no_half_line(tmp_path):
-    """The next line became one with it, and the batch could not be opened any more."""
-    answers = Answers(tmp_path, "batch_1")
-    answers.append([ANSWER | {"custom_id": "r0"}])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (answers.paths["output"].stat().st_size + 9, before[1]))
+def read(tmp_path: Path, data: bytes) -> Lines:
+    (tmp_path / "input").write_bytes(data)
+    return read_lines(tmp_path / "input", URL, max_lines=10, line_bytes=1000)
+
+
+def test_read_of_an_endless_line_stops_at_the_limit(tmp_path):
+    data = jsonl([line(1)]) + b"x" * (64 << 20)
+    tracemalloc.start()
     try:
-        with pytest.raises(OSError, match="File too large"):
-            answers.append([ANSWER | {"custom_id": "r1"}])
+        lines = read(tmp_path, data)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    answers.close()
-    answers = Answers(tmp_path, "batch_1")
-    answers.append([ANSWER | {"custom_id": "r2"}])
-    answers.close()
-    assert Answers(tmp_path, "batch_1").custom_ids == {"r0", "r2"}
+        tracemalloc.stop()
+    assert [(error["code"], error["line"]) for error in lines.errors] == [("line_too_long", 2)]
 
 
-def test_append_skips_lines_answered_before(tmp_path):
-    """A write on its thread outlives the timeout after which its lines are written as expired."""
-    answers = Answers(tmp_path, "batch_1")
-    answers.append([ANSWER | {"custom_id": "r0"}])
-    answers.append([{"custom_id": "r0", "response": None, "error": {}}, ANSWER | {"custom_id": "r1"}])
-    answers.close()
-    again = Answers(tmp_path, "batch_1")
-    assert (again.completed, again.failed) == (2, 0)
+def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(tmp_path):
+    mark, rows = b"\xef\xbb\xbf", [jsonl([line(number)]).rstrip() for number in (1, 2, 3)]
+    data = mark + rows[0] + b"\r\n\r\n" + rows[1] + b"\r\n" + mark + rows[2]
+    lines = read(tmp_path, data)
+    assert not lines.errors
+    parts = [data[offset : offset + size] for offset, size in lines.requests.values()]
+    assert [parse_line(part)["custom_id"] for part in parts] == ["r1", "r2", "r3"]
+    (error,) = read(tmp_path, jsonl([line(1)]).decode().encode("utf-16")).errors
+    assert (error["code"], error["line"]) == ("invalid_json_line", 1) and "UTF-16" in error["message"]

@@ -1,19 +1,25 @@
-"""The bus: tables go down, loads come up, and a drain is believed only when it is true."""
+"""The bus: tables go down, loads come up, a drain is believed only when it is true; and requests of the box itself."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx
+import orjson
 import pytest
 
+from appliance.controller.bus import asking
+from appliance.controller.bus.asking import Asking, EngineAnswer
 from appliance.controller.bus.bus import Bus, ModelLoad
 from appliance.controller.interfaces.config import ControllerConfig
+from appliance.store.database import Database
+from appliance.store.records import keys
 from runtime.background_tasks import BackgroundTasks
 
 
@@ -22,22 +28,19 @@ class GatewayEnd:
 
     opened: ClassVar[list[GatewayEnd]] = []
 
-    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self.name, self._reader, self._writer = name, reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
         self.opened.append(self)
 
     @classmethod
-    async def connect(cls, path: Path, name: str = "g1") -> GatewayEnd:
-        return cls(name, *await asyncio.open_unix_connection(path, limit=2**24))
+    async def connect(cls, path: Path) -> GatewayEnd:
+        return cls(*await asyncio.open_unix_connection(path, limit=2**24))
 
     async def table(self) -> dict[str, Any]:
         return json.loads(await asyncio.wait_for(self._reader.readline(), 60))
 
     async def report(self, generation: int, replicas: dict[str, int] | None = None, **models: dict[str, Any]) -> None:
-        rows = {name: {"inflight": count} for name, count in (replicas or {}).items()}
-        await self.send(
-            {"type": "load", "gateway": self.name, "generation": generation, "replicas": rows, "models": models}
-        )
+        await self.send({"type": "load", "generation": generation, "replicas": replicas or {}, "models": models})
 
     async def send(self, message: Any) -> None:
         self._writer.write((message if isinstance(message, bytes) else json.dumps(message).encode()) + b"\n")
@@ -83,33 +86,34 @@ async def reported(bus: Bus, replica_id: str, inflight: int) -> None:
 
 
 async def test_gateway_gets_the_table_and_every_change(bus: Bus, tmp_path: Path):
-    bus.keys_changed({"ab" * 32: {"id": "k", "name": "n", "scopes": ["inference"]}})
+    bus.publish(keys={"ab" * 32: {"id": "k", "name": "n", "scopes": ["inference"]}})
     gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
     first = await gateway.table()
     assert first["type"] == "table" and first["generation"] == 101 and first["models"] == {}
     assert first["keys"] == {"ab" * 32: {"id": "k", "name": "n", "scopes": ["inference"]}}
-    assert bus.set_models(models(r1="open")) == 102
+    assert bus.publish(models=models(r1="open")) == 102
     second = await gateway.table()
     assert second["generation"] == 102 and second["models"] == models(r1="open") and second["keys"] == first["keys"]
-    assert bus.set_models(models(r1="open")) == 102, "the same table again is not news"
-    bus.keys_changed({})
+    assert bus.publish(models=models(r1="open")) == 102, "the same table again is not news"
+    bus.publish(keys={})
     assert (await gateway.table())["keys"] == {}
 
 
-async def test_load_is_of_the_last_report(bus: Bus, tmp_path: Path):
+async def test_load_is_of_the_last_report_and_arrivals_of_all(bus: Bus, tmp_path: Path):
     gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
     for inflight in (2, 5):
-        await gateway.report(100, {"r1": inflight}, m={"inflight": inflight, "held": 1, "last_request_s": 5.0})
+        await gateway.report(100, {"r1": inflight}, m={"inflight": inflight, "arrived_prompts": {"4": inflight}})
         await reported(bus, "r1", inflight)
-    assert bus.load().models["m"] == ModelLoad(inflight=5, held=1, last_request_s=5.0)
+    assert bus.load().models["m"] == ModelLoad(inflight=5, arrived_prompts={4: 5})
+    assert bus.take_arrivals() == {"m": {4: 7}} and not bus.take_arrivals()
 
 
 async def test_wait_drained_needs_the_newest_table_and_no_request(bus: Bus, tmp_path: Path):
     gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
-    opened = bus.set_models(models(r1="open"))
+    opened = bus.publish(models=models(r1="open"))
     await gateway.report(opened, {"r1": 1})
     await reported(bus, "r1", 1)
-    draining = bus.set_models(models(r1="draining"))
+    draining = bus.publish(models=models(r1="draining"))
     waiting = asyncio.create_task(bus.wait_drained("r1"))
     # Idle, but by the old table: a request may be on its way to r1 this moment.
     await gateway.report(opened, {"r1": 0})
@@ -125,7 +129,7 @@ async def test_wait_drained_needs_the_newest_table_and_no_request(bus: Bus, tmp_
 async def test_wait_drained_forgets_a_lost_gateway_after_its_grace(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=0.1) as (bus, path):
         gateway = await GatewayEnd.connect(path)
-        generation = bus.set_models(models(r1="draining"))
+        generation = bus.publish(models=models(r1="draining"))
         await gateway.report(generation, {"r1": 3})
         await reported(bus, "r1", 3)
         await gateway.close()
@@ -137,12 +141,12 @@ async def test_wait_drained_forgets_a_lost_gateway_after_its_grace(tmp_path: Pat
 
 async def test_reconnected_gateway_keeps_its_load(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=60) as (bus, path):
-        first = await GatewayEnd.connect(path, "g1")
-        generation = bus.set_models(models(r1="draining"))
+        first = await GatewayEnd.connect(path)
+        generation = bus.publish(models=models(r1="draining"))
         await first.report(generation, {"r1": 3})
         await reported(bus, "r1", 3)
         await first.close()
-        second = await GatewayEnd.connect(path, "g1")
+        second = await GatewayEnd.connect(path)
         waiting = asyncio.create_task(bus.wait_drained("r1"))
         await second.report(generation, {"r1": 1})
         await reported(bus, "r1", 1)  # not 4: the lost connection's report is superseded
@@ -152,8 +156,8 @@ async def test_reconnected_gateway_keeps_its_load(tmp_path: Path):
 
 
 async def test_wait_drained_after_a_restart_waits_for_a_report(tmp_path: Path):
-    async with running(tmp_path, gateway_expected_s=60) as (bus, path):
-        bus.set_models(models(r1="draining"))
+    async with running(tmp_path, gateway_gone_after_s=60) as (bus, path):
+        bus.publish(models=models(r1="draining"))
         waiting = asyncio.create_task(bus.wait_drained("r1"))
         gateway = await GatewayEnd.connect(path)
         table = await gateway.table()
@@ -167,8 +171,8 @@ async def test_wait_drained_after_a_restart_waits_for_a_report(tmp_path: Path):
 
 
 async def test_wait_without_gateways_ends_after_the_start(tmp_path: Path):
-    async with running(tmp_path, gateway_expected_s=0.2) as (bus, _):
-        generation = bus.set_models(models(r1="draining"))
+    async with running(tmp_path, gateway_gone_after_s=0.2) as (bus, _):
+        generation = bus.publish(models=models(r1="draining"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(bus.wait_applied(generation), 0.01)
         await bus.wait_applied(generation)
@@ -203,3 +207,101 @@ async def test_usage_that_cannot_be_stored_keeps_the_connection(tmp_path: Path):
             await reported(bus, "r1", rows)
         assert taken == [1, 2]
         assert [(await gateway.table())["type"] for _ in range(3)] == ["table", "counted", "counted"]
+
+
+URL = "/v1/chat/completions"
+Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
+
+
+class Gateway:
+    """said: what each request says, in the order of arrival."""
+
+    def __init__(self, db: Database, engines: int = 1):
+        self.table: dict[str, Any] = {"m": {"replicas": [{"state": "open"}] * engines}}
+        self.said, self.nudges = list[str](), 0
+        self.end = asyncio.Event()
+        self.answer: Answer = self.waits
+        transport = httpx.MockTransport(self.posted)
+        self.asking = Asking(db, transport, lambda: self.table, self.nudge)
+
+    def nudge(self) -> None:
+        self.nudges += 1
+
+    async def posted(self, request: httpx.Request) -> httpx.Response:
+        self.said.append(orjson.loads(request.content)["text"])
+        return await self.answer(request)
+
+    async def waits(self, _: httpx.Request) -> httpx.Response:
+        await self.end.wait()
+        return httpx.Response(200, json={"ok": True})
+
+    def ask(self, text: str, owner: str = "ann", model: str = "m") -> asyncio.Task[EngineAnswer]:
+        body = {"model": model, "text": text}
+        return asyncio.create_task(self.asking.ask(f"key_{owner}", model, URL, body))
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_request_of_a_sleeping_model_wants_it_and_says_what_it_waits_for(db: Database):
+    gateway = Gateway(db, engines=0)
+    task = gateway.ask("hi")
+    await turns()
+    assert list(gateway.asking.models) == ["m"] and gateway.nudges == 1
+    assert gateway.asking.why("key_ann", "m") == asking.NOT_AWAKE
+    gateway.table["m"]["replicas"] = [{"state": "open"}]
+    gateway.end.set()
+    assert (await task).status == 200 and gateway.nudges == 2 and not gateway.asking.why("key_ann", "m")
+
+
+async def test_request_that_gives_way_is_sent_again(db: Database):
+    gateway = Gateway(db)
+    refusals = [httpx.Response(503, headers={"retry-after": "0.01"}, json={"error": {"message": "busy"}})] * 3
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        return refusals.pop() if refusals else httpx.Response(200, json={})
+
+    gateway.answer = answer
+    first = gateway.ask("first")
+    await turns()
+    assert gateway.asking.why("key_ann", "m") == "busy"
+    second = gateway.ask("second", "ben")
+    assert {(await first).status, (await second).status} == {200}
+    assert not gateway.asking.why("key_ann", "m") and gateway.said.count("first") + gateway.said.count("second") == 5
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("no"), httpx.ReadError("cut")])
+async def test_ask_while_the_gateway_is_away_sends_again_and_refuses_what_is_not_json(db: Database, monkeypatch, error):
+    monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
+    gateway, left = Gateway(db), [error]
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        if left:
+            raise left.pop()
+        return httpx.Response(200, content=b"[")
+
+    gateway.answer = answer
+    refused = await gateway.ask("hi")
+    assert (refused.status, refused.code, len(gateway.said)) == (502, asking.ENGINE_FAILED, 2)
+
+
+async def test_request_that_waits_too_long_is_answered_with_the_reason(db: Database):
+    gateway = Gateway(db, engines=0)
+    found = await gateway.asking.ask(None, "m", URL, {"text": ""}, within_s=0.01)
+    assert found.status == 504 and asking.NOT_AWAKE in found.error and not gateway.asking.models
+
+
+async def test_request_is_refused_with_401_only_once_its_key_has_ended(db: Database, monkeypatch):
+    monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.001)
+    gateway, key = Gateway(db), keys.create(db, "ann", ["inference"])[0].id
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        if len(gateway.said) == 3:
+            keys.revoke(db, key)
+        return httpx.Response(401, json={"error": {"message": "no such key"}})
+
+    gateway.answer = answer
+    body = {"text": ""}
+    assert (await gateway.asking.ask(key, "m", URL, body)).status == 401 and len(gateway.said) == 3

@@ -133,31 +133,6 @@ async def test_an_engine_that_keeps_failing_and_a_swap_that_fails_roll_back(serv
     assert active(served) == "v1"
 
 
-async def test_a_swap_of_one_model_keeps_no_bad_canary_of_another(served: Control, monkeypatch: pytest.MonkeyPatch):
-    insert_model(served.db, "n", versions=("v2", "v1"))
-    deployments.insert(served.db, DeploymentRow("n", 1.0))
-    swaps, lasts = list[str](), asyncio.Event()
-
-    async def slow(_: Any, row: Any, *__: Any) -> dict[str, Any]:
-        swaps.append(row.id)
-        await lasts.wait()
-        return {}
-
-    monkeypatch.setattr(activation, "switch", slow)
-    for name in "mn":
-        await ask(served, "PUT", f"/admin/v1/models/{name}/canary", version="v2", auto=True)
-    counted(served, v2=good(60), v1=good(540))
-    bad = {"model": "n@v2", "reason": "no kernel image", "message": "not serving", "lasting": True}
-    served.scheduler.troubles = [bad]
-    looking = asyncio.create_task(look_later(served, 601))
-    while not swaps or models.find_canary(served.db, "n") is not None:
-        await asyncio.sleep(0.001)
-    row = canaries.find(served.db, "n")
-    assert swaps == ["m"] and row is not None and row.state == "rolled_back"
-    lasts.set()
-    assert (await looking).state == "promoted"
-
-
 async def test_publishing_ends_it_one_way_or_the_other(served: Control):
     await ask(served, "PUT", version="v2")
     models.activate(served.db, "m", "v2")
@@ -196,31 +171,29 @@ def load(requests: int, errors: int = 0, *, first_s: float = 0.1, whole_s: float
     return VersionLoad(requests, errors, {bucket(first_s): good}, {bucket(whole_s): good})
 
 
-def verdict(new: VersionLoad, old: VersionLoad, now_s: float = OVER_S) -> str:
-    return decide(ROW, new, old, now_s).verdict
-
-
-def test_canary_as_good_is_promoted_once_time_and_requests_suffice():
-    assert verdict(load(60), load(540)) == "promote"
-    assert verdict(load(60), load(540), now_s=599.0) == "wait"
-    assert verdict(load(49), load(540)) == verdict(load(60), load(49)) == "wait"
-
-
-def test_canary_with_errors_beyond_chance_is_rolled_back_at_once():
-    assert verdict(load(20, 15), load(180), now_s=1.0) == "roll back"
-    assert verdict(load(20, 1), load(180), now_s=1.0) == "wait"
-    assert verdict(load(60, 30), load(540, 270)) == "promote", "both fail as often"
-    assert verdict(load(60, 1), load(540, 9)) == "promote"
-    assert verdict(load(3, 3), load(0), now_s=1.0) == "wait", "nothing to compare with"
-
-
-def test_canary_with_a_p95_beyond_the_ratio_is_rolled_back_when_its_time_is_over():
-    old = load(540)
-    assert verdict(load(60, first_s=0.2), old) == "roll back"
-    assert verdict(load(60, whole_s=2.0), old) == "roll back"
-    assert verdict(load(60, whole_s=2.0), old, now_s=599.0) == "wait"
-    assert verdict(load(60, first_s=0.12), old) == "promote"
-    assert verdict(load(60, first_s=0.004), load(540, first_s=0.001)) == "promote", "within the slack"
+@pytest.mark.parametrize(
+    ("verdict", "new", "old", "now_s"),
+    [
+        ("promote", load(60), load(540), OVER_S),
+        ("wait", load(60), load(540), 599.0),
+        ("wait", load(49), load(540), OVER_S),
+        ("wait", load(60), load(49), OVER_S),
+        # Errors beyond chance end it at once.
+        ("roll back", load(20, 15), load(180), 1.0),
+        ("wait", load(20, 1), load(180), 1.0),
+        ("promote", load(60, 30), load(540, 270), OVER_S),
+        ("promote", load(60, 1), load(540, 9), OVER_S),
+        ("wait", load(3, 3), load(0), 1.0),
+        # A 95th percentile beyond the ratio ends it when its time is over.
+        ("roll back", load(60, first_s=0.2), load(540), OVER_S),
+        ("roll back", load(60, whole_s=2.0), load(540), OVER_S),
+        ("wait", load(60, whole_s=2.0), load(540), 599.0),
+        ("promote", load(60, first_s=0.12), load(540), OVER_S),
+        ("promote", load(60, first_s=0.004), load(540, first_s=0.001), OVER_S),
+    ],
+)
+def test_decide_by_errors_times_and_counts(verdict: str, new: VersionLoad, old: VersionLoad, now_s: float):
+    assert decide(ROW, new, old, now_s).verdict == verdict
 
 
 async def test_a_failed_change_leaves_a_version_that_was_published_meanwhile(control: Control, monkeypatch):

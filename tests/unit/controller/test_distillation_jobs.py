@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.controller.grading.judging import CannotGoOn, Judging, Sampled
+from appliance.controller.grading.judging import CannotGoOn, Grading, Sampled
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import judging_of
@@ -118,7 +118,7 @@ async def scored(body: dict[str, Any]) -> EngineAnswer:
     return EngineAnswer(200, {"choices": [{"prompt_logprobs": [None, *places[1:]]}], "usage": used})
 
 
-async def teach(control: Control, job_id: str, *answers: list[int], judges: Judging | None = None) -> Verdict:
+async def teach(control: Control, job_id: str, *answers: list[int], judges: Grading | None = None) -> Verdict:
     samples, row = [Sampled(ids, [], "") for ids in answers], jobs.get(control.db, job_id)
     return await (judges or judging_of(control.context)).verdict(row, Prompt([7, 8], {}, 0), samples)
 

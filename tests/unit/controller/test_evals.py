@@ -1,4 +1,5 @@
-"""Evaluations through the unchanged SDK: run on items with and without a model, ended, taken up after a restart."""
+"""Evaluations and graders through the unchanged SDK: run on items with and without a model, ended, taken up after a
+restart; graders checked and tried on a sample."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import pytest
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.evals import evals as runner
 from appliance.controller.evals.evals import EvalRunner
+from appliance.store.rows import EvalRunRow
 from tests.unit.controller.conftest import Control
+from train.graders import worker
 
 CHECK: Any = {
     "type": "string_check",
@@ -21,7 +24,8 @@ CHECK: Any = {
     "reference": "{{item.answer}}",
     "operation": "eq",
 }
-ASKERS: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": [{"role": "user", "content": "?"}]}
+QUESTION = {"role": "user", "content": "{{item.answer}}: {{sample.output_text}}"}
+JUDGE: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": [QUESTION]}
 SCHEMA: Any = {
     "type": "custom",
     "item_schema": {
@@ -52,9 +56,6 @@ def asked(model: str = "starter", **fields: Any) -> Any:
     } | fields
 
 
-PLAIN: Any = {**CHECK, "reference": "yes"}
-
-
 async def made(control: Control, *criteria: Any) -> str:
     found = await control.sdk.evals.create(
         data_source_config=SCHEMA, testing_criteria=list(criteria or [CHECK]), name="n", metadata={"a": "b"}
@@ -64,9 +65,14 @@ async def made(control: Control, *criteria: Any) -> str:
 
 async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_the_model(control: Control):
     control.as_key("ann", owner="ann")
-    judged, plain, file = await made(control, ASKERS), await made(control), await control.upload()
-    reinforcement = {"type": "reinforcement", "reinforcement": {"grader": ASKERS}}
-    asking = [*asking_routes(judged, plain)]
+    judged, plain, file = await made(control, JUDGE), await made(control), await control.upload()
+    reinforcement = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
+    asking: list[tuple[str, Any]] = [
+        ("/evals", {"data_source_config": SCHEMA, "testing_criteria": [JUDGE]}),
+        (f"/evals/{plain}/runs", {"data_source": asked()}),
+        (f"/evals/{judged}/runs", {"data_source": given(("yes", "yes"))}),
+        ("/fine_tuning/alpha/graders/run", {"grader": JUDGE, "model_sample": "4"}),
+    ]
     job = ("/fine_tuning/jobs", {"model": "starter", "training_file": file, "method": reinforcement})
     control.as_key("tuner", owner="ann", scopes=["fine_tuning"])
     for path, body in (*asking, job):
@@ -77,15 +83,6 @@ async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_th
     for path, body in asking:
         answer = await control.http.post(f"/v1{path}", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found"), path
-
-
-def asking_routes(judged: str, plain: str) -> list[tuple[str, Any]]:
-    return [
-        ("/evals", {"data_source_config": SCHEMA, "testing_criteria": [ASKERS]}),
-        (f"/evals/{plain}/runs", {"data_source": asked()}),
-        (f"/evals/{judged}/runs", {"data_source": given(("yes", "yes"))}),
-        ("/fine_tuning/alpha/graders/run", {"grader": ASKERS, "model_sample": "4"}),
-    ]
 
 
 async def ended(control: Control, eval_id: str, source: Any) -> Any:
@@ -157,9 +154,7 @@ async def test_responses_are_written_otherwise_and_asked_the_same(control: Contr
             "max_completions_tokens": 9,
         },
     )
-    more = {**SCHEMA, "item_schema": {**SCHEMA["item_schema"], "additionalProperties": True}}
-    of = await control.sdk.evals.create(data_source_config=more, testing_criteria=[CHECK])
-    run = await ended(control, of.id, source)
+    run = await ended(control, await made(control), source)
     assert run.status == "completed" and run.result_counts.passed == 1
     (body,) = sent
     assert body["max_completion_tokens"] == 9 and body["messages"] == turns
@@ -217,14 +212,27 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
 
 
+async def test_deleted_eval_takes_its_runs_and_items(control: Control):
+    eval_id = await made(control)
+    await ended(control, eval_id, given(("a", "a"), ("b", "b")))
+    under_way = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a")))
+    assert (await control.sdk.evals.runs.delete(under_way.id, eval_id=eval_id)).deleted
+    await control.context.tasks.idle("eval_runs")
+    assert control.db.value("SELECT count(*) FROM eval_items") == 2 and not control.context.background.degraded()
+    assert (await control.sdk.evals.delete(eval_id)).deleted
+    for table in ("evals", "eval_runs", "eval_items"):
+        assert control.db.value(f"SELECT count(*) FROM {table}") == 0
+
+
 async def test_run_after_kill_while_judging_judges_the_rest_once(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     eval_id, stored = await made(control), EvalRunner._store
 
-    def once(self: EvalRunner, run_id: str, *args: Any) -> None:
-        stored(self, run_id, *args)
+    def once(self: EvalRunner, row: EvalRunRow, *args: Any) -> EvalRunRow:
+        counted = stored(self, row, *args)
         monkeypatch.setattr(EvalRunner, "_store", stored)
-        control.context.tasks.restart("eval_runs", run_id)
+        control.context.tasks.restart("eval_runs", row.id)
+        return counted
 
     monkeypatch.setattr(EvalRunner, "_store", once)
     found = await ended(control, eval_id, given(("a", "a"), ("b", "b"), ("c", "d")))
@@ -235,20 +243,10 @@ async def test_run_after_kill_while_judging_judges_the_rest_once(control: Contro
 
 REFUSED = {
     "no grader": ({"testing_criteria": [{**CHECK, "operation": "is"}]}, "testing_criteria.0.operation"),
-    "code that does not parse": (
-        {"testing_criteria": [{"type": "python", "name": "p", "source": "def grade(sample, item): return 1 +"}]},
-        "testing_criteria.0.source",
-    ),
     "the same name": ({"testing_criteria": [CHECK, CHECK]}, "testing_criteria.1.name"),
     **{
-        f"a schema {what}": (
-            {"data_source_config": {**SCHEMA, "item_schema": schema}, "testing_criteria": [PLAIN]},
-            "data_source_config.item_schema",
-        )
-        for what, schema in (
-            ("of texts", {"type": "string"}),
-            ("that refers to nothing", {"$ref": "#/$defs/none"}),
-        )
+        f"a schema {what}": ({"data_source_config": SCHEMA | {"item_schema": schema}}, "data_source_config.item_schema")
+        for what, schema in (("of texts", {"type": "string"}), ("that refers to nothing", {"$ref": "#/$defs/none"}))
     },
 }
 
@@ -296,3 +294,57 @@ async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkey
     answers(control, "long " * 500)
     run = await ended(control, await made(control), asked())
     assert (run.status, run.error.code) == ("failed", "limit_reached") and run.result_counts.failed == 1
+
+
+# --- graders
+
+
+async def test_a_grader_is_tried_on_a_sample_and_checked(control: Control):
+    found = await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item={"answer": "4"})
+    assert found.reward == 1.0 and found.sub_rewards == {} and found.metadata.scores == {"same": 1.0}
+    assert (found.metadata.name, found.metadata.type, found.metadata.token_usage) == ("same", "string_check", None)
+    assert found.metadata.execution_time >= 0 and not found.metadata.errors.other_error
+    told = await control.sdk.fine_tuning.alpha.graders.validate(grader=CHECK)
+    assert told.grader is not None and told.grader.model_dump(exclude_unset=True) == CHECK
+    with pytest.raises(openai.BadRequestError) as caught:
+        await control.sdk.fine_tuning.alpha.graders.validate(grader={**CHECK, "operation": "equals"})
+    assert (caught.value.param, caught.value.code) == ("grader.operation", "invalid_grader")
+
+
+@pytest.mark.skipif(bool(worker.refusal()), reason="no sandbox for code")
+@pytest.mark.parametrize(
+    "source", ["def grade(sample, item)\n    return 1", "import rdkit\ndef grade(sample, item):\n    return 1"]
+)
+async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
+    bad: Any = {"type": "python", "name": "p", "source": source}
+    both: Any = {"type": "multi", "name": "m", "calculate_output": "p", "graders": {"p": bad}}
+    for grader, param in ((bad, "grader.source"), (both, "grader.graders.p.source")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await control.sdk.fine_tuning.alpha.graders.validate(grader=grader)
+        assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
+
+
+async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
+    python: Any = {"type": "python", "name": "n", "source": "def grade(sample, item):\n    return item['n']"}
+    if not worker.refusal():
+        assert (
+            await control.sdk.fine_tuning.alpha.graders.run(grader=python, model_sample="", item={"n": 4})
+        ).reward == 4
+        found = await control.sdk.fine_tuning.alpha.graders.run(grader=python, model_sample="", item={})
+        assert found.metadata.errors.python_grader_runtime_error
+        assert found.metadata.errors.python_grader_runtime_error_details == "KeyError: 'n' (line 2)"
+    monkeypatch.setattr(worker, "missing", lambda: "the kernel offers no Landlock")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await control.sdk.fine_tuning.alpha.graders.validate(grader=python)
+    assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message
+
+
+async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Control):
+    key_id = control.as_key("carol")
+    sent = answers(control, json.dumps({"reason": "close", "result": 0.75}))
+    found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="4", item={"answer": "2+2"})
+    assert found.reward == 0.75 and found.metadata.token_usage == 10
+    assert found.metadata.sampled_model_name == "starter"
+    assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 10}}
+    assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "structured_outputs" in sent[0]
+    assert list(control.engines.models) == [] and control.engines.asked_by == [key_id]

@@ -35,7 +35,7 @@ async def table_of(control: Control, job_id: str) -> list[dict[str, str]]:
 
 async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     job_id, api = await control.job(suffix="maths"), control.sdk.fine_tuning.jobs
-    events.started(job_id, ["n0/0", "n0/1"], resumed=False)
+    events.started(job_id, ["n0/0", "n0/1"])
     assert (await api.retrieve(job_id)).status == "running"
     events.ingest(job_id, {"event": "validation", "step": 0, "total_steps": 20, "loss": 3.0})
     for step in range(1, 11):
@@ -64,7 +64,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     events.suspended(job_id, 12, "traffic took its devices")
     suspended = await api.retrieve(job_id)
     assert suspended.status == "queued" and suspended.estimated_finish is None
-    events.started(job_id, ["n0/3"], resumed=True)
+    events.started(job_id, ["n0/3"])
     for step in range(12, 21):
         events.ingest(job_id, metrics(step, 3.0 - step / 10))
     events.ingest(job_id, published(20))
@@ -109,7 +109,7 @@ async def test_the_table_of_a_job_has_what_its_method_measures(
 ):
     job_id = await control.job()
     jobs.update(control.db, job_id, method=method, resolved=None)
-    events.started(job_id, ["n0/0"], resumed=False)
+    events.started(job_id, ["n0/0"])
     events.ingest(job_id, metrics(1, 2.0) | step)
     events.ingest(job_id, {"event": "validation", "step": 1, **validation})
     events.ingest(job_id, published(1))
@@ -125,7 +125,7 @@ async def test_the_table_of_a_job_has_what_its_method_measures(
 
 async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: Control, events: JobEvents):
     job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
+    events.started(job_id, ["n0/0"])
     for at_s in (1e9, 1e9, 1e9 + 60):  # read in the log, delivered, and done again
         events.ingest(job_id, metrics(1, 1.0) | {"at_s": at_s})
     assert jobs.get(control.db, job_id).eta_s is None
@@ -141,7 +141,7 @@ async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_
     control: Control, events: JobEvents, end: str
 ):
     job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
+    events.started(job_id, ["n0/0"])
     name = jobs.get(control.db, job_id).output_model
     for step in (2, 4):
         events.ingest(job_id, metrics(step, 3.0 - step / 10, total=4))
@@ -169,7 +169,7 @@ async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_
 
 async def test_success_without_weights_is_a_failure(control: Control, events: JobEvents):
     job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
+    events.started(job_id, ["n0/0"])
     events.succeeded(job_id)
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert job.status == "failed" and job.error.code == "nothing_published"
@@ -192,7 +192,7 @@ async def test_success_on_a_full_disk_compares_with_the_estimate_once(control: C
 
 async def test_numbers_that_json_does_not_know_are_unknown(control: Control, events: JobEvents):
     job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
+    events.started(job_id, ["n0/0"])
     events.ingest(job_id, metrics(1, float("nan")) | {"grad_norm": float("inf")})
     events.ingest(job_id, {"event": "validation", "step": 1, "loss": float("nan")})
     events.ingest(job_id, {"event": "from the future"})
@@ -205,7 +205,7 @@ async def test_numbers_that_json_does_not_know_are_unknown(control: Control, eve
 async def test_an_adapter_is_shown_and_keeps_its_base_in_place(control: Control, events: JobEvents):
     job_id = await control.job()
     adapter = {"base": "starter", "base_version": "v1", "rank": 8}
-    events.started(job_id, ["n0/0"], resumed=False)
+    events.started(job_id, ["n0/0"])
     events.ingest(job_id, {**published(10), "adapter": adapter})
     events.succeeded(job_id)
     name = jobs.get(control.db, job_id).output_model
@@ -222,7 +222,7 @@ async def test_an_adapter_is_shown_and_keeps_its_base_in_place(control: Control,
 async def test_job_with_equal_rewards_fails(control: Control, events: JobEvents):
     job_id = await control.job()
     jobs.update(control.db, job_id, method="reinforcement")
-    events.started(job_id, ["n0/0"], resumed=False)
+    events.started(job_id, ["n0/0"])
     for step in range(1, 21):
         events.ingest(job_id, metrics(step, 0.0) | {"train_mean_reward": 1.0, "equal_rewards": 1.0})
     events.ingest(job_id, published(20))

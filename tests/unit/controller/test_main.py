@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from appliance.config import load_config
-from appliance.controller.main import Parts, build
+from appliance.controller.main import build
 from appliance.paths import BoxPaths
 
 ENDS = """
@@ -32,24 +32,13 @@ def test_it_ends_though_a_thread_goes_on():
         assert controller.wait(60) == 0
 
 
-@pytest.fixture
-def built(tmp_path):
-    def of(table: str = "") -> Parts:
-        file = tmp_path / "appliance.toml"
-        file.write_text(f"[gateway]\n{table}\n")
-        paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
-        paths.create()
-        parts.append(build(load_config(file, {"data_dir": str(tmp_path / "data"), "devices": 2}, {}), paths))
-        return parts[-1]
-
-    parts: list[Parts] = []
-    yield of
-    for made in parts:
-        made.context.db.close()
-
-
 @pytest.mark.parametrize(
     ("table", "scheme"), [("", "http"), ('tls_cert_path = "c.pem"\ntls_key_path = "k.pem"', "https")]
 )
-async def test_build_names_the_endpoint_by_its_scheme(built, table, scheme):
-    assert built(table).context.box["url"] == f"{scheme}://127.0.0.1:8000/v1"
+async def test_build_names_the_endpoint_by_its_scheme(tmp_path, table, scheme):
+    file, paths = tmp_path / "appliance.toml", BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
+    file.write_text(f"[gateway]\n{table}\n")
+    paths.create()
+    context = build(load_config(file, {"data_dir": str(tmp_path / "data"), "devices": 2}, {}), paths).context
+    with context.db:
+        assert context.box["url"] == f"{scheme}://127.0.0.1:8000/v1"

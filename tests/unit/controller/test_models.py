@@ -1,15 +1,22 @@
-"""/v1/models, through the OpenAI SDK."""
+"""Models: /v1/models through the OpenAI SDK, imports, and the archive of a version."""
 
 from __future__ import annotations
 
+import io
+import tarfile
+from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from appliance.controller.access.model_access import is_model_name, resolve
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobJudgeRow, JobRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
+from tests.unit.controller.test_admin import ask, ended
+from weights.tiers.copies import seal_dir
 
 TUNED = "ft:starter:local:maths:AbCd1234"
 CHECKPOINT = f"{TUNED}:ckpt-step-10"
@@ -132,3 +139,114 @@ def test_is_model_name_takes_printable_names_without_path_tricks():
     good = ["a", "starter", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256]
     bad = ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257]
     assert [is_model_name(name) for name in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
+
+
+@pytest.fixture
+def roomy(control: Control) -> Control:
+    """Engines take adapters, and the starter's files are on disk."""
+    control.context.sizes.adapter_rank_limit = lambda row: 32
+    models.update_version(control.db, "starter", "v1", disk_path="/models/starter/v1")
+    return control
+
+
+@pytest.mark.parametrize("source", ["/data/adapter-of-starter", "/data/adapter"])
+async def test_an_adapter_is_served_on_the_base_that_it_or_the_user_names(roomy: Control, source: str):
+    body = {"source": source, "name": "pirate"} | ({} if "starter" in source else {"base": "starter"})
+    done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
+    assert done["state"] == "succeeded"
+    (row,) = models.callable_adapters(roomy.db)
+    assert (row.name, row.model, row.base, row.base_version) == ("pirate", "pirate", "starter", "v1")
+    assert row.host == "starter"
+    model, base = models.find(roomy.db, "pirate"), models.find(roomy.db, "starter")
+    assert (model.kind, model.base, model.arch, model.max_model_len) == ("fine-tuned", "starter", base.arch, 2048)
+    assert models.shared_with(roomy.db, "pirate") == models.shared_with(roomy.db, "starter") == ["*"]
+    assert (await ask(roomy, "GET", "/models/pirate"))["adapter"]["rank"] == 8
+
+
+async def test_a_model_out_of_a_package_says_which_and_not_a_path_that_is_gone(roomy: Control):
+    body = {"source": "/tmp/x/m.gguf", "name": "tiny", "origin": "package tiny==1.0"}
+    await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
+    shown = await ask(roomy, "GET", "/models/tiny")
+    assert [shown["source"], *(version["source"] for version in shown["versions"])] == ["package tiny==1.0"] * 2
+    error = await ask(roomy, "POST", "/models/import", 400, json={"source": "/x", "origin": "a\nb"})
+    assert error["error"]["param"] == "origin"
+
+
+async def test_import_as_version_leaves_the_active_version_and_names_base_models_only(roomy: Control):
+    models.update_version(roomy.db, "starter", "v1", version="v0")
+    models.update(roomy.db, "starter", active_version="v0")
+    body = {"source": "/data/whole", "name": "starter", "as_version": True}
+    done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
+    shown = await ask(roomy, "GET", "/models/starter")
+    assert done["state"] == "succeeded" and shown["active_version"] == "v0"
+    assert {version["version"] for version in shown["versions"]} == {"v0", done["result"]["version"]}
+    error = await ask(roomy, "POST", "/models/import", 400, json=body | {"name": "nosuch"})
+    assert error["error"]["param"] == "name"
+
+
+async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
+    models.unshare(roomy.db, "starter", "*")
+    models.share(roomy.db, "starter", "ann")
+    await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"}))
+    assert models.shared_with(roomy.db, "adapter-of-starter") == ["ann"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"source": "/data/adapter"}, 400, "base"),
+        ({"source": "/data/adapter", "base": "nosuch"}, 400, "base"),
+        ({"source": "/data/adapter", "base": "tuned"}, 400, "base"),
+        ({"source": "/data/whole", "base": "starter"}, 400, "base"),
+        ({"source": "/data/starter/adapter", "name": "starter"}, 409, "name"),
+        ({"source": "/x/adapter-starter", "base": "cold"}, 409, "base"),
+    ],
+)
+async def test_an_adapter_without_a_base_is_refused(roomy: Control, body, status, param):
+    insert_model(roomy.db, "tuned", kind="fine-tuned", base="starter")
+    models.update_version(roomy.db, "tuned", "v1", meta={"adapter": {"base": "starter", "base_version": "v1"}})
+    insert_model(roomy.db, "cold")
+    models.update_version(roomy.db, "cold", "v1", disk_path=None, shm_path=None)
+    assert (await ask(roomy, "POST", "/models/import", status, json=body))["error"]["param"] == param
+
+
+async def test_what_an_adapter_never_uses_of_a_deployment_is_refused(roomy: Control):
+    await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"}))
+    path = "/models/adapter-of-starter"
+    for field, value in (("idle_sleep_s", 60), ("tensor_parallel", 2), ("max_replicas", 1), ("ttft_p95_s", 2)):
+        error = (await ask(roomy, "PATCH", f"{path}/deployment", 400, json={"pinned": True, field: value}))["error"]
+        assert error["param"] == field
+    wish = {"pinned": True, "min_replicas": 1, "idle_sleep_s": None}
+    assert (await ask(roomy, "PATCH", f"{path}/deployment", json=wish)).items() >= wish.items()
+    await ask(roomy, "PATCH", f"{path}/settings", 400, json={"set": {"max_num_seqs": 2}})
+
+
+@pytest.fixture
+def folder(control: Control, tmp_path: Path) -> Path:
+    """The files of a version of `starter` on disk."""
+    folder = tmp_path / "stored"
+    folder.mkdir()
+    save_file({"w": np.arange(3000, dtype=np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    seal_dir(folder, kind="version", model="starter", version="v1")
+    (version,) = models.list_versions(control.db, "starter")
+    models.update_version(control.db, "starter", version.version, disk_path=str(folder))
+    return folder
+
+
+async def test_archive_is_a_tar_file_of_all_files_and_resumes_at_a_range(control: Control, folder: Path):
+    whole = await control.http.get("/v1/models/starter/archive")
+    assert int(whole.headers["content-length"]) == len(whole.content)
+    with tarfile.open(fileobj=io.BytesIO(whole.content)) as tar:
+        assert tar.getnames() == ["manifest.json", "config.json", "model.safetensors"]
+        assert all(tar.extractfile(name).read() == (folder / name).read_bytes() for name in tar.getnames())
+    for asked, if_range, status, sent in (
+        ("bytes=100-", None, 206, slice(100, None)),
+        ("bytes=5000-7000", whole.headers["etag"], 206, slice(5000, 7001)),
+        ("bytes=100-", '"another"', 200, slice(0, None)),
+        ("bytes=" + "9" * 5000 + "-", None, 200, slice(0, None)),
+        (f"bytes={len(whole.content)}-", None, 416, None),
+    ):
+        headers = {"range": asked} | ({"if-range": if_range} if if_range else {})
+        answer = await control.http.get("/v1/models/starter/archive", headers=headers)
+        assert answer.status_code == status and (sent is None or answer.content == whole.content[sent])

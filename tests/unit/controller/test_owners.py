@@ -16,11 +16,10 @@ from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.store.objects import jobs
-from appliance.store.records import keys, page_sessions, usage
+from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, line, until
-from tests.unit.controller.test_completions import completion
-from tests.unit.controller.test_responses import copy, name, send
+from tests.unit.controller.test_responses import completion, copy, name, send
 from tests.unit.controller.test_uploads import begun as upload_begun
 from tests.unit.controller.test_uploads import part
 
@@ -33,7 +32,6 @@ class Named:
 
     path: dict[str, str]
     body: Any = None
-    params: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class InBody:
 _RUN = {"data_source": {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"a": "1"}}]}}}
 # What a gateway lets nobody through to: asked by processes of the box alone.
 CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
-# What it lets anybody through to: the way to a login provider and back (test_oidc.py, gateway/test_page_login.py).
+# What it lets anybody through to: the way to a login provider and back (test_oidc.py, gateway/test_browsers.py).
 OPEN = {("GET", "/admin/v1/oidc"), ("POST", "/admin/v1/oidc/begin"), ("POST", "/admin/v1/oidc/finish")}
 LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN, SELF = "list", "nothing", "admins", "readers", "scrape", "own", "self"
 # One's own logins, and what changes of what one may see: test_page_sessions.py, test_live.py.
@@ -174,7 +172,7 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
     objects |= await evaluated(control)
-    login = page_sessions.create(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12)[0]
+    login = keys.create_session(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12)[0]
     objects["login"] = login.id
     made = await control.job(suffix="secret")
     told = JobEvents(control.db, control.context.files_dir, "local")
@@ -221,7 +219,8 @@ def requests(method: str, path: str, judged: Named | InBody, people: People, obj
     if isinstance(judged, Named):
         for parameter, kind in judged.path.items():
             path = path.replace("{" + parameter + ":path}", objects[kind]).replace("{" + parameter + "}", objects[kind])
-        yield path, {} if judged.body is None else {"json": filled(judged.body)}
+        sent = {"files": {"data": b"x"}} if path.endswith("/parts") else {"json": filled(judged.body)}
+        yield path, {} if sent == {"json": None} else sent
         return
     for named, kind in judged.names.items():
         if judged.query:

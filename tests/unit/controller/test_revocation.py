@@ -10,10 +10,10 @@ import pytest
 
 from appliance.controller.admin.keys import end_expired
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.controller.jobs import wanted
-from appliance.store.objects import jobs, responses
+from appliance.controller.jobs import phases
+from appliance.store.objects import jobs
 from appliance.store.records import keys
-from appliance.store.rows import TASKS
+from appliance.store.rows import RESPONSES, TASKS
 from tests.unit.controller.conftest import ADMIN, Control
 
 
@@ -32,7 +32,7 @@ async def test_revoke_pauses_jobs_of_the_key(control: Control):
     assert sorted((await revoke(control, key_id))["stopped"]["jobs"]) == sorted([queued, running])
     for job_id in (queued, running):
         row = jobs.get(control.db, job_id)
-        assert (row.wanted, row.reason) == ("pause", wanted.KEY_REVOKED)
+        assert (row.wanted, row.reason) == ("pause", phases.KEY_REVOKED)
     assert jobs.get(control.db, other).wanted == "run" and jobs.get(control.db, cancelled).wanted == "cancel"
     # Whoever may go on with it does; to revoke the key once more stops nothing again.
     control.as_key("desktop", owner="alice")
@@ -129,18 +129,18 @@ async def test_expired_key_ends_like_a_revoked_one(control: Control):
     control.engines.lines = 0
     response = await control.sdk.responses.create(model="starter", input="1", background=True)
     await end_expired(control.context)
-    assert not keys.is_revoked(control.db, made["id"])
+    assert not keys.how_ended(control.db, made["id"])
     since_s = time.time() - 1
     keys.update(control.db, made["id"], expires_s=since_s)
     for _ in range(2):
         await end_expired(control.context)
-    assert keys.is_revoked(control.db, made["id"])
+    assert keys.how_ended(control.db, made["id"])
     assert control.gateway_keys[digest] == {"id": made["id"], "expires_s": since_s}
     row = jobs.get(control.db, job_id)
-    assert (row.wanted, row.reason) == ("pause", wanted.KEY_REVOKED)
+    assert (row.wanted, row.reason) == ("pause", phases.KEY_REVOKED)
     assert (await control.http.get("/v1/files")).status_code == 401
     await control.context.tasks.idle("responses")
-    ended = responses.find(control.db, response.id)
+    ended = RESPONSES.find(control.db, response.id)
     assert ended is not None and ended.status == "failed"
     rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
     told = [(row["key_id"], row["target"]) for row in rows if row["action"] == "key.expire"]

@@ -26,7 +26,7 @@ def published(control: Control, job_id: str, step: int, **more: Any) -> dict[str
 
 def run(control: Control, events: JobEvents, job_id: str, step: int = 10, **more: Any) -> str:
     """The job from its start to its end; its version."""
-    events.started(job_id, ["n0/0"], resumed=False)
+    events.started(job_id, ["n0/0"])
     event = published(control, job_id, step, **more)
     events.ingest(job_id, event)
     events.succeeded(job_id)

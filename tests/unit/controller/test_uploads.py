@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import resource
 import time
-from pathlib import Path
 
 import openai
 import pytest
 
-from appliance.controller.files import file_routes, storage
-from appliance.store.rows import UPLOADS, UploadRow
+from appliance.controller.files import storage
+from appliance.store.rows import UPLOADS
 from tests.unit.controller.conftest import Control, chat_lines
 
 DATA = chat_lines()
@@ -55,22 +52,6 @@ async def test_parts_in_any_order_make_the_same_file_as_one_upload(control: Cont
     again = await control.sdk.uploads.complete(upload_id, part_ids=[ids[0], ids[1], ids[2]])
     assert again.file is not None and again.file.id == done.file.id
     await control.job(training_file=done.file.id)
-
-
-def test_join_opens_one_part_at_a_time(tmp_path: Path):
-    """An upload may have more parts than the process may have open files."""
-    ids = [f"part_{number}" for number in range(100)]
-    for part_id in ids:
-        (tmp_path / part_id).write_bytes(part_id.encode())
-    whole = "".join(ids).encode()
-    row = UploadRow("upload_x", "f", "user_data", "text/plain", len(whole), 0.0, 1.0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, hard))
-    try:
-        sha256, _ = file_routes._join(row, tmp_path, ids, tmp_path / ".joined")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert sha256 == hashlib.sha256(whole).hexdigest()
 
 
 async def test_what_does_not_fit_is_refused_and_can_be_mended(control: Control):
@@ -118,7 +99,7 @@ async def test_cancelled_and_expired_uploads_leave_nothing(control: Control):
         await part(control, upload_id, PIECES[0])
     assert (await control.sdk.uploads.cancel(cancelled)).status == "cancelled"
     assert (await control.sdk.uploads.cancel(cancelled)).status == "cancelled"
-    file_routes.end_uploads(control.context, time.time() + 3601)
+    storage.end_uploads(control.context, time.time() + 3601)
     assert left(control) == []
     row = UPLOADS.find_visible(control.db, expired, viewer=None)
     assert row is not None and row.status == "expired"
@@ -140,17 +121,3 @@ async def test_an_upload_goes_on_after_a_restart(control: Control):
     rest = [await part(control, upload_id, piece) for piece in PIECES[1:]]
     done = await control.sdk.uploads.complete(upload_id, part_ids=[first, *rest])
     assert done.file is not None and (await control.sdk.files.content(done.file.id)).content == DATA
-
-
-async def test_upload_that_ends_while_its_parts_are_joined_is_named(control: Control, monkeypatch):
-    upload_id = await begun(control)
-    ids = [await part(control, upload_id, piece) for piece in PIECES]
-
-    def joined(*_):
-        UPLOADS.update(control.db, upload_id, status="completed")  # by the same request, which came twice
-        raise FileNotFoundError(ids[0])
-
-    monkeypatch.setattr(file_routes, "_join", joined)
-    with pytest.raises(openai.BadRequestError) as refused:
-        await control.sdk.uploads.complete(upload_id, part_ids=ids)
-    assert refused.value.code == "upload_not_pending" and left(control) == [upload_id]

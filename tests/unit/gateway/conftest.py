@@ -87,22 +87,21 @@ class Wire:
         size = int((await asyncio.wait_for(self.reader.readuntil(b"\r\n"), 60))[:-2], 16)
         return (await asyncio.wait_for(self.reader.readexactly(size + 2), 60))[:-2]
 
-    async def response(self) -> Response:
-        status, headers, raw = await self.head()
-        body = b""
-        if headers.get("transfer-encoding") == "chunked":
-            while data := await self.chunk():
-                body += data
-        elif "content-length" in headers:
-            body = await asyncio.wait_for(self.reader.readexactly(int(headers["content-length"])), 60)
-        return Response(status, headers, body, raw + body)
-
     async def response_body(self) -> bytes:
         """The rest of a chunked body whose head was read."""
         body = b""
         while data := await self.chunk():
             body += data
         return body
+
+    async def response(self) -> Response:
+        status, headers, raw = await self.head()
+        body = b""
+        if headers.get("transfer-encoding") == "chunked":
+            body = await self.response_body()
+        elif "content-length" in headers:
+            body = await asyncio.wait_for(self.reader.readexactly(int(headers["content-length"])), 60)
+        return Response(status, headers, body, raw + body)
 
     async def eof(self) -> bytes:
         """Everything up to the end of the connection."""
@@ -151,7 +150,7 @@ class Box:
     port: int
     folder: Path
     engines: dict[str, DummyUpstream] = field(default_factory=dict)
-    controller: DummyUpstream | None = None
+    controller: DummyUpstream = field(init=False)
     generation: int = 0
     models: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
@@ -170,34 +169,13 @@ class Box:
         self.controller = await DummyUpstream(self.gateway.config.controller_socket, script).start()
         return self.controller
 
-    def serve(
-        self,
-        model: str,
-        *replicas: str,
-        task: str = "generate",
-        trouble: dict[str, Any] | None = None,
-        chats: bool = True,
-        slots: int | None = None,
-        **states: str,
-    ) -> None:
-        """Put a model on replicas (engine names), optionally with states (name=draining), and apply the table."""
-        names = replicas or tuple(states)
-        self.models[model] = {
-            "version": "v1",
-            "task": task,
-            "trouble": trouble,
-            "chats": chats,
-            "slots": slots,
-            "replicas": [
-                {
-                    "id": name,
-                    "socket": str(self.folder / f"{name}.sock"),
-                    "version": "v1",
-                    "state": states.get(name, "open"),
-                }
-                for name in names
-            ],
-        }
+    def serve(self, model: str, *replicas: str, **row: Any) -> None:
+        """Put a model on engines by their names, `NAME` or `NAME:draining`, and apply the table. row: fields of it."""
+        rows = [
+            {"id": name, "socket": str(self.folder / f"{name}.sock"), "version": "v1", "state": state or "open"}
+            for name, _, state in (replica.partition(":") for replica in replicas)
+        ]
+        self.models[model] = {"version": "v1", "replicas": rows, **row}
         self.apply()
 
     def table(self) -> dict[str, Any]:
@@ -239,7 +217,7 @@ class Box:
 
 def waiting(box: Box, batch: bool = False) -> int:
     """Requests of a class that wait for a place."""
-    return sum(len(queue.tickets) for (_, one), queue in box.state.holds.queues.items() if one is batch)
+    return sum(len(queue) for (_, one), queue in box.state.holds.queues.items() if one is batch)
 
 
 Start = Callable[..., Awaitable[Box]]
@@ -252,16 +230,8 @@ async def start_box() -> AsyncIterator[Start]:
     folder = Path(tempfile.mkdtemp(prefix="gw-", dir="/tmp"))  # short: a Unix socket's path has 107 bytes
 
     async def start(private: socket.socket | None = None, engine: Script | None = None, **overrides: Any) -> Box:
-        config = GatewayConfig.from_mapping(
-            {
-                "controller_socket": str(folder / "controller.sock"),
-                "bus_socket": str(folder / "bus.sock"),
-                "port": 0,
-                "sweep_s": 0.01,
-                "report_s": 0.01,
-                **overrides,
-            }
-        )
+        sockets = {"controller_socket": str(folder / "controller.sock"), "bus_socket": str(folder / "bus.sock")}
+        config = GatewayConfig.from_mapping({**sockets, "port": 0, "sweep_s": 0.01, "report_s": 0.01, **overrides})
         gateway = Gateway(config)
         box = Box(gateway, await gateway.listen(config.host, 0, private=private), folder)
         box.state.report_now = lambda: box.reports.append(load_report(box.state))
@@ -278,9 +248,8 @@ async def start_box() -> AsyncIterator[Start]:
         for wire in box.wires:
             wire.close()
         await box.gateway.stop(0)
-        for upstream in [*box.engines.values(), box.controller]:
-            if upstream is not None:
-                await upstream.stop()
+        for upstream in [*box.engines.values(), *([box.controller] if hasattr(box, "controller") else [])]:
+            await upstream.stop()
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
 
@@ -295,6 +264,6 @@ def listener(tmp_path: Path) -> socket.socket:
 
 
 @pytest.fixture
-async def box(start_box: Start) -> Box:
-    """A box with one engine "e0" that serves the model "m"."""
-    return await start_box(engine=answer_chat)
+async def box(start_box: Start, listener: socket.socket) -> Box:
+    """A box with one engine "e0" that serves the model "m", and the private socket."""
+    return await start_box(private=listener, engine=answer_chat)

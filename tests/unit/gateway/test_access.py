@@ -1,41 +1,39 @@
-"""Who may do what: routes, methods, keys, scopes."""
+"""Who may do what: routes, methods, keys, scopes; revoked means now; and the private socket of the box itself."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import socket
+import time
 
 import httptools
 import pytest
 
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import plain_target, resolve
+from weights.format.names import policy_name
 
-from .conftest import KEY, Box, Start, chat
-from .upstreams import gives
+from .conftest import KEY, Box, Response, Start, Wire, chat, digest, request_bytes, salted
+from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events, gives, hangs, sends
+
+UNKNOWN = (
+    "/ /v1 /collective_rpc /openapi.json /v1/files/../../admin/v1/keys /v1/files/%2e%2e/%2E%2E/admin/v1/keys"
+    " /v1/models/x%2f..%2f..%2fadmin /v1/files/x%00y /V1/models http://other/v1/models /internal/responses"
+    " /v1/responses/#/cancel"
+).split()
+WRONG = [("DELETE", "/v1/chat/completions"), ("POST", "/health"), ("GET", "/v1/responses"), ("OPTIONS", "/v1/models")]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "/",
-        "/v1",
-        "/collective_rpc",
-        "/openapi.json",
-        "/v1/files/../../admin/v1/keys",
-        "/v1/files/%2e%2e/%2E%2E/admin/v1/keys",
-        "/v1/models/x%2f..%2f..%2fadmin",
-        "/v1/files/x%00y",
-        "/V1/models",
-        "http://other/v1/models",
-        "/internal/responses",
-        "/v1/responses/#/cancel",
-    ],
-)
-async def test_unknown_urls(box: Box, target: str) -> None:
-    response = await box.ask("GET", target)
-    assert response.status == 404
-    assert response.error["code"] == "unknown_url" and response.error["type"] == "invalid_request_error"
+async def test_urls_and_methods_beyond_the_list_are_refused(box: Box) -> None:
+    for target in UNKNOWN:
+        response = await box.ask("GET", target)
+        assert (response.status, response.error["code"]) == (404, "unknown_url"), target
+    for method, target in WRONG:
+        response = await box.ask(method, target)
+        assert (response.status, response.error["code"]) == (405, "method_not_supported"), target
+        assert method not in response.headers["allow"]
 
 
 def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> None:
@@ -56,46 +54,34 @@ def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> Non
     assert passed > 1000
 
 
-@pytest.mark.parametrize(
-    ("method", "target"),
-    [("DELETE", "/v1/chat/completions"), ("POST", "/health"), ("GET", "/v1/responses"), ("OPTIONS", "/v1/models")],
-)
-async def test_wrong_methods(box: Box, method: str, target: str) -> None:
-    response = await box.ask(method, target)
-    assert response.status == 405 and response.error["code"] == "method_not_supported"
-    assert method not in response.headers["allow"]
-
-
 # The scopes of the controller's routes: test_owners.py of the controller.
-CASES = [
-    ("sk-test-inference", "POST", "/v1/chat/completions", True),
-    ("sk-test-inference", "GET", "/v1/models", True),
-    ("sk-test-metrics", "GET", "/admin/v1/me", True),
-    ("sk-test-inference", "GET", "/admin/v1/me", True),
-    ("sk-test-inference", "GET", "/metrics", False),
-    ("sk-test-tuning", "POST", "/v1/chat/completions", False),
-    ("sk-test-admin", "POST", "/v1/chat/completions", True),
-    ("sk-test-admin", "GET", "/metrics", True),
-    ("sk-test-read", "GET", "/metrics", True),
-    ("sk-test-read", "GET", "/v1/models", True),
-    ("sk-test-read", "POST", "/v1/chat/completions", False),
-    ("sk-test-metrics", "GET", "/metrics", True),
-]
-
-
-@pytest.mark.parametrize(("key", "method", "target", "allowed"), CASES)
-async def test_scopes(box: Box, key: str, method: str, target: str, allowed: bool) -> None:
+async def test_scopes_decide_what_a_key_may(box: Box) -> None:
     controller = await box.control(gives({"ok": True}))
-    response = await box.ask(method, target, chat() if method == "POST" else None, key=key)
-    assert response.status == (200 if allowed else 403)
-    if not allowed:
-        assert response.error["code"] == "insufficient_permissions"
-        assert controller.requests == [] and box.engines["e0"].requests == []
+    for name, method, target, allowed in (
+        ("inference", "POST", "/v1/chat/completions", True),
+        ("inference", "GET", "/v1/models", True),
+        ("metrics", "GET", "/admin/v1/me", True),
+        ("inference", "GET", "/admin/v1/me", True),
+        ("admin", "POST", "/v1/chat/completions", True),
+        ("admin", "GET", "/metrics", True),
+        ("read", "GET", "/metrics", True),
+        ("read", "GET", "/v1/models", True),
+        ("metrics", "GET", "/metrics", True),
+        ("inference", "GET", "/metrics", False),
+        ("tuning", "POST", "/v1/chat/completions", False),
+        ("read", "POST", "/v1/chat/completions", False),
+    ):
+        seen = len(controller.requests), len(box.engines["e0"].requests)
+        response = await box.ask(method, target, chat() if method == "POST" else None, key=f"sk-test-{name}")
+        assert response.status == (200 if allowed else 403), (name, target)
+        if not allowed:
+            assert response.error["code"] == "insufficient_permissions"
+            assert seen == (len(controller.requests), len(box.engines["e0"].requests))
 
 
-@pytest.mark.parametrize(
-    ("headers", "code"),
-    [
+async def test_keys_come_in_two_headers_and_no_other_way(box: Box) -> None:
+    await box.control(gives({"data": []}))
+    for headers, code in (
         ("", "missing_api_key"),
         ("Authorization: Basic abc\r\n", "missing_api_key"),
         ("Authorization: Bearer \r\n", "missing_api_key"),
@@ -103,44 +89,32 @@ async def test_scopes(box: Box, key: str, method: str, target: str, allowed: boo
         ("Authorization: Bearer SK-TEST-ALL\r\n", "invalid_api_key"),
         ("x-api-key: sk-test-all\r\n", None),
         ("authorization: bearer  sk-test-all\r\n", None),
-    ],
-)
-async def test_keys(box: Box, headers: str, code: str | None) -> None:
-    await box.control(gives({"data": []}))
-    for method, target in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics")):
-        body = chat() if method == "POST" else None
-        response = await box.ask(method, target, body, key=None, headers=headers)
-        assert response.status == (401 if code else 200)
-        assert code is None or (response.error["code"] == code and "sk-test-al" not in response.error["message"])
-    assert box.state.metrics.events["bad_key"] == 3 * (code == "invalid_api_key")
+    ):
+        for method, target in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics")):
+            body = chat() if method == "POST" else None
+            response = await box.ask(method, target, body, key=None, headers=headers)
+            assert response.status == (401 if code else 200), headers
+            assert code is None or (response.error["code"] == code and "sk-test-al" not in response.error["message"])
+    assert box.state.metrics.events["bad_key"] == 6
 
 
-async def test_before_the_first_table_clients_are_told_to_retry(start_box: Start) -> None:
-    box = await start_box()
-    box.state.generation = -1
-    response = await box.ask("POST", "/v1/chat/completions", chat())
-    assert response.status == 503 and response.error["code"] == "starting" and "retry-after" in response.headers
-    assert (await box.ask("GET", "/health")).status == 503
-
-
-async def test_unknown_model_and_wrong_task(box: Box) -> None:
-    response = await box.ask("POST", "/v1/chat/completions", chat("nope"))
-    assert response.status == 404 and response.error["code"] == "model_not_found" and response.error["param"] == "model"
+async def test_model_that_is_unknown_or_cannot_do_it_is_refused_at_once(start_box: Start) -> None:
+    box = await start_box(holds={"hold_s": 0.0}, engine=answer_chat)
     box.serve("embedder", "e0", task="embed")
-    response = await box.ask("POST", "/v1/chat/completions", chat("embedder"))
-    assert response.status == 400 and response.error["code"] == "model_not_supported"
-    response = await box.ask("POST", "/v1/embeddings", {"model": "m", "input": "x"})
-    assert response.status == 400 and response.error["code"] == "model_not_supported"
-
-
-@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
-async def test_a_model_without_a_chat_template_is_refused_chat_before_it_waits_for_an_engine(box: Box, path) -> None:
-    box.serve("plain", chats=False)
-    body = chat("plain") | {"max_tokens": 3} if path != "responses" else {"model": "plain", "input": "hi"}
-    response = await box.ask("POST", f"/v1/{path}", body)
-    assert response.status == 400 and b"no chat template" in response.body
-    box.serve("plain", "e0", chats=False)
-    assert (await box.ask("POST", "/v1/completions", {"model": "plain", "prompt": "hi"})).status != 400
+    box.serve("plain", chats=False)  # has no chat template
+    prompts = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}, "/v1/embeddings": {"input": "x"}}
+    for path, model, code in (
+        ("/v1/chat/completions", "nope", "model_not_found"),
+        ("/v1/chat/completions", "embedder", "model_not_supported"),
+        ("/v1/embeddings", "m", "model_not_supported"),
+        ("/v1/chat/completions", "plain", "model_not_supported"),
+        ("/v1/responses", "plain", "model_not_supported"),
+        ("/v1/completions", "plain", "model_not_ready"),
+    ):
+        response = await box.ask("POST", path, prompts.get(path, chat()) | {"model": model})
+        assert response.error["code"] == code and response.error["param"] in ("model", None)
+    messages = await box.ask("POST", "/v1/messages", chat("plain", max_tokens=3))  # Anthropic's shape
+    assert messages.status == 400 and b"no chat template" in messages.body
 
 
 async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
@@ -166,11 +140,233 @@ async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
         assert answer.error["code"] == "model_not_found", "what its list leaves out is as little there"
 
 
-async def test_health_names_the_gateway_and_what_is_degraded(start_box: Start) -> None:
+async def test_health_names_what_is_degraded_and_waits_for_a_table(start_box: Start) -> None:
     box = await start_box()
+    box.state.generation = -1
+    response = await box.ask("POST", "/v1/chat/completions", chat())
+    assert response.status == 503 and response.error["code"] == "starting" and "retry-after" in response.headers
+    assert (await box.ask("GET", "/health")).status == 503
+    box.state.generation = 0
     with box.state.background.guard("sweep: inner"):
         raise RuntimeError("a bug")
     box.state.box_troubles, box.state.controller_away = ["usage"], True
     answer = await box.ask("GET", "/health", key=None)
     assert answer.status == 200
     assert json.loads(answer.body) == {"status": "ok", "degraded": ["controller", "sweep", "usage"]}
+
+
+MINE, OTHER = "sk-test-inference", "sk-test-all"
+BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
+
+
+def _head(target: str = "/v1/chat/completions", key: str = MINE, length: int = 1000) -> bytes:
+    return (
+        f"POST {target} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+async def _ended(wire: Wire) -> None:
+    response = await wire.response()
+    assert response.status == 401 and response.error["code"] == "invalid_api_key"
+    assert response.headers["connection"] == "close"
+    assert await wire.eof() == b""
+
+
+@pytest.mark.parametrize("how", ["revoked", "rotated", "expired"])
+async def test_a_body_that_is_still_arriving(box: Box, how: str) -> None:
+    wire = await box.connect()
+    await wire.send(_head() + BODY)
+    await box.until(lambda: box.state.buffered_bytes == len(BODY))
+    box.revoke(OTHER)
+    assert box.state.buffered_bytes == len(BODY), "another's key is not this one"
+    if how == "rotated":
+        _rotate(box, MINE)
+    elif how == "expired":
+        box.limit(MINE, expires_s=1000.0)
+    else:
+        box.revoke(MINE)
+    await _ended(wire)
+    assert box.state.buffered_bytes == 0 and box.engines["e0"].requests == []
+    assert box.state.metrics.events["revoked_in_flight"] == 1
+
+
+async def test_what_was_pipelined_behind_a_stream_never_begins(box: Box) -> None:
+    """One whole request, and one whose body is arriving, behind a stream of the same key."""
+    box.engines["e0"].script = sends(chat_events("a", done=False)[0], ends=False)
+    wire = await box.send("POST", "/v1/chat/completions", chat(stream=True), key=MINE)
+    await box.until(lambda: len(box.engines["e0"].requests) == 1)
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=MINE) + _head() + BODY)
+    await box.until(lambda: any(connection.pipeline for connection in box.state.connections))
+    box.revoke(MINE)
+    assert (await wire.head())[0] == 200
+    rest = await wire.eof()
+    assert b"invalid_api_key" in rest and b"HTTP/1.1 200" not in rest
+    assert len(box.engines["e0"].requests) == 1 and box.state.buffered_bytes == 0
+
+
+async def test_a_request_that_is_held(box: Box) -> None:
+    box.serve("m", "e0:draining")
+    wire = await box.send("POST", "/v1/chat/completions", chat(), key=MINE)
+    await box.until(lambda: box.state.holds.models()["m"] == 1)
+    box.revoke(MINE)
+    await _ended(wire)
+    assert box.state.holds.models()["m"] == 0
+
+
+async def test_a_control_request_whose_answer_is_awaited(box: Box) -> None:
+    controller = await box.control(hangs)
+    wire = await box.send("GET", "/v1/files", key="sk-test-tuning")
+    await box.until(lambda: bool(controller.requests))
+    box.revoke("sk-test-tuning")
+    await _ended(wire)
+    await asyncio.wait_for(controller.lost.wait(), 60)
+
+
+def _rotate(box: Box, key: str) -> None:
+    box.keys[digest("new")] = box.keys[digest(key)]
+    box.revoke(key)
+
+
+async def test_who_asks_for_a_new_secret_of_the_key_that_asks_gets_it(box: Box) -> None:
+    """Otherwise nobody would have the new secret of the last administrator."""
+    asked, rotated = asyncio.Event(), asyncio.Event()
+
+    async def rotate(request: UpstreamRequest, reply: Reply) -> None:
+        asked.set()
+        await rotated.wait()
+        await reply.json({"key": "new"})
+
+    await box.control(rotate)
+    wire, dripping = await box.connect(), await box.connect()
+    await wire.send(request_bytes("POST", "/admin/v1/keys/all/rotate", key=OTHER))
+    await dripping.send(_head("/admin/v1/keys/all/rotate", OTHER) + b"{")
+    await asyncio.wait_for(asked.wait(), 60)
+    await box.until(lambda: len(box.state.exchanges) == 2)
+    _rotate(box, OTHER)
+    await _ended(dripping)  # by whoever knows the old one it would learn the newest
+    rotated.set()
+    answer = await wire.response()
+    assert answer.status == 200 and b'"new"' in answer.body
+
+
+async def test_a_key_is_refused_from_its_end_on(box: Box) -> None:
+    """By the gateway's own clock, and also once the controller has taken it out of the table."""
+    row = dict(box.keys[digest(MINE)])
+    for changed, status in (
+        (row | {"expires_s": time.time() + 60}, 200),
+        (row | {"expires_s": time.time() - 1}, 401),
+        ({"id": "key_gone", "expires_s": time.time() - 90 * 86_400}, 401),
+    ):
+        box.keys[digest(MINE)] = changed
+        box.apply()
+        response = await box.ask("POST", "/v1/chat/completions", chat(), key=MINE)
+        assert response.status == status
+        assert status == 200 or (response.error["code"] == "invalid_api_key" and "expired" in response.error["message"])
+
+
+URL = "/v1/chat/completions"
+BATCH = "X-Appliance-Class: batch\r\n"
+
+
+async def ask_privately(box: Box, listener: socket.socket, headers: str, **fields: str) -> Response:
+    wire = Wire(*await asyncio.open_unix_connection(listener.getsockname()))
+    box.wires.append(wire)
+    await wire.send(request_bytes("POST", URL, chat(**fields), key=None, headers=headers))
+    return await wire.response()
+
+
+async def test_private_request_is_of_the_key_that_it_names(box: Box, listener: socket.socket) -> None:
+    answer = await ask_privately(box, listener, f"X-Appliance-Key-Id: key_inference\r\n{BATCH}")
+    assert answer.status == 200
+    (row,) = box.state.spending.take_sums()
+    assert (row["key"], row["requests"]) == ("key_inference", 1)
+    assert salted(b"{}", "key_inference")[1:-1] in box.engines["e0"].requests[0].body
+
+
+async def test_private_request_may_what_its_key_may(box: Box, listener: socket.socket) -> None:
+    for headers, status in (
+        ("X-Appliance-Key-Id: key_tuning\r\n", 403),
+        ("X-Appliance-Key-Id: key_unknown\r\n", 401),
+        ("X-Appliance-Key-Id: key_all\r\nX-Appliance-Key-Id: key_inference\r\n", 401),
+        ("X-Appliance-Key-Id: \r\n", 200),
+        ("", 200),
+    ):
+        assert (await ask_privately(box, listener, headers + BATCH)).status == status
+
+
+async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(
+    box: Box, listener: socket.socket
+) -> None:
+    began, end = asyncio.Semaphore(0), asyncio.Event()
+
+    async def waits(request: UpstreamRequest, reply: Reply) -> None:
+        began.release()
+        await end.wait()
+        await answer_chat(request, reply)
+
+    box.engines["e0"].script = waits
+    asking = [
+        asyncio.create_task(ask_privately(box, listener, f"X-Appliance-Key-Id: {name}\r\n{BATCH}"))
+        for name in ("key_all", "")
+    ]
+    for _ in asking:
+        await began.acquire()
+    box.limit(secret="f" * 64)
+    await asyncio.sleep(0)
+    assert not asking[0].done(), "a key that is rotated goes on"
+    box.keys.clear()
+    box.apply()
+    assert (await asking[0]).status == 401
+    end.set()
+    assert (await asking[1]).status == 200
+
+
+@pytest.mark.parametrize("key", [None, "sk-test-tuning"])
+async def test_public_request_is_of_no_key_that_it_names(start_box: Start, key: str | None) -> None:
+    box = await start_box(engine=answer_chat)
+    for name in ("X-Appliance-Key-Id", "x_appliance_key_id", "X-Appliance-Key-ID"):
+        for value in ("key_all", ""):
+            answer = await box.ask("POST", URL, chat(), key=key, headers=f"{name}: {value}\r\n{BATCH}")
+            assert answer.status == (401 if key is None else 403)
+
+
+@pytest.fixture
+def policy(box: Box) -> str:
+    """A model in training on the engines of `m`."""
+    return train(box)
+
+
+def train(box: Box) -> str:
+    name = policy_name("ftjob-1")
+    box.serve(name, "e0", host="m", trained_from="m", owners=[])
+    return name
+
+
+async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_the_base(
+    box: Box, listener: socket.socket, policy: str
+) -> None:
+    headers = f"X-Appliance-Key-Id: key_inference\r\n{BATCH}"
+    answer = await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")
+    assert answer.status == 200 and box.engines["e0"].requests[0].json["model"] == f"{policy}@step-3.ab"
+    (row,) = box.state.spending.take_sums()
+    assert (row["key"], row["model"], row["requests"]) == ("key_inference", "m", 1)
+    box.limit("sk-test-inference", models=["other"])
+    assert (await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")).status == 404
+
+
+async def test_model_in_training_may_be_silent_for_long(start_box: Start, listener: socket.socket) -> None:
+    async def slow(request: UpstreamRequest, reply: Reply) -> None:
+        await asyncio.sleep(0.2)
+        await answer_chat(request, reply)
+
+    box = await start_box(private=listener, limits={"upstream_silence_s": 0.05}, engine=slow)
+    name = train(box)
+    assert (await ask_privately(box, listener, BATCH, model=f"{name}@step-3.ab")).status == 200
+    assert (await ask_privately(box, listener, BATCH)).status == 504
+
+
+@pytest.mark.parametrize("version", ["", "@step-3.ab"])
+@pytest.mark.parametrize("key", ["sk-test-admin", "sk-test-all"])
+async def test_client_meets_no_model_in_training(box: Box, policy: str, key: str, version: str) -> None:
+    assert (await box.ask("POST", URL, chat(model=policy + version), key=key)).status == 404

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
-from .conftest import Box, Start, request_bytes
+from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, dies, gives
 
 ANSWERS = gives({"object": "list", "data": []}, headers="x-kept: 1\r\nconnection: x-dropped\r\nx-dropped: 1\r\n")
@@ -78,79 +77,33 @@ async def test_uploads_stream_through_unbuffered(box: Box, chunked: bool) -> Non
     server.close()
 
 
-async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        reader._transport.pause_reading()  # type: ignore[attr-defined]
-
-    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
-    wire = await box.connect()
-    await wire.send(b"POST /v1/files HTTP/1.1\r\n" + AUTH + b"Content-Length: 400000000\r\n\r\n")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1):
-            for _ in range(100):  # far more than all buffers between the two take
-                await wire.send(b"x" * 1_000_000)
-    assert all(connection.flow.read_paused for connection in box.state.connections)
-    server.close()
-
-
-async def test_downloads_stream_with_and_without_length(box: Box) -> None:
-    data = b"line\n" * 1_000_000
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        if request.target.endswith("1/content"):
-            head = f"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: {len(data)}\r\n\r\n"
-            await reply.raw(head.encode() + data)
-        else:
-            await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ntransfer-encoding: chunked\r\n\r\n")
-            for start in range(0, len(data), 70_000):
-                await reply.chunk(data[start : start + 70_000])
-            await reply.end()
-
-    await box.control(script)
-    for name in ("file-1", "file-2"):
-        response = await box.ask("GET", f"/v1/files/{name}/content")
-        assert response.body == data
-
-
 SHAPED = {"error": {"message": "m", "type": "invalid_request_error", "param": None, "code": "conflict"}}
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "message", "code", "headers"),
-    [
-        (409, SHAPED, "m", "conflict", {"x-should-retry": "false", "retry-after": None}),
-        (405, SHAPED, "m", "conflict", {"allow": "GET", "x-should-retry": "false"}),
-        (404, {"detail": "Not Found"}, "Not Found", None, {"x-should-retry": None, "retry-after": None}),
-        (500, b"Internal Server Error", "The request failed with status 500.", None, {"retry-after": "120"}),
-    ],
-)
-async def test_controller_errors_keep_or_get_openais_shape(
-    box: Box, status: int, body: Any, message: str, code: str | None, headers: dict[str, str | None]
-) -> None:
-    given = {405: "allow: GET\r\nx-should-retry: false\r\n", 500: "retry-after: 7200\r\n"}
-    await box.control(gives(body, status, given.get(status, "")))
-    response = await box.ask("GET", "/v1/fine_tuning/jobs/x")
-    assert (response.status, response.error["message"], response.error["code"]) == (status, message, code)
-    assert {name: response.headers.get(name) for name in headers} == headers
+async def test_controller_errors_keep_or_get_openais_shape(box: Box) -> None:
+    controller = await box.control(ANSWERS)
+    for status, body, message, code, given, headers in (
+        (409, SHAPED, "m", "conflict", "", {"x-should-retry": "false", "retry-after": None}),
+        (405, SHAPED, "m", "conflict", "allow: GET\r\nx-should-retry: false\r\n", {"allow": "GET"}),
+        (404, {"detail": "Not Found"}, "Not Found", None, "", {"x-should-retry": None, "retry-after": None}),
+        (500, b"Error", "The request failed with status 500.", None, "retry-after: 7200\r\n", {"retry-after": "120"}),
+    ):
+        controller.script = gives(body, status, given)
+        response = await box.ask("GET", "/v1/fine_tuning/jobs/x")
+        assert (response.status, response.error["message"], response.error["code"]) == (status, message, code)
+        assert {name: response.headers.get(name) for name in headers} == headers
 
 
-async def test_controller_that_restarts_is_waited_for(start_box: Start) -> None:
-    box = await start_box(limits={"controller_wait_s": 5.0})
+async def test_controller_that_restarts_is_waited_for_and_inference_goes_on(start_box: Start) -> None:
+    box = await start_box(limits={"controller_wait_s": 2.0}, engine=answer_chat)
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    away = await box.ask("GET", "/v1/models")
+    assert away.status == 503 and away.error["code"] == "controller_away" and int(away.headers["retry-after"]) <= 120
     wire = await box.send("POST", "/v1/fine_tuning/jobs", {"model": "m"})
     await box.until(lambda: bool(box.state.exchanges))
     await box.control(ANSWERS)
     assert (await wire.response()).status == 200
     assert json.loads(box.controller.requests[0].body) == {"model": "m"}
-
-
-async def test_controller_that_stays_away_is_503_and_inference_goes_on(start_box: Start) -> None:
-    box = await start_box(limits={"controller_wait_s": 0.02}, engine=answer_chat)
-    response = await box.ask("GET", "/v1/models")
-    assert response.status == 503 and response.error["code"] == "controller_away"
-    assert int(response.headers["retry-after"]) <= 120
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    assert (await box.ask("POST", "/v1/chat/completions", body)).status == 200
 
 
 @pytest.mark.parametrize("ending", ["leaves", "bad chunk"])

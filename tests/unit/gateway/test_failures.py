@@ -1,4 +1,4 @@
-"""Engines that die, hang, err or lie; clients that leave or never read."""
+"""Engines that die, hang, err or lie; clients that leave or never read; the two shapes of errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseErrorEvent
 
 from appliance.gateway.core.router import ReplicaLoad, Work
 
-from .conftest import Box, Response, Start, chat
+from .conftest import KEY, Box, Response, Start, chat
 from .upstreams import Reply, Script, UpstreamRequest, answer_chat, chat_answer, chat_events, dies, gives, hangs, sends
 
 
@@ -72,44 +73,30 @@ async def test_large_plain_answer_cut_short_breaks_the_transfer(box: Box) -> Non
 LONG_CONTEXT = "This model's maximum context length is 8 (parameter=input_tokens, value=9)"
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "param", "code"),
-    [
+async def test_engine_errors_are_rewritten(box: Box) -> None:
+    long = {"error": {"message": LONG_CONTEXT, "type": "X", "param": "input_tokens", "code": 400}}
+    for status, body, param, code in (
         (400, {"error": {"message": "bad n", "type": "X", "param": "n", "code": 400}}, "n", None),
-        (
-            400,
-            {"error": {"message": LONG_CONTEXT, "type": "X", "param": "input_tokens", "code": 400}},
-            "messages",
-            "context_length_exceeded",
-        ),
+        (400, long, "messages", "context_length_exceeded"),
         (500, b"Internal Server Error", None, None),
-    ],
-)
-async def test_engine_errors_are_rewritten(box: Box, status: int, body: Any, param: str | None, code: str) -> None:
-    box.engines["e0"].script = gives(body, status)
-    for stream in (False, True):
-        response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
-        assert (response.status, response.error["param"], response.error["code"]) == (status, param, code)
-        assert "parameter=" not in response.error["message"]
+    ):
+        box.engines["e0"].script = gives(body, status)
+        for stream in (False, True):
+            response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
+            assert (response.status, response.error["param"], response.error["code"]) == (status, param, code)
+            assert "parameter=" not in response.error["message"]
     assert box.state.router.choose(["m"], Work(), 0.0) is not None, "one client's 500s must not block a replica"
 
 
 async def test_dying_engine_that_still_answers_500_is_retried(box: Box) -> None:
     dead = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}}
+    whole, stream = gives(dead, 500), sends(b"data: %b\n\n" % json.dumps(dead).encode(), b"data: [DONE]\n\n")
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
-        if len(box.engines["e0"].requests) % 2 == 0:
-            await answer_chat(request, reply)
-        elif request.json.get("seed"):
-            await reply.json(dead, 500)
-        else:
-            await reply.sse_head()
-            await reply.chunk(b"data: " + json.dumps(dead).encode() + b"\n\n")
-            await reply.chunk(b"data: [DONE]\n\n")
-            await reply.end()
+        dying = stream if request.json["seed"] else whole
+        await (dying if len(box.engines["e0"].requests) % 2 else answer_chat)(request, reply)
 
-    box.engines["e0"].script = script
-    box.engines["e0"].alive = False
+    box.engines["e0"].script, box.engines["e0"].alive = script, False
     for seed in (0, 1):
         response = await box.ask("POST", "/v1/chat/completions", chat(stream=True, seed=seed))
         assert response.status == 200 and response.body == b"".join(chat_events("hel", "lo"))
@@ -122,10 +109,8 @@ async def test_adapter_missing_on_one_engine_is_asked_of_the_other(box: Box) -> 
     box.models["ft:mine"] = {**box.models["m"], "adapter": "ft:mine@v1"}
     box.apply()
     for turn in range(8):  # by their beginnings some prefer the engine that lacks it
-        answer = await box.ask(
-            "POST", "/v1/chat/completions", chat("ft:mine", messages=[{"role": "user", "content": str(turn)}])
-        )
-        assert answer.status == 200
+        body = chat("ft:mine", messages=[{"role": "user", "content": str(turn)}])
+        assert (await box.ask("POST", "/v1/chat/completions", body)).status == 200
     assert 0 < len(box.engines["e1"].requests) <= 8
 
 
@@ -169,44 +154,21 @@ async def start_engines(box: Box, *names: str) -> None:
     box.serve("m", *names)
 
 
-def dead(box: Box) -> list[str]:
-    return [name for name, engine in box.engines.items() if engine._server is None]
-
-
-def is_condemned(response: Response) -> bool:
-    return (
-        response.status == 502
-        and response.error["code"] == "engines_died"
-        and response.headers["x-should-retry"] == "false"
-    )
-
-
 async def ask(box: Box, user: str = "", **more: Any) -> Response:
     return await box.ask("POST", "/v1/chat/completions", chat(**({"user": user} if user else {}), **more))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("engines", [3, 5])
-async def test_a_request_that_ends_engines_ends_two_and_is_condemned(
-    start_box: Start, engines: int, stream: bool
-) -> None:
+async def test_request_that_ends_engines_ends_two_and_no_third(start_box: Start, stream: bool) -> None:
     box = await start_box()
-    await start_engines(box, *(f"e{n}" for n in range(engines)))
-    assert is_condemned(await ask(box, POISON, stream=stream)) and len(dead(box)) == 2
+    await start_engines(box, *(f"e{n}" for n in range(4)))
+    answer = await ask(box, POISON, stream=stream)
+    assert (answer.status, answer.error["code"], answer.headers["x-should-retry"]) == (502, "engines_died", "false")
+    assert sum(engine._server is None for engine in box.engines.values()) == 2
     answers = await asyncio.gather(*(ask(box, f"u{n}", stream=stream) for n in range(12)))
     assert [answer.status for answer in answers] == [200] * 12
     assert box.state.metrics.events["engines_died"] == 1
     assert all(load.inflight == 0 for load in box.state.router.loads.values())
-
-
-async def test_an_engine_that_is_killed_costs_none_of_its_requests(start_box: Start) -> None:
-    box = await start_box()
-    await start_engines(box, "e0")
-    asked = [asyncio.ensure_future(ask(box, f"u{n}", stream=n % 2 == 0)) for n in range(10)]
-    await box.until(lambda: len(box.engines["e0"].requests) == 10)
-    await box.engines["e0"].stop()
-    await start_engines(box, "e1")
-    assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 10
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -229,3 +191,91 @@ async def test_engines_of_a_node_that_is_gone_did_not_die_of_the_request(start_b
     answer = await asked
     assert answer.status == 200 and b"error" not in answer.body
     assert box.state.metrics.events["engines_died"] == 0
+
+
+URL = "/v1/messages"
+
+
+def message(model: str = "m", **more: Any) -> dict[str, Any]:
+    return chat(model, max_tokens=5, **more)
+
+
+def told(response: Response, status: int, kind: str) -> str:
+    """The message, if this is Anthropic's error object."""
+    data = json.loads(response.body)
+    assert (response.status, set(data), data["type"]) == (status, {"type", "error", "request_id"}, "error")
+    assert set(data["error"]) == {"type", "message"} and data["error"]["type"] == kind
+    assert data["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
+    return data["error"]["message"]
+
+
+async def test_messages_refusals_have_anthropics_shape(start_box: Start) -> None:
+    box = await start_box(holds={"hold_s": 0.02}, limits={"inference_body_bytes": 2000}, engine=answer_chat)
+    box.serve("asleep")
+    for body, key, status, kind in (
+        (message(), None, 401, "authentication_error"),
+        (message(), "sk-wrong", 401, "authentication_error"),
+        (message(), "sk-test-tuning", 403, "permission_error"),
+        (message("nope"), KEY, 404, "not_found_error"),
+        (message(system="x" * 3000), KEY, 413, "request_too_large"),
+        (message(n=0), KEY, 400, "invalid_request_error"),
+    ):
+        told(await box.ask("POST", URL, body, key=key), status, kind)
+    told(await box.ask("GET", URL), 405, "invalid_request_error")
+    asleep = await box.ask("POST", URL, message("asleep"))
+    assert "not ready" in told(asleep, 529, "overloaded_error") and int(asleep.headers["retry-after"]) > 0
+    for status, kind in ((400, "invalid_request_error"), (500, "api_error")):
+        error = {"message": "no such thing", "type": "X", "param": None, "code": status}
+        box.engines["e0"].script = gives({"error": error}, status)
+        assert told(await box.ask("POST", URL, message()), status, kind) == "no such thing"
+    box.limit(requests_per_minute=1)
+    await box.ask("POST", URL, message())
+    limited = await box.ask("POST", URL, message())
+    told(limited, 429, "rate_limit_error")
+    assert limited.headers["x-ratelimit-limit-requests"] == "1" and int(limited.headers["retry-after"]) > 0
+
+
+DEATH = b'data: {"error":{"message":"EngineCore encountered an issue. See stack trace (above).","type":"X","code":500}}'
+# Two events of an engine, and the request that asks for them (not greedy: no other engine can go on).
+STREAMS = {
+    "/v1/chat/completions": (b'data: {"choices":[{"delta":{"content":"a"}}]}', chat(stream=True, temperature=1)),
+    "/v1/responses": (
+        b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"a"}',
+        {"model": "m", "input": "a", "stream": True, "store": False},
+    ),
+    URL: (b'event: content_block_delta\ndata: {"type":"content_block_delta"}', message(stream=True)),
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("ending", ["error event", "reset", "clean end of HTTP"])
+async def test_stream_whose_engine_dies_ends_with_one_error_event_of_its_api(box: Box, path: str, ending: str) -> None:
+    event, body = STREAMS[path]
+
+    async def dies(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        for part in (event, event, *([DEATH] if ending == "error event" else [])):
+            await reply.chunk(part + b"\n\n")
+        if ending == "reset":
+            reply.die()
+        else:
+            await reply.end()
+
+    box.engines["e0"].script = dies
+    wire = await box.send("POST", path, body)
+    response = await wire.response()
+    events = [one for one in response.body.split(b"\n\n") if one and not one.startswith(b":")]
+    assert events[:-1] == [event, event] and b"EngineCore" not in response.body
+    if ending != "error event":  # the engine's answer had an end
+        assert await wire.eof() == b""
+    *kind, data = events[-1].split(b"\n")
+    error = json.loads(data.removeprefix(b"data: "))
+    if path == "/v1/chat/completions":
+        assert kind == [] and set(error) == {"error"} and error["error"]["code"] == "engine_failed"
+        return
+    assert kind == [b"event: error"] and error["type"] == "error"
+    if path == URL:
+        assert set(error) == {"type", "error", "request_id"} and error["error"]["type"] == "api_error"
+    else:
+        told = ResponseErrorEvent.model_validate(error)
+        assert (told.sequence_number, told.code, told.param) == (2, "engine_failed", None) and told.message

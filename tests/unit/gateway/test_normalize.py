@@ -7,29 +7,27 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.gateway.core.config import Limits
-from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import resolve
+from appliance.gateway.core.routes import Route
 from appliance.gateway.requests.normalize import IGNORED_ITEMS, IGNORED_TOOLS, normalize_items
-from appliance.gateway.requests.request_check import Checked, check_body
+
+from .test_request_check import CHAT, MESSAGES, RESPONSES, check, refusal
 
 Body = dict[str, Any]
-PATHS = {"chat": b"/v1/chat/completions", "responses": b"/v1/responses", "messages": b"/v1/messages"}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 SHELF = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
-FUNCTION: dict[str, Body] = {
-    "chat": {"type": "function", "function": {"name": "shelf", "parameters": SHELF}},
-    "responses": {"type": "function", "name": "shelf", "parameters": SHELF},
-    "messages": {"name": "shelf", "input_schema": SHELF},
+FUNCTION: dict[Route, Body] = {
+    CHAT: {"type": "function", "function": {"name": "shelf", "parameters": SHELF}},
+    RESPONSES: {"type": "function", "name": "shelf", "parameters": SHELF},
+    MESSAGES: {"name": "shelf", "input_schema": SHELF},
 }
-SERVERS_OWN: dict[str, list[tuple[Body, str]]] = {
-    "chat": [({"type": "custom", "custom": {"name": "patch"}}, "custom:patch"), ({"type": "web_search"}, "web_search")],
-    "responses": [
+SERVERS_OWN: dict[Route, list[tuple[Body, str]]] = {
+    CHAT: [({"type": "custom", "custom": {"name": "patch"}}, "custom:patch"), ({"type": "web_search"}, "web_search")],
+    RESPONSES: [
         ({"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark"}}, "custom:patch"),
         ({"type": "web_search_preview"}, "web_search_preview"),
         ({"type": "mcp", "server_label": "store", "server_url": "https://x"}, "mcp:store"),
     ],
-    "messages": [
+    MESSAGES: [
         ({"type": "web_search_20250305", "name": "web_search"}, "web_search_20250305:web_search"),
         ({"type": "bash_20250124", "name": "bash"}, "bash_20250124:bash"),
         ({"type": "mcp_toolset", "mcp_server_name": "s"}, "mcp_toolset"),
@@ -38,36 +36,20 @@ SERVERS_OWN: dict[str, list[tuple[Body, str]]] = {
 CASES = [(api, tool, name) for api, tools in SERVERS_OWN.items() for tool, name in tools]
 
 
-def checked(api: str, **more: Any) -> Checked:
-    body: Body = {"model": "m"}
-    if api == "responses":
-        body |= {"input": "Hi"}
-    else:
-        body |= {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
-    return check_body(resolve(b"POST", PATHS[api]), orjson.dumps(body | more), Limits())
-
-
-def read(api: str, **more: Any) -> Body:
+def read(route: Route, **more: Any) -> Body:
     """The body that an engine gets."""
-    return checked(api, **more).data
-
-
-def refused(api: str, **more: Any) -> HttpError:
-    with pytest.raises(HttpError) as caught:
-        checked(api, **more)
-    assert caught.value.status == 400
-    return caught.value
+    return check(route, **more).data
 
 
 # --- tools
 
 
 @pytest.mark.parametrize(("api", "tool", "name"), CASES)
-def test_tools_of_servers_are_left_out_or_refused_alone(api: str, tool: Body, name: str) -> None:
-    found = checked(api, tools=[tool, FUNCTION[api]])
+def test_tools_of_servers_are_left_out_or_refused_alone(api: Route, tool: Body, name: str) -> None:
+    found = check(api, tools=[tool, FUNCTION[api]])
     assert found.data["tools"] == [FUNCTION[api]]
     assert list(found.ignored) == [(IGNORED_TOOLS, name.encode())]
-    error = refused(api, tools=[tool])
+    error = refusal(api, tools=[tool])
     assert (error.code, error.param) == ("unsupported_tool", "tools[0]") and f"'{name}'" in error.message
 
 
@@ -75,68 +57,62 @@ def test_tools_functions_of_a_namespace_and_free_custom_tools_stay() -> None:
     custom = {"type": "custom", "name": "x"}
     space = {"type": "namespace", "name": "store", "tools": [{"type": "function", "name": "bell"}, custom]}
     free = {"type": "custom", "name": "note", "format": {"type": "text"}}
-    found = checked("responses", tools=[space, free, {"type": "custom", "name": "memo"}])
+    found = check(RESPONSES, tools=[space, free, {"type": "custom", "name": "memo"}])
     assert [tool["name"] for tool in found.data["tools"]] == ["store", "note", "memo"]
     assert found.data["tools"][0]["tools"] == [{"type": "function", "name": "bell", "parameters": NOTHING}]
     assert list(found.ignored) == [(IGNORED_TOOLS, b"store.custom:x")]
-    error = refused("responses", tools=[{**space, "tools": [custom]}])
+    error = refusal(RESPONSES, tools=[{**space, "tools": [custom]}])
     assert (error.code, error.param) == ("unsupported_tool", "tools[0]")
 
 
-@pytest.mark.parametrize(
-    ("api", "more"),
-    [
-        ("chat", {"tools": [], "tool_choice": "auto"}),
-        ("responses", {"tools": [], "tool_choice": "none"}),
-        ("responses", {"tools": [{"type": "web_search"}], "tool_choice": "none"}),
-        ("messages", {"tools": []}),
-        ("messages", {"tools": [], "tool_choice": {"type": "auto"}}),
-    ],
-)
-def test_tools_empty_list_is_none(api: str, more: Body) -> None:
-    body = read(api, **more)
-    assert "tools" not in body and "tool_choice" not in body
+def test_tools_empty_list_is_none() -> None:
+    for api, more in (
+        (CHAT, {"tools": [], "tool_choice": "auto"}),
+        (RESPONSES, {"tools": [], "tool_choice": "none"}),
+        (RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": "none"}),
+        (MESSAGES, {"tools": []}),
+        (MESSAGES, {"tools": [], "tool_choice": {"type": "auto"}}),
+    ):
+        assert not {"tools", "tool_choice"} & read(api, **more).keys()
 
 
 @pytest.mark.parametrize("schema", [None, {}, {"type": "object"}])
 def test_tools_without_parameters_take_an_empty_object(schema: Any) -> None:
     bell = {"name": "bell", "parameters": schema}
-    for body in (read("chat", tools=[{"type": "function", "function": bell}]), read("chat", functions=[bell])):
+    for body in (read(CHAT, tools=[{"type": "function", "function": bell}]), read(CHAT, functions=[bell])):
         assert body["tools"][0]["function"]["parameters"] == NOTHING
-    assert read("responses", tools=[{"type": "function", **bell}])["tools"][0]["parameters"] == NOTHING
+    assert read(RESPONSES, tools=[{"type": "function", **bell}])["tools"][0]["parameters"] == NOTHING
 
 
 def test_tools_allowed_are_the_only_ones() -> None:
     other = {"type": "function", "function": {"name": "bell", "parameters": SHELF}}
     chosen = {"mode": "required", "tools": [{"type": "function", "function": {"name": "bell"}}]}
-    tools = [FUNCTION["chat"], other]
-    body = read("chat", tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": chosen})
+    tools = [FUNCTION[CHAT], other]
+    body = read(CHAT, tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": chosen})
     (kept,) = body["tools"]
     assert kept["function"]["name"] == "bell" and body["tool_choice"] == "required"
     shelf = {"type": "function", "name": "shelf"}
     both = {"type": "allowed_tools", "mode": "auto", "tools": [shelf, {"type": "shell"}]}
-    body = read("responses", tools=[FUNCTION["responses"], {"type": "shell"}], tool_choice=both)
-    assert body["tools"] == [FUNCTION["responses"]] and body["tool_choice"] == "auto"
+    body = read(RESPONSES, tools=[FUNCTION[RESPONSES], {"type": "shell"}], tool_choice=both)
+    assert body["tools"] == [FUNCTION[RESPONSES]] and body["tool_choice"] == "auto"
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "nope"}]}
-    assert refused("responses", tools=[FUNCTION["responses"]], tool_choice=allowed).param == "tool_choice"
+    assert refusal(RESPONSES, tools=[FUNCTION[RESPONSES]], tool_choice=allowed).param == "tool_choice"
 
 
-@pytest.mark.parametrize(
-    ("api", "choice", "enforced"),
-    [
-        ("chat", "required", True),
-        ("chat", {"type": "function", "function": {"name": "shelf"}}, True),
-        ("responses", {"type": "function", "name": "shelf"}, True),
-        ("messages", {"type": "any"}, True),
-        ("messages", {"type": "tool", "name": "shelf"}, True),
-        ("chat", "auto", False),
-        ("responses", "auto", False),
-        ("messages", {"type": "auto"}, False),
-    ],
-)
-def test_tools_schema_is_enforced_where_a_call_is_demanded(api: str, choice: Any, enforced: bool) -> None:
-    (tool,) = read(api, tools=[FUNCTION[api]], tool_choice=choice)["tools"]
-    assert tool.get("function", tool).get("strict", False) is enforced
+def test_tools_schema_is_enforced_where_a_call_is_demanded() -> None:
+    shelf = {"type": "function", "name": "shelf"}
+    for api, choice, enforced in (
+        (CHAT, "required", True),
+        (CHAT, {"type": "function", "function": {"name": "shelf"}}, True),
+        (RESPONSES, shelf, True),
+        (MESSAGES, {"type": "any"}, True),
+        (MESSAGES, {"type": "tool", "name": "shelf"}, True),
+        (CHAT, "auto", False),
+        (RESPONSES, "auto", False),
+        (MESSAGES, {"type": "auto"}, False),
+    ):
+        (tool,) = read(api, tools=[FUNCTION[api]], tool_choice=choice)["tools"]
+        assert tool.get("function", tool).get("strict", False) is enforced
 
 
 # --- history of /v1/responses
@@ -165,10 +141,10 @@ def test_items_thought_is_read_from_its_summary_and_left_out_if_encrypted() -> N
 
 def test_items_no_engine_knows_are_named_or_refused_by_place() -> None:
     call = {"type": "web_search_call", "id": "w1", "action": {"type": "search", "query": "x"}}
-    found = checked("responses", input=[{"role": "user", "content": "Hi"}, call, call])
+    found = check(RESPONSES, input=[{"role": "user", "content": "Hi"}, call, call])
     assert list(found.ignored) == [(IGNORED_ITEMS, b"web_search_call")]
     for kind in ("item_reference", "compaction_trigger"):
-        error = refused("responses", input=[{"role": "user", "content": "Hi"}, {"type": kind, "id": "msg_1"}])
+        error = refusal(RESPONSES, input=[{"role": "user", "content": "Hi"}, {"type": kind, "id": "msg_1"}])
         assert (error.code, error.param) == ("unsupported_item", "input[1]")
 
 
@@ -177,26 +153,24 @@ def test_items_no_engine_knows_are_named_or_refused_by_place() -> None:
 
 def test_fields_unknown_to_engines_are_taken_out() -> None:
     included = ["web_search_call.action.sources", "reasoning.encrypted_content"]
-    body = read("responses", client_metadata={"x-codex-installation-id": "0"}, include=included)
-    assert body == {"model": "m", "input": "Hi", "include": ["reasoning.encrypted_content"]}
-    greedy = read("chat", top_p=0, temperature=0.8)
+    body = read(RESPONSES, client_metadata={"x-codex-installation-id": "0"}, include=included)
+    assert body == {"model": "m", "input": "x", "include": ["reasoning.encrypted_content"]}
+    greedy = read(CHAT, top_p=0, temperature=0.8)
     assert (greedy["temperature"], greedy["top_p"]) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
+def test_format_finds_the_schema_in_each_place() -> None:
+    for form in (
         {"type": "json_object", "schema": SHELF},
         {"type": "json_object", "json_schema": {"name": "a", "schema": SHELF}},
         {"type": "json_schema", "schema": SHELF},
-    ],
-)
-def test_format_finds_the_schema_in_each_place(form: Body) -> None:
-    wanted = read("chat", response_format=form)["response_format"]
-    assert wanted["type"] == "json_schema" and wanted["json_schema"]["schema"] == SHELF
-    text = read("responses", text={"format": {**form, "type": "json_object"}, "verbosity": "low"})["text"]
-    assert text["format"]["type"] == "json_schema" and text["format"]["schema"] == SHELF and text["verbosity"] == "low"
-    assert read("chat", guided_json=SHELF)["structured_outputs"] == {"json": SHELF}
+    ):
+        wanted = read(CHAT, response_format=form)["response_format"]
+        assert wanted["type"] == "json_schema" and wanted["json_schema"]["schema"] == SHELF
+        text = read(RESPONSES, text={"format": {**form, "type": "json_object"}, "verbosity": "low"})["text"]
+        assert (text["format"]["type"], text["format"]["schema"]) == ("json_schema", SHELF)
+        assert text["verbosity"] == "low"
+    assert read(CHAT, guided_json=SHELF)["structured_outputs"] == {"json": SHELF}
 
 
 # --- messages
@@ -207,12 +181,12 @@ def test_blocks_of_documents_become_texts_and_those_of_other_servers_are_named()
     result = {"type": "search_result", "source": "https://x", "title": "W", "content": [{"type": "text", "text": "R"}]}
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}}
     asked = [{"role": "user", "content": [document, result]}, {"role": "assistant", "content": [search]}]
-    found = checked("messages", messages=asked)
+    found = check(MESSAGES, messages=asked)
     assert [block["text"] for block in found.data["messages"][0]["content"]] == ["T\nD", "W\nhttps://x\nR"]
     assert found.data["messages"][1]["content"] == [{"type": "text", "text": ""}]
     assert list(found.ignored) == [(IGNORED_ITEMS, b"server_tool_use")]
     document["source"] = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
-    error = refused("messages", messages=asked)
+    error = refusal(MESSAGES, messages=asked)
     assert (error.code, error.param) == ("unsupported_document", "messages[0].content[0]")
 
 
@@ -220,10 +194,10 @@ def test_blocks_of_documents_become_texts_and_those_of_other_servers_are_named()
 def test_messages_result_that_is_data_becomes_its_json(content: Any) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     result = {"role": "tool", "tool_call_id": "a", "content": content}
-    body = read("chat", messages=[{"role": "assistant", "content": None, "tool_calls": [call]}, result])
+    body = read(CHAT, messages=[{"role": "assistant", "content": None, "tool_calls": [call]}, result])
     assert orjson.loads(body["messages"][1]["content"]) == content
     parts = result | {"content": [{"type": "text", "text": "b"}]}
-    assert checked("chat", messages=[parts]).data["messages"] == [parts]
+    assert check(CHAT, messages=[parts]).data["messages"] == [parts]
 
 
 # --- what a request counts, and whose conversation it is
@@ -233,12 +207,12 @@ def test_check_image_counts_as_an_image_not_by_its_bytes() -> None:
     data = "A" * 400_000
     url, source = f"data:image/png;base64,{data}", {"type": "base64", "media_type": "image/png", "data": data}
     for api, part in (
-        ("chat", {"type": "image_url", "image_url": {"url": url}}),
-        ("messages", {"type": "image", "source": source}),
-        ("responses", {"type": "input_image", "image_url": url}),
+        (CHAT, {"type": "image_url", "image_url": {"url": url}}),
+        (MESSAGES, {"type": "image", "source": source}),
+        (RESPONSES, {"type": "input_image", "image_url": url}),
     ):
-        asked = {"input" if api == "responses" else "messages": [{"role": "user", "content": [part]}]}
-        assert 1024 <= checked(api, **asked).prompt_tokens < 1200
+        asked = {"input" if api is RESPONSES else "messages": [{"role": "user", "content": [part]}]}
+        assert 1024 <= check(api, **asked).prompt_tokens < 1200
 
 
 SYSTEM = {"role": "system", "content": "You help. " * 2000}
@@ -248,7 +222,7 @@ def turns(first: str, **more: Any) -> list[bytes]:
     """The conversation of its first and of its third turn."""
     start = [SYSTEM, {"role": "user", "content": first}]
     grown = [*start, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-    return [checked("chat", messages=messages, **more).conversation for messages in (start, grown)]
+    return [check(CHAT, messages=messages, **more).conversation for messages in (start, grown)]
 
 
 def test_check_conversation_is_the_same_as_it_grows_and_differs_by_its_whole_first_question() -> None:

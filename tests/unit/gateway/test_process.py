@@ -1,4 +1,4 @@
-"""The gateway as the process that the box starts, asked by the unchanged `openai` client."""
+"""The gateway as the process that the box starts, asked by the unchanged `openai` client, and its end of the bus."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,104 @@ import pytest
 
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import ConfigInvalid
+from appliance.gateway.main import COUNTED
 
-from .conftest import KEY, Start, chat
-from .test_bus import DummyBus
-from .upstreams import answer_chat, chat_events, sends
+from .conftest import KEY, Box, Start, chat
+from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_events, sends
+
+
+class DummyBus:
+    """The controller's end."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.connected = asyncio.Event()
+        self.writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        Path(self.path).unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, self.path)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.add(writer)
+        self.connected.set()
+        while line := await reader.readline():
+            self.messages.put_nowait(json.loads(line))
+        self.writers.discard(writer)
+
+    async def push(self, data: bytes | dict[str, Any]) -> None:
+        assert self.writers
+        for writer in self.writers:
+            writer.write(data if isinstance(data, bytes) else json.dumps(data).encode() + b"\n")
+            await writer.drain()
+
+    async def next(self, **wanted: Any) -> dict[str, Any]:
+        """The next message that has these values."""
+        async with asyncio.timeout(60):
+            while (message := await self.messages.get()) | wanted != message:
+                pass
+        return message
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in self.writers:
+            writer.transport.abort()
+        self.writers.clear()
+        self.connected.clear()
+
+
+@pytest.fixture
+async def bus(box: Box) -> AsyncIterator[DummyBus]:
+    """A box whose gateway is connected to a dummy bus."""
+    bus = DummyBus(box.gateway.config.bus_socket)
+    await bus.start()
+    client = asyncio.ensure_future(box.gateway.run_bus())
+    await asyncio.wait_for(bus.connected.wait(), 60)
+    yield bus
+    client.cancel()
+    await bus.stop()
+
+
+async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyBus) -> None:
+    box.models["n"] = {**box.models["m"], "version": "v9"}
+    await bus.push({**box.table(), "generation": 77})
+    report = await bus.next(generation=77)
+    assert report["models"] == {}, "only models that somebody has asked"
+    assert report["replicas"] == {"e0": 0}
+
+
+async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
+    go_on = asyncio.Event()
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await go_on.wait()
+        await reply.json(chat_answer())
+
+    box.engines["e0"].script = script
+    await bus.push(box.table())
+    wire = await box.send("POST", "/v1/chat/completions", chat())
+    report = await bus.next(replicas={"e0": 1})
+    assert report["models"]["m"]["inflight"] == 1 and report["models"]["m"]["last_request_s"] > 1e9
+    go_on.set()
+    assert (await wire.response()).status == 200
+
+
+async def test_usage_is_sent_again_until_it_is_counted(box: Box, bus: DummyBus) -> None:
+    await box.ask("POST", "/v1/chat/completions", chat())
+    first = (await bus.next(type="usage"))["rows"]
+    await bus.stop()
+    await box.ask("POST", "/v1/chat/completions", chat("nobody"))
+    await bus.start()
+    box.state.report_now()
+    await asyncio.wait_for(bus.connected.wait(), 60)
+    assert (await bus.next(type="usage"))["rows"] == first and first[0]["requests"] == 1
+    await bus.push(COUNTED)
+    await bus.push(box.table())
+    assert [row["refused"] for row in (await bus.next(type="usage"))["rows"]] == [1]
+
 
 ROOT = Path(__file__).parents[3]
 HI: Any = chat()["messages"]
@@ -45,7 +140,7 @@ async def test_process_serves_the_sdk_and_logs_each_request(start_box: Start, tm
     line = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
     assert (line["event"], line["host"]) == ("listening", "127.0.0.1")
     await bus.push({**box.table(), "generation": 1})
-    await bus.report(generation=1)
+    await bus.next(generation=1)
     client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{line['port']}/v1", api_key=KEY, timeout=20)
     raw = await client.chat.completions.with_raw_response.create(model="m", messages=HI)
     assert raw.parse().choices[0].message.content == "hello"
@@ -103,14 +198,3 @@ SOCKETS = {"controller_socket": "/c", "bus_socket": "/b"}
 def test_config_errors_name_the_key(data: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigInvalid, match=where):
         GatewayConfig.from_mapping(data)
-
-
-def test_bad_config_is_exit_2(tmp_path: Path) -> None:
-    (tmp_path / "gateway.json").write_text('{"port": 1}')
-    done = subprocess.run(
-        [sys.executable, "-m", "appliance.gateway.main", "--config", str(tmp_path / "gateway.json")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr

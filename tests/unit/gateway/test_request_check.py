@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -13,7 +15,6 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Route, resolve
 from appliance.gateway.requests.fields import FIELDS, REFUSED
 from appliance.gateway.requests.request_check import Checked, check_body
-from tests.front.request_samples import REQUESTS, changed, places
 
 from .conftest import Box, chat, request_bytes
 
@@ -23,11 +24,13 @@ COMPLETIONS = resolve(b"POST", b"/v1/completions")
 RESPONSES = resolve(b"POST", b"/v1/responses")
 MESSAGES = resolve(b"POST", b"/v1/messages")
 EMBEDDINGS = resolve(b"POST", b"/v1/embeddings")
+COUNT_TOKENS = resolve(b"POST", b"/v1/messages/count_tokens")
 BASE: dict[str, dict[str, Any]] = {
     "chat.completions": chat(),
     "completions": {"model": "m", "prompt": "x"},
     "responses": {"model": "m", "input": "x"},
     "messages": chat(max_tokens=5),
+    "messages.count_tokens": chat(),
     "embeddings": {"model": "m", "input": "x"},
 }
 
@@ -55,6 +58,13 @@ def tool(schema: Any, **more: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema} | more}]}
 
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "minLength": 1, "pattern": "a+"}, "b": {"$ref": "#/$defs/c"}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"c": {"anyOf": [{"type": "array", "items": {"type": "integer", "minimum": 1}, "maxItems": 3}, {}]}},
+}
 LONG = {"enum": ["x" * 1000 + str(i) for i in range(300)]}
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 UNIQUE_FORMAT = {"type": "json_schema", "name": "a", "schema": UNIQUE}
@@ -113,9 +123,8 @@ def test_check_many_arrays_are_refused_and_very_many_unparsed(count: int, end: b
     assert caught.value.code == "too_many_values"
 
 
-@pytest.mark.parametrize(
-    ("route", "fields", "param"),
-    [
+def test_check_value_out_of_bounds_is_refused_by_name() -> None:
+    for route, fields, param in (
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [USER] * 2049}, "messages"),
         (CHAT, {"temperature": "1"}, "temperature"),
@@ -159,24 +168,19 @@ def test_check_many_arrays_are_refused_and_very_many_unparsed(count: int, end: b
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "u"}}]}]},
             "source.url",
         ),
-    ],
-)
-def test_check_value_out_of_bounds_is_refused_by_name(route: Route, fields: dict[str, Any], param: str) -> None:
-    assert refusal(route, **fields).param == param
+    ):
+        assert refusal(route, **fields).param == param
 
 
-@pytest.mark.parametrize("route", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS], ids=lambda route: route.name)
-def test_check_unknown_field_is_refused(route: Route) -> None:
-    assert check(route).model == "m"
-    assert refusal(route, guided_grammar={}).param == "guided_grammar"
-
-
-@pytest.mark.parametrize("field", ["stream_interval", "kv_transfer_params", "request_id", "mm_processor_kwargs"])
-def test_check_refused_field_passes_only_where_it_asks_for_nothing(field: str) -> None:
-    error = refusal(CHAT, **{field: {"a": 1} if field.endswith(("params", "kwargs")) else "2"})
-    assert (error.param, error.code) == (field, "unsupported_parameter")
-    for nothing in (None, False, 0):
-        assert check(CHAT, **{field: nothing})
+def test_check_unknown_and_refused_fields_are_refused_unless_they_ask_for_nothing() -> None:
+    for route in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS):
+        assert check(route).model == "m"
+        assert refusal(route, guided_grammar={}).param == "guided_grammar"
+    for field in ("stream_interval", "kv_transfer_params", "request_id", "mm_processor_kwargs"):
+        error = refusal(CHAT, **{field: {"a": 1} if field.endswith(("params", "kwargs")) else "2"})
+        assert (error.param, error.code) == (field, "unsupported_parameter")
+        for nothing in (None, False, 0):
+            assert check(CHAT, **{field: nothing})
     for elsewhere in ("conversation", "prompt"):
         assert refusal(RESPONSES, **{elsewhere: {"id": "x"}}).code == "unsupported_parameter"
 
@@ -197,78 +201,110 @@ def test_fields_know_every_field_of_openais_sdk() -> None:
         assert len(names) > 4 and not names - set(FIELDS[route.name]) - set(REFUSED)
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+REFUSAL = {"type": "refusal", "refusal": "no"}
+ANSWER = {"role": "assistant", "content": [REFUSAL], "reasoning": "b", "tool_calls": [CALL]}
+ENTRY = {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA, "strict": True}
+INPUT = [
+    {"role": "user", "content": [{"type": "input_text", "text": "t"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "s"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1"},
+    {"type": "function_call_output", "call_id": "c", "output": "o"},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t"}]},
+]
+CHOSEN = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
+BLOCKS = [
+    {"type": "text", "text": "t", "cache_control": {"type": "ephemeral"}},
+    {"type": "thinking", "thinking": "h", "signature": "s"},
+    {"type": "tool_use", "id": "t1", "name": "f", "input": {"image_url": "http://x"}},
+    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "r"}]},
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+]
+CLAUDE_TOOL = {"name": "f", "input_schema": SCHEMA, "strict": True}
 GOOD: list[tuple[Route, dict[str, Any]]] = [
-    (CHAT, {"stream": True, "n": 2, "temperature": 0, "top_p": 1, "logprobs": True, "top_logprobs": 20, "seed": -1}),
-    (CHAT, {"stream": None, "n": None, "max_completion_tokens": 4096, "chat_template_kwargs": {"thinking": False}}),
-    (CHAT, {"user": "see https://example.org/image_url and \\u0041", "stop": ["a"]}),
-    (CHAT, image({"url": "data:image/png;base64,iVBORw0KGgo="})),
+    (CHAT, {"stream": None, "n": None, "max_completion_tokens": 4096, "user": "https://a.org/image_url, \\u0041"}),
+    (CHAT, {"messages": [{"role": "user", "content": [IMAGE, SOUND], "name": "ann"}, ANSWER, USER]}),
+    (CHAT, {"messages": [{"role": "tool", "tool_call_id": "call_1", "content": "r"}], "documents": [{"title": "t"}]}),
+    (CHAT, tool(SCHEMA, strict=True) | {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
     (CHAT, tool({"image_url": {"type": "string"}})),
     (CHAT, tool(UNIQUE, strict=True)),
-    (CHAT, tool(UNIQUE) | {"tool_choice": "required"}),
-    (COMPLETIONS, {"prompt": [1, 2, 3], "logprobs": 5}),
-    (COMPLETIONS, {"prompt": [[1], [2]], "n": 2}),
-    (EMBEDDINGS, {"input": ["x"] * 2048, "encoding_format": "base64", "padding": "do_not_pad"}),
-    (RESPONSES, {"max_output_tokens": 10}),
+    (CHAT, tool(UNIQUE) | {"tool_choice": "required"} | answer_schema(SCHEMA)),
+    (CHAT, {"structured_outputs": {"choice": ["yes", "no"]}, "metadata": {"a": "b"}, "reasoning_effort": "low"}),
+    (CHAT, {"n": 2, "logprobs": True, "top_logprobs": 20, "logit_bias": {"5": 1.5}, "stop": ["x"], "seed": -1}),
+    (CHAT, {"stream": True, "stream_options": {"include_usage": True}, "chat_template_kwargs": {"thinking": False}}),
+    (COMPLETIONS, {"prompt": [1, 2, 3], "logprobs": 5, "echo": True, "best_of": 2, "suffix": ""}),
+    (COMPLETIONS, {"prompt": [[1], [2]], "n": 2, "structured_outputs": {"json": SCHEMA}, "bad_words": ["b"]}),
+    (EMBEDDINGS, {"input": ["x"] * 2048, "encoding_format": "base64", "padding": "do_not_pad", "dimensions": None}),
+    (EMBEDDINGS, {"input": [[15, 16]], "add_special_tokens": False, "truncate_prompt_tokens": 5}),
+    (EMBEDDINGS, {"input": None, "messages": [USER], "chat_template_kwargs": {"a": "b"}}),
+    (RESPONSES, {"max_output_tokens": 10, "reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"]}),
+    (RESPONSES, {"input": INPUT, "instructions": "i", "tools": [ENTRY], "tool_choice": CHOSEN}),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}}),
+    (MESSAGES, {"messages": [{"role": "user", "content": BLOCKS}], "system": [{"type": "text", "text": "s"}]}),
+    (MESSAGES, {"tools": [CLAUDE_TOOL], "tool_choice": {"type": "auto"}, "stop_sequences": ["x"]}),
     (
         MESSAGES,
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"image_url": "http://x"}}],
-                }
-            ]
-        },
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "thinking": {"type": "enabled"}},
     ),
+    (COUNT_TOKENS, {"messages": [{"role": "assistant", "content": BLOCKS}], "metadata": {"user_id": "u"}}),
 ]
 
 
 @pytest.mark.parametrize(("route", "fields"), GOOD)
-def test_check_good_body_passes(route: Route, fields: dict[str, Any]) -> None:
+def test_check_good_body_passes_and_none_with_an_odd_value_fails(route: Route, fields: dict[str, Any]) -> None:
     checked = check(route, **fields)
     assert checked.model == "m" and checked.stream is bool(fields.get("stream")) and checked.tokens > 0
+    for place in places({name: value for name, value in fields.items() if len(str(value)) < 2000}):
+        for odd in (None, True, 0, -1.5, 1 << 70, "", "\x00", [], [[]], {}, {"a": []}):
+            body = json.dumps(BASE[route.name] | changed(fields, place, odd))
+            try:
+                check_body(route, body.encode(), LIMITS)
+            except HttpError as error:
+                assert error.status == 400
+            except (TypeError, ValueError) as error:
+                pytest.fail(f"{place} = {odd!r}: {error!r}")
 
 
-@pytest.mark.parametrize("route", [path for path in REQUESTS if resolve(b"POST", path.encode())])
-def test_check_any_value_at_any_place_is_refused_or_passes(route: str) -> None:
-    found = resolve(b"POST", route.encode())
-    for body in (*REQUESTS[route], {"messages": [{"role": "user", "content": "a"}]}):
-        for place in places(body):
-            for odd in (None, True, 0, -1.5, 1 << 70, "", "\x00", [], [[]], {}, {"a": []}):
-                try:
-                    check_body(found, json.dumps({"model": "m", **changed(body, place, odd)}).encode(), LIMITS)
-                except HttpError as error:
-                    assert error.status == 400
-                except (TypeError, ValueError) as error:
-                    pytest.fail(f"{place} = {odd!r}: {error!r}")
+def places(value: Any) -> Iterator[tuple[str | int, ...]]:
+    """Where a value has values, at any depth."""
+    for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (name,)
+        if isinstance(inner, dict | list):
+            for rest in places(inner):
+                yield (name, *rest)
+
+
+def changed(body: dict[str, Any], place: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+    made = copy.deepcopy(body)
+    holder: Any = made
+    for name in place[:-1]:
+        holder = holder[name]
+    holder[place[-1]] = value
+    return made
 
 
 # --- media and lengths
 
 
-@pytest.mark.parametrize(
-    ("route", "wrap"),
-    [
+def test_check_part_that_names_what_an_engine_keeps_is_refused() -> None:
+    for route, wrap in (
         (CHAT, lambda part: {"messages": [{"role": "user", "content": [part]}]}),
         (CHAT, lambda part: {"messages": [{"role": "user", "content": [part | {"image_url": None}]}]}),
         (CHAT, lambda part: {"messages": [{"role": "user", "content": [{"type": "x", "content": [part]}]}]}),
         (EMBEDDINGS, lambda part: {"input": None, "messages": [{"role": "user", "content": [part]}]}),
         (RESPONSES, lambda part: {"input": [{"role": "user", "content": [part]}]}),
-    ],
-)
-def test_check_part_that_names_what_an_engine_keeps_is_refused(route: Route, wrap: Any) -> None:
-    """vLLM caches an image under its part's `uuid` for all owners."""
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}, "uuid": "badge"}
-    error = refusal(route, **wrap(part))
-    assert (error.param, error.code) == ("uuid", "unsupported_parameter")
+    ):
+        error = refusal(route, **wrap(IMAGE | {"uuid": "badge"}))  # a name under which vLLM caches it for all owners
+        assert (error.param, error.code) == ("uuid", "unsupported_parameter")
 
 
 # --- forms that an engine has to prepare
 
 
-@pytest.mark.parametrize(
-    ("route", "fields", "param"),
-    [
+def test_structure_keyword_not_enforced_is_refused_by_place() -> None:
+    for route, fields, param in (
         (CHAT, answer_schema(UNIQUE), "response_format.json_schema.schema.properties.a.uniqueItems"),
         (CHAT, {"structured_outputs": {"json": '{"items": {"not": {}}}'}}, "structured_outputs.json.items.not"),
         (RESPONSES, {"text": {"format": UNIQUE_FORMAT}}, "text.format.schema.properties.a.uniqueItems"),
@@ -277,16 +313,13 @@ def test_check_part_that_names_what_an_engine_keeps_is_refused(route: Route, wra
             {"output_config": {"format": {"schema": UNIQUE}}},
             "output_config.format.schema.properties.a.uniqueItems",
         ),
-    ],
-)
-def test_structure_keyword_not_enforced_is_refused_by_place(route: Route, fields: Any, param: str) -> None:
-    error = refusal(route, **fields)
-    assert (error.param, error.code) == (param, "unsupported_schema_keyword")
+    ):
+        error = refusal(route, **fields)
+        assert (error.param, error.code) == (param, "unsupported_schema_keyword")
 
 
-@pytest.mark.parametrize(
-    ("route", "fields", "param"),
-    [
+def test_structure_beyond_its_size_is_refused() -> None:
+    for route, fields, param in (
         (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": LONG, "strict": True}]}, "tools[0]"),
         (MESSAGES, {"tools": [{"name": "f", "input_schema": LONG}], "tool_choice": {"type": "any"}}, "tools[0]"),
         (COMPLETIONS, {"structured_outputs": {"regex": "x" * 300_000}}, "structured_outputs"),
@@ -294,27 +327,22 @@ def test_structure_keyword_not_enforced_is_refused_by_place(route: Route, fields
         (CHAT, {"structured_outputs": {"choice": [str(i) for i in range(100_000)]}}, "structured_outputs"),
         (CHAT, tool(LONG) | {"tool_choice": "required"}, "tools[0]"),
         (CHAT, {"functions": [{"name": "f", "parameters": LONG}], "function_call": {"name": "f"}}, "tools[0]"),
-    ],
-)
-def test_structure_beyond_its_size_is_refused(route: Route, fields: Any, param: str) -> None:
-    error = refusal(route, **fields)
-    assert (error.param, error.code) == (param, "structure_too_complex")
+    ):
+        error = refusal(route, **fields)
+        assert (error.param, error.code) == (param, "structure_too_complex")
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
+def test_structure_that_ends_an_engine_is_refused() -> None:
+    for schema in (
         {"type": "array", "items": {"type": "string"}, "minItems": 2**31, "maxItems": 2**33},
         {"type": "array", "prefixItems": [{"type": "array", "maxItems": 900}] * 12},
         {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(300)}},
-    ],
-)
-def test_structure_that_ends_an_engine_is_refused(schema: dict[str, Any]) -> None:
-    outputs = {"structured_outputs": {"json": schema}}
-    for fields in (answer_schema(schema), outputs, tool(schema) | {"tool_choice": "required"}):
-        assert refusal(CHAT, **fields).code == "structure_too_complex"
-    space = {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "f", "parameters": schema}]}
-    assert refusal(RESPONSES, tools=[space], tool_choice="required").code == "structure_too_complex"
-    change = {"type": "tool_definition", "definition": {"name": "f", "strict": True, "input_schema": schema}}
-    added = [{"role": "system", "content": [{"type": "tool_addition", "tool": change}]}]
-    assert refusal(MESSAGES, messages=added).code == "structure_too_complex"
+    ):
+        outputs = {"structured_outputs": {"json": schema}}
+        for fields in (answer_schema(schema), outputs, tool(schema) | {"tool_choice": "required"}):
+            assert refusal(CHAT, **fields).code == "structure_too_complex"
+        space = {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "f", "parameters": schema}]}
+        assert refusal(RESPONSES, tools=[space], tool_choice="required").code == "structure_too_complex"
+        change = {"type": "tool_definition", "definition": {"name": "f", "strict": True, "input_schema": schema}}
+        added = [{"role": "system", "content": [{"type": "tool_addition", "tool": change}]}]
+        assert refusal(MESSAGES, messages=added).code == "structure_too_complex"

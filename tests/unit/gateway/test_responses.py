@@ -77,7 +77,7 @@ class Controller:
 
 
 async def stored(box: Box, count: int = 1) -> list[dict[str, Any]]:
-    script = box.controller.script  # type: ignore[union-attr]
+    script = box.controller.script
     assert isinstance(script, Controller)
     await box.until(lambda: len(script.copies) >= count)
     return script.copies
@@ -123,28 +123,23 @@ async def test_what_is_not_to_be_stored_is_not_and_the_object_says_so(start_box:
         await box.control(Controller())
         response = await box.ask("POST", URL, {"model": "m", "input": "hi", "stream": stream, **body})
         assert b'"store":false' in response.body and b'"store":true' not in response.body
-        assert box.controller is not None and not box.controller.requests
-        await box.controller.stop()
-        box.controller = None
+        assert not box.controller.requests
 
 
-async def test_a_copy_waits_for_a_controller_that_is_away_and_comes_once(start_box: Start) -> None:
+async def test_copies_wait_for_a_controller_that_is_away_or_fails_and_come_once(
+    start_box: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "RETRY_S", 0.01)
     box = await start_box(engine=answer_response)
     for number in range(3):
         assert (await box.ask("POST", URL, {"model": "m", "input": str(number)})).status == 200
-    await box.control(Controller())
+    script = Controller()
+    script.status = 500
+    upstream = await box.control(script)
+    await box.until(lambda: len(upstream.requests) >= 2)
+    script.status = 200
     assert [copy["input"] for copy in await stored(box, 3)] == ["0", "1", "2"]
     await box.until(lambda: not box.gateway.controller.delivering)
-
-
-async def test_copies_that_the_controller_failed_at_are_sent_again(front: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller, "RETRY_S", 0.01)
-    script = front.controller.script  # type: ignore[union-attr]
-    script.status = 500
-    assert (await front.ask("POST", URL, {"model": "m", "input": "x"})).status == 200
-    await front.until(lambda: len(front.controller.requests) >= 2)  # type: ignore[union-attr]
-    script.status = 200
-    assert len(await stored(front)) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -177,26 +172,22 @@ async def test_an_unknown_previous_response_is_openais_error_and_no_engine_hears
         assert response.status == 400
         assert response.error["code"] == "previous_response_not_found"
         assert response.error["param"] == "previous_response_id"
-    assert front.controller is not None
     assert front.controller.requests[0].target == "/internal/responses/context?id=..%2Fx%3Fy%26id%3Dz"
     assert not front.engines["e0"].requests and front.state.buffered_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("earlier", "code"),
-    [
+async def test_limits_hold_for_the_joined_input(start_box: Start) -> None:
+    box = await start_box(limits={"inference_body_bytes": 2000, "json_depth": 10}, engine=answer_response)
+    script = Controller()
+    await box.control(script)
+    for earlier, code in (
         ([{"role": "user", "content": "y" * 1950}], "request_too_large"),
         ([[[[[[[[[[["deep"]]]]]]]]]]], "invalid_json"),
         ([{"role": "user", "content": [IMAGE]}], "remote_media_refused"),
-    ],
-)
-async def test_limits_hold_for_the_joined_input(start_box: Start, earlier: Any, code: str) -> None:
-    box = await start_box(limits={"inference_body_bytes": 2000, "json_depth": 10}, engine=answer_response)
-    controller = Controller()
-    controller.earlier = earlier
-    await box.control(controller)
-    response = await box.ask("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"})
-    assert response.error["code"] == code
+    ):
+        script.earlier = earlier
+        response = await box.ask("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"})
+        assert response.error["code"] == code
     assert not box.engines["e0"].requests and box.state.buffered_bytes == 0
 
 
@@ -213,14 +204,13 @@ async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(fr
     for more in ({"stream": True}, {"background": True}):
         response = await front.ask("POST", URL + "/input_tokens", {"model": "m", "input": "x", **more})
         assert response.status == 400 and response.error["code"] == "unsupported_parameter"
-    assert [request.method for request in front.controller.requests] == ["GET"]  # type: ignore[union-attr]
+    assert [request.method for request in front.controller.requests] == ["GET"]
 
 
 async def test_in_background_is_the_controllers_business_after_the_gateways_checks(front: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.json({"asked": request.json, "key": request.headers["x-appliance-key-id"]})
 
-    assert front.controller is not None
     front.controller.script = script
     front.limit(tokens_per_minute=100)  # it is charged as the controller asks, not here too
     body = {"model": "m", "input": "x", "background": True}
@@ -258,8 +248,11 @@ def part(delta: dict[str, Any], index: int = 0, **choice: Any) -> dict[str, Any]
     return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 7, "model": "m", "choices": [made]}
 
 
-def call(arguments: str, index: int = 0, **more: Any) -> dict[str, Any]:
-    return {"tool_calls": [{"index": index, "function": {"arguments": arguments, **more.pop("named", {})}, **more}]}
+def call(arguments: str, index: int = 0, name: str = "") -> dict[str, Any]:
+    """A piece of a call; with its name the first one."""
+    function = {"arguments": arguments, **({"name": name} if name else {})}
+    first = {"id": f"call_{name}", "type": "function"} if name else {}
+    return {"tool_calls": [{"index": index, **first, "function": function}]}
 
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
@@ -269,10 +262,10 @@ CHUNKS = [
     part({"content": 'a "usage":{} '}, logprobs={"content": [{"token": "a", "logprob": -0.5}]}),
     part({"content": "data: [DONE]\n\n"}, logprobs={"content": [{"token": "b", "logprob": -1.5}]}),
     part({"role": "assistant", "content": None}, 1),
-    part(call("", id="call_1", type="function", named={"name": "f"}), 1),
+    part(call("", name="f"), 1),
     part(call('{"x":'), 1),
     part(call(" 1}"), 1),
-    part(call("{}", 1, id="call_2", type="function", named={"name": "g"}), 1),
+    part(call("{}", 1, name="g"), 1),
     part({}, 1, finish_reason="tool_calls"),
     part({"content": "!"}, finish_reason="stop"),
     {**part({}), "choices": [], "usage": USAGE},
@@ -287,12 +280,14 @@ async def test_a_stream_is_stored_as_its_whole_answer_whichever_way_its_bytes_co
     response = await completing.ask("POST", COMPLETIONS, asked)
     assert response.body.endswith(WIRE)
     (copy,) = await stored(completing)
-    calls = [
-        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}},
-        {"id": "call_2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
-    ]
     text = {"role": "assistant", "content": 'a "usage":{} data: [DONE]\n\n!', "reasoning": "hm"}
     logprobs = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]}
+    (first,), (second,) = (
+        call(arguments, name=name)["tool_calls"] for arguments, name in (('{"x": 1}', "f"), ("{}", "g"))
+    )
+    calls = {"role": "assistant", "content": None, "tool_calls": [first, second]}
+    for one in (first, second):
+        del one["index"]
     assert copy["response"] == {
         "id": "chatcmpl-1",
         "object": "chat.completion",
@@ -301,12 +296,7 @@ async def test_a_stream_is_stored_as_its_whole_answer_whichever_way_its_bytes_co
         "usage": USAGE,
         "choices": [
             {"index": 0, "message": text, "logprobs": logprobs, "finish_reason": "stop"},
-            {
-                "index": 1,
-                "message": {"role": "assistant", "content": None, "tool_calls": calls},
-                "logprobs": None,
-                "finish_reason": "tool_calls",
-            },
+            {"index": 1, "message": calls, "logprobs": None, "finish_reason": "tool_calls"},
         ],
     }
     assert not completing.state.buffered_bytes, "what was gathered of a stream is accounted for until its end alone"

@@ -5,54 +5,59 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from typing import Any
 
 import orjson
-import pytest
 
 from appliance.gateway.core.spending import OwnerUse
 from appliance.gateway.requests.answers import Tokens
 
 from .conftest import KEY, Box, Start, chat, digest, request_bytes
-from .test_continuation import completion, events, greedy_engine
+from .test_inference import completion, events, greedy_engine
+from .test_responses import event
 from .upstreams import Reply, UpstreamRequest, chat_answer, hangs, sends
+
+URL = "/v1/chat/completions"
+
+
+async def engine_has(box: Box, number: int) -> None:
+    await box.until(lambda: len(box.engines["e0"].requests) == number)
 
 
 async def test_requests_by_the_minute(box: Box) -> None:
     box.limit(requests_per_minute=2, tokens_per_minute=100_000)
-    first = await box.ask("POST", "/v1/chat/completions", chat())
+    first = await box.ask("POST", URL, chat())
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
     assert first.headers["x-ratelimit-limit-tokens"] == "100000"
-    assert (await box.ask("POST", "/v1/chat/completions", chat(stream=True))).status == 200
-    third = await box.ask("POST", "/v1/chat/completions", chat())
+    assert (await box.ask("POST", URL, chat(stream=True))).status == 200
+    third = await box.ask("POST", URL, chat())
     assert third.status == 429 and third.error["code"] == "rate_limit_exceeded" and third.error["type"] == "requests"
     assert 1 <= int(third.headers["retry-after"]) <= 30
     assert third.headers["x-ratelimit-remaining-requests"] == "0"
     assert len(box.engines["e0"].requests) == 2
-    other = await box.ask("POST", "/v1/chat/completions", chat(), key="sk-test-inference")
+    other = await box.ask("POST", URL, chat(), key="sk-test-inference")
     assert other.status == 200 and "x-ratelimit-limit-requests" not in other.headers
 
 
 async def test_a_used_up_quota_says_which_it_is_and_when_it_is_renewed(box: Box) -> None:
     box.limit(spent_until_s=time.time() + 3600, spent_quota="1,000 tokens a day")
-    response = await box.ask("POST", "/v1/chat/completions", chat())
+    response = await box.ask("POST", URL, chat())
     assert response.status == 429 and response.error["code"] == "insufficient_quota"
     assert "1,000 tokens a day" in response.error["message"]
     assert response.headers["x-should-retry"] == "false" and "retry-after" not in response.headers
     box.limit(spent_until_s=time.time() - 1)
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    assert (await box.ask("POST", URL, chat())).status == 200
 
 
 async def test_requests_that_are_open_take_no_more_than_a_quota(start_box: Start) -> None:
     box = await start_box(engine=hangs)
     box.limit(quota=500)
-    wires = [await box.connect() for _ in range(4)]
     asked = chat(max_tokens=100, n=2)
-    for number, wire in enumerate(wires[:2], 1):
-        await wire.send(request_bytes("POST", "/v1/chat/completions", asked))
+    wires = []
+    for number in (1, 2):
+        wires.append(await box.send("POST", URL, asked))
         await engine_has(box, number)
-    refused = await box.ask("POST", "/v1/chat/completions", asked)
+    refused = await box.ask("POST", URL, asked)
     assert refused.status == 429 and refused.error["code"] == "rate_limit_exceeded"
     assert "allows 500 at once" in refused.error["message"] and refused.headers["retry-after"] == "1"
     wires[0].close()
@@ -60,55 +65,34 @@ async def test_requests_that_are_open_take_no_more_than_a_quota(start_box: Start
     await box.until(lambda: use.requests == 1)
     wires[1].close()
     await box.until(lambda: use.requests == 0)
-    await wires[2].send(request_bytes("POST", "/v1/chat/completions", chat(max_tokens=4000)))
+    await box.send("POST", URL, chat(max_tokens=4000))
     await engine_has(box, 3)  # one alone goes, whatever it may take
 
 
 async def test_every_answer_is_counted_in_tokens(box: Box) -> None:
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    assert (await box.ask("POST", URL, chat())).status == 200
     box.engines["e0"].script = greedy_engine({})
     for asks in (False, True):
         options = {"stream_options": {"include_usage": True}} if asks else {}
         response = await box.ask("POST", "/v1/completions", completion(stream=True, **options))
         assert ("usage" in events(response.body)[-1]) is asks
     (row,) = box.state.spending.take_sums()
-    assert row == {
-        "key": "key_all",
-        "model": "m",
-        "version": "v1",
-        "requests": 3,
-        "errors": 0,
-        "refused": 0,
-        "prompt_tokens": 3 + 3 + 3,
-        "completion_tokens": 2 + 6 + 6,
-    }
+    counts = {"requests": 3, "errors": 0, "refused": 0, "prompt_tokens": 3 + 3 + 3, "completion_tokens": 2 + 6 + 6}
+    assert row == {"key": "key_all", "model": "m", "version": "v1", **counts}
     assert box.state.spending.take_sums() == []
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
+def test_usage_is_read_from_every_shape_and_not_from_text() -> None:
+    for body, expected in (
         (json.dumps(chat_answer()).encode(), (3, 2)),
         (json.dumps(chat_answer('"usage":{"prompt_tokens":9}')).encode(), (3, 2)),
         (b'{"type":"response.completed","response":{"usage":{"input_tokens":4,"output_tokens":5}}}', (4, 5)),
         (b'{"object":"list","usage":{"prompt_tokens":8,"total_tokens":8}}', (8, 0)),
         (b'{"choices":[],"usage":null}', (0, 0)),
-    ],
-    ids=["chat", "text that looks like usage", "responses", "embeddings", "none"],
-)
-def test_usage_is_found_in_every_shape(body, expected):
-    tokens = Tokens()
-    tokens.read(body.replace(b'"usage": {', b'"usage":{'))
-    assert (tokens.prompt, tokens.completion) == expected
-
-
-def taken(box: Box) -> dict[str, Any]:
-    (row,) = box.state.spending.take_sums()
-    return row
-
-
-async def engine_has(box: Box, number: int) -> None:
-    await box.until(lambda: len(box.engines["e0"].requests) == number)
+    ):
+        tokens = Tokens()
+        tokens.read(body)
+        assert (tokens.prompt, tokens.completion) == expected
 
 
 async def test_usage_in_the_request_is_not_what_it_costs(box: Box) -> None:
@@ -117,16 +101,11 @@ async def test_usage_in_the_request_is_not_what_it_costs(box: Box) -> None:
     tools = [{"type": "function", "name": "f", "parameters": schema}]
     begun = {"object": "response", "status": "in_progress", "tools": tools, "usage": None}
     ended = begun | {"status": "completed", "usage": {"input_tokens": 7, "output_tokens": 5}}
-    told = (("created", begun), ("completed", ended))
     box.engines["e0"].script = sends(
-        *(
-            b"event: response.%b\ndata: %b\n\n"
-            % (kind.encode(), orjson.dumps({"type": f"response.{kind}", "response": data}))
-            for kind, data in told
-        )
+        event("response.created", response=begun), event("response.completed", response=ended)
     )
     await box.ask("POST", "/v1/responses", {"model": "m", "input": "x", "stream": True, "tools": tools})
-    row = taken(box)
+    (row,) = box.state.spending.take_sums()
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, 5)
 
 
@@ -140,14 +119,14 @@ async def test_usage_of_an_answer_too_long_to_be_kept_is_charged(start_box: Star
             await asyncio.sleep(0.01)
 
     box = await start_box(limits={"buffered_response_bytes": 1000}, engine=answer)
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).body == raw
-    row = taken(box)
+    assert (await box.ask("POST", URL, chat())).body == raw
+    (row,) = box.state.spending.take_sums()
     assert (row["prompt_tokens"], row["completion_tokens"]) == (30_000, 50_000)
 
 
 async def test_refusals_are_counted_by_key_and_model(box: Box) -> None:
     for body, status in ((chat("nobody"), 404), (b"{", 400), (chat(nonsense=1), 400), (chat(n=10_000), 400)):
-        assert (await box.ask("POST", "/v1/chat/completions", body)).status == status
+        assert (await box.ask("POST", URL, body)).status == status
     rows = {row["model"]: row for row in box.state.spending.take_sums()}
     assert {model: (row["refused"], row["requests"]) for model, row in rows.items()} == {"": (2, 0), "m": (2, 0)}
     assert {row["key"] for row in rows.values()} == {"key_all"}
@@ -162,24 +141,24 @@ async def test_ten_keys_of_one_owner_have_no_more_than_one(start_box: Start) -> 
     for key in ("sk-test-inference", "sk-test-tuning"):
         box.limit(key, owner="ann", scopes=["inference"])
     first, second = "sk-test-inference", "sk-test-tuning"
-    wires = [await box.connect() for _ in range(3)]
-    await wires[0].send(request_bytes("POST", "/v1/chat/completions", chat(stream=True), key=first))
+    wires = [await box.send("POST", URL, chat(stream=True), key=first)]
     await engine_has(box, 1)
-    await wires[1].send(request_bytes("POST", "/v1/chat/completions", chat(), key=second))
+    wires.append(await box.send("POST", URL, chat(), key=second))
     await engine_has(box, 2)
-    refused = await box.ask("POST", "/v1/chat/completions", chat(), key=first)
+    refused = await box.ask("POST", URL, chat(), key=first)
     assert refused.status == 429 and "2 requests" in refused.error["message"]
-    for wire in wires[:2]:
+    for wire in wires:
         wire.close()
     await box.until(lambda: use_of(box, first).requests == 0 and use_of(box, second) is use_of(box, first))
-    await wires[2].send(request_bytes("POST", "/v1/chat/completions", b"x" * 2500, key=first)[:-100])
+    slow = await box.connect()
+    await slow.send(request_bytes("POST", URL, b"x" * 2500, key=first)[:-100])
     await box.until(lambda: use_of(box, first).body_bytes > 2000)
-    large = await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000), key=second)
+    large = await box.ask("POST", URL, chat(user="x" * 1000), key=second)
     assert large.status == 429 and "bytes" in large.error["message"]
-    other = asyncio.ensure_future(box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000)))
+    other = asyncio.ensure_future(box.ask("POST", URL, chat(user="x" * 1000)))
     await engine_has(box, 3)  # another owner's goes through
     other.cancel()
-    wires[2].close()
+    slow.close()
     await box.until(lambda: use_of(box, first).body_bytes == 0)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -27,7 +27,6 @@ class Reply:
     """One response in the making."""
 
     writer: asyncio.StreamWriter
-    closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def raw(self, data: bytes) -> None:
         self.writer.write(data)
@@ -35,18 +34,12 @@ class Reply:
 
     async def json(self, data: Any, status: int = 200, headers: str = "") -> None:
         body = data if isinstance(data, bytes) else json.dumps(data).encode()
-        await self.raw(
-            f"HTTP/1.1 {status} X\r\nserver: uvicorn\r\ncontent-type: application/json\r\n{headers}"
-            f"content-length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
+        head = f"HTTP/1.1 {status} X\r\nserver: uvicorn\r\ncontent-type: application/json\r\n{headers}"
+        await self.raw(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
 
     async def sse_head(self, headers: str = "") -> None:
-        await self.raw(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n"
-            + headers.encode()
-            + b"\r\n"
-        )
+        head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n"
+        await self.raw(f"{head}{headers}\r\n".encode())
 
     async def chunk(self, data: bytes) -> None:
         await self.raw(b"%x\r\n%b\r\n" % (len(data), data))
@@ -143,23 +136,11 @@ def chat_events(*texts: str, done: bool = True) -> list[bytes]:
     """SSE events of a chat completion stream as an engine writes them."""
     events = []
     for i, text in enumerate(texts):
-        data = {
-            "id": "chatcmpl-1",
-            "object": "chat.completion.chunk",
-            "created": 1,
-            "model": "m",
-            "choices": [
-                {
-                    "index": 0,
-                    "delta": {"role": "assistant", "content": text} if i == 0 else {"content": text},
-                    "finish_reason": "stop" if i == len(texts) - 1 and done else None,
-                }
-            ],
-        }
+        delta = {"role": "assistant", "content": text} if i == 0 else {"content": text}
+        choice = {"index": 0, "delta": delta, "finish_reason": "stop" if i == len(texts) - 1 and done else None}
+        data = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
         events.append(b"data: " + json.dumps(data).encode() + b"\n\n")
-    if done:
-        events.append(b"data: [DONE]\n\n")
-    return events
+    return [*events, *([b"data: [DONE]\n\n"] if done else [])]
 
 
 def chat_answer(text: str = "hello") -> dict[str, Any]:

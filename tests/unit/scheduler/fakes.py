@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.simulator import virtual_time
@@ -86,8 +87,6 @@ class FakeEffects:
     def __init__(self, world: World, hook: Callable[[str, str, str], None] = lambda when, verb, target: None):
         self.world, self.hook = world, hook
         self.seconds = dict(SECONDS)
-        self.late_s: dict[str, float] = {}
-        """By target: what its verbs take longer."""
         self.hint = asyncio.Event()
         self.under_way: set[str] = set()
         self.gone: tuple[Device, ...] = ()
@@ -124,7 +123,7 @@ class FakeEffects:
             self.world.check()
             self.world.verbs_done.append((verb, target))
             self._hook("in", verb, target)
-            await asyncio.sleep(self.seconds[verb] / 2 + self.late_s.get(target, 0.0))
+            await asyncio.sleep(self.seconds[verb] / 2)
             self._hook("after", verb, target)
         except asyncio.CancelledError:
             if self.alive:  # what a living controller cancels does not happen after its next look
@@ -276,6 +275,19 @@ class FakeEffects:
         self.hint.set()
 
 
+class Handle:
+    """The handle of an actor: `handle.METHOD.remote(...)` calls the method of `body`, a coroutine function."""
+
+    def __init__(self, body: Any):
+        self._body = body
+
+    def __getattr__(self, method: str) -> Any:
+        async def remote(*arguments: Any, **named: Any) -> Any:
+            return await getattr(self._body, method)(*arguments, **named)
+
+        return SimpleNamespace(remote=remote)
+
+
 class FakeStore:
     """A store of workloads, changed by the test."""
 
@@ -291,7 +303,6 @@ class FakeStore:
         self.cordoned: frozenset[str] = frozenset()
         self.ended: dict[str, tuple[str, str]] = {}
         self.reasons: dict[str, str] = {}
-        self.coming: dict[str, tuple[tuple[str, ...], int]] = {}
         self.troubles: dict[str, Failure] = {}
         self.gone_back: list[str] = []
 
@@ -304,7 +315,7 @@ class FakeStore:
             self.jobs[job_id] = replace(self.jobs[job_id], phase="running")
 
     def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
-        self.coming[job_id] = (devices, answering)
+        return
 
     def job_waiting(self, job_id: str, reason: str) -> None:
         self.reasons[job_id] = reason

@@ -1,4 +1,4 @@
-"""The loop on a fake world in virtual time: failing things, dying things, and when it gives up."""
+"""The loop on a fake world in virtual time: what fails, dies, or is taken back, and when the loop gives up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scheduler.core.workload import Allocation, Build, DeploymentView, Holder, J
 from scheduler.handover.effects import Box, GroupEnded, GroupView
 from scheduler.handover.handover import moves
 from scheduler.loop.cluster_state import ClusterState
-from scheduler.loop.loop import SchedulerLoop
+from scheduler.loop.loop import LONG_START_S, SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
 
 
@@ -209,10 +209,6 @@ def test_moves_start_an_engine_without_waiting_for_a_group_that_has_left_its_dev
     assert [move.how for move in found] == ["end", "start"] and not found[1].needs
 
 
-def tried(rig: Rig, verb: str) -> int:
-    return sum(step.verb == verb and step.state != "skipped" for h in rig.journal.since(0) for step in h.steps)
-
-
 @in_virtual_time
 async def test_a_refused_version_gets_new_engines_one_after_the_other() -> None:
     two = replace(MODEL, min_replicas=2, max_replicas=2)
@@ -228,7 +224,8 @@ async def test_a_refused_version_gets_new_engines_one_after_the_other() -> None:
                 await asyncio.sleep(0.05)
             assert [(r.version, r.state) for r in rig.world.replicas.values()] == [(version, "open")] * 2
         assert min(least) == 2, "one after the other, on the device that nobody has"
-        assert tried(rig, "swap_replica") == 2, "one engine for each version"
+        tried = [step for handover in rig.journal.since(0) for step in handover.steps if step.state != "skipped"]
+        assert [step.verb for step in tried].count("swap_replica") == 2, "one engine for each version"
         assert rig.store.troubles == {} and rig.loop.status()["troubles"] == []
 
 
@@ -346,3 +343,103 @@ async def test_settings_stay_where_something_else_may_be_at_fault(blame: Blame, 
         change(rig, settings="new", **changes)
         await rig.settle()
         assert not rig.store.gone_back and rig.store.troubles["m"].blame == blame
+
+
+# --- moves that are taken back
+
+LONG_STREAM_S, START_S = 300.0, 500.0
+
+
+@in_virtual_time
+async def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
+    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+        rig.effects.seconds["drain_replica"] = LONG_STREAM_S
+        await rig.settle()
+        rig.store.policy = Policy("train")
+        rig.loop.nudge()
+        await asyncio.sleep(40.0)
+        assert rig.loop.status()["replicas"][0]["state"] == "draining"
+        began_s = rig.now_s
+        rig.store.policy = Policy("serve")
+        await rig.settle()
+        assert rig.now_s - began_s < 1.0, "nobody waited for the stream"
+        assert rig.states() == ["open"] and rig.jobs() == {}
+        verbs = {verb for verb, _ in rig.world.verbs_done}
+        assert not verbs & {"sleep_replica", "wake_replica", "start_group", "suspend_group"}
+        record = rig.journal.since(0)[-1]
+        assert record.state == "undone"
+        assert record.error == "cancelled: mode serve keeps replica r1-0 open"
+        assert {s.verb: s.state for s in record.steps if s.undoes is None} == {"drain_replica": "skipped"}
+        assert [s.verb for s in record.steps if s.undoes is not None] == ["open_replica"]
+
+
+@in_virtual_time
+async def test_requests_that_come_take_a_drain_back_under_auto() -> None:
+    model = DeploymentView("m", "v1", max_replicas=1)
+    async with Rig(FakeStore(Policy("auto"), (replace(JOB, sizes=(4,)),), (model,))) as rig:
+        rig.effects.seconds["drain_replica"] = LONG_STREAM_S
+        rig.store.ask("m", inflight=1, now_s=rig.now_s)
+        await rig.settle()
+        assert rig.states() == ["open"]
+        rig.store.ask("m", now_s=rig.now_s)
+        await asyncio.sleep(120.0)  # longer than the model is kept without a request
+        assert rig.loop.status()["replicas"][0]["state"] == "draining"
+        rig.store.ask("m", inflight=1, now_s=rig.now_s)
+        await rig.settle()
+        assert rig.states() == ["open"] and "sleep_replica" not in [verb for verb, _ in rig.world.verbs_done]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@in_virtual_time
+async def test_the_start_of_a_job_that_ended_or_was_paused_ends_at_once(paused: bool) -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+        rig.effects.seconds["start_group"] = START_S
+        await asyncio.sleep(5.0)
+        assert rig.loop.status()["handovers"] and rig.loop.box.holders
+        began_s = rig.now_s
+        if paused:
+            rig.store.jobs["j1"] = replace(JOB, phase="paused")
+        else:
+            del rig.store.jobs["j1"]
+        await rig.settle()
+        assert rig.now_s - began_s < 5.0 and rig.loop.box.holders == {} and rig.jobs() == {}
+        assert not rig.store.ended and not rig.store.troubles
+        assert rig.journal.since(0)[-1].error == "cancelled: the job does not run any more"
+
+
+@in_virtual_time
+async def test_a_long_start_gives_way_when_its_devices_are_wanted_and_a_short_one_does_not() -> None:
+    async with Rig(FakeStore(Policy("auto"), (JOB,), (replace(MODEL, min_replicas=0),))) as rig:
+        rig.effects.seconds["start_group"] = START_S
+        await asyncio.sleep(5.0)
+        assert set(rig.loop.box.holders.values()) == {Holder("job", "j1")} and rig.states() == []
+        rig.store.ask("m", held=1, now_s=rig.now_s)
+        rig.loop.nudge()
+        await asyncio.sleep(LONG_START_S - 10.0)
+        assert rig.states() == [], "ranks that will soon be there are waited for"
+        await asyncio.sleep(45.0)
+        assert rig.states() == ["open"]
+        assert not rig.store.ended and not rig.store.troubles
+        await rig.settle()
+        assert rig.states() == ["open"] and rig.jobs() == {"j1": 2}, "it goes on with what is left"
+
+
+@in_virtual_time
+async def test_a_long_start_that_gives_way_again_and_again_comes_to_its_end() -> None:
+    job = replace(JOB, sizes=(4,))
+    async with Rig(FakeStore(Policy("auto"), (job,), (replace(MODEL, min_replicas=0),))) as rig:
+        rig.effects.seconds["start_group"] = 200.0
+        served = 0
+        for _ in range(10):
+            await asyncio.sleep(150.0)
+            rig.store.ask("m", held=1, now_s=rig.now_s)
+            rig.loop.nudge()
+            while "open" not in rig.states():
+                await asyncio.sleep(1.0)
+            served += 1
+            rig.store.ask("m", held=0, now_s=rig.now_s)
+            rig.loop.nudge()
+        done = [verb for verb, _ in rig.world.verbs_done]
+        assert served == 10 and done.count("suspend_group") > 2, "between two demands it runs"
+        assert done.count("stop_group") == 2, "after the second it has 240 s"
+        assert not rig.store.ended

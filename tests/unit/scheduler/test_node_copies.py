@@ -6,8 +6,8 @@ import asyncio
 import shutil
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from ray.exceptions import RayActorError
@@ -17,6 +17,7 @@ from scheduler.devices.discovery import logical_devices
 from scheduler.ray import node as ray_node
 from scheduler.ray.node import Node, NodeConfig
 from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
+from tests.unit.scheduler.fakes import Handle
 from tests.unit.weights.conftest import check, write
 from weights.format.errors import VersionLeased
 from weights.format.names import Name
@@ -26,22 +27,9 @@ from weights.memory.store import WeightStore
 BASE, SNAPSHOT, TUNED = Name("version", "m", "v1"), Name("snapshot", "job-1", "step-7"), Name("adapter", "ft:m", "s1")
 
 
-class Agent:
-    """The handle of an agent: `agent.METHOD.remote(...)` calls it."""
-
-    def __init__(self, node: Node):
-        self._node = node
-
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(getattr(self._node, method)(*arguments)))
-
-
 class Gone:
     def __getattr__(self, method: str) -> Any:
-        async def remote(*_: Any) -> None:
-            raise RayActorError
-
-        return SimpleNamespace(remote=remote)
+        return AsyncMock(side_effect=RayActorError)
 
 
 class OneNode:
@@ -50,18 +38,10 @@ class OneNode:
             (folder / name / part).mkdir(parents=True, mode=0o700)
         (folder / name / "shm").chmod(0o700)
         shm = folder / name / "shm"
-        self.config = NodeConfig(
-            name,
-            "127.0.0.1",
-            logical_devices(1, name),
-            shm / "run",
-            folder,
-            shm,
-            (),
-            folder / name / "jobs",
-        )
+        devices, jobs = logical_devices(1, name), folder / name / "jobs"
+        self.config = NodeConfig(name, "127.0.0.1", devices, shm / "run", folder, shm, (), jobs)
         self.node, self.store = Node(self.config), WeightStore(shm, budget_bytes=None)
-        self.agent = Agent(self.node)
+        self.agent = Handle(self.node)
 
 
 @pytest.fixture
@@ -119,9 +99,9 @@ async def test_take_from_a_lost_node_or_of_a_missing_version_leaves_nothing(node
     with pytest.raises(FileNotFoundError):
         await away.node.take(home.agent, BASE, home.config.shm_root / "versions" / "m" / "v1", "x")
     with pytest.raises(CopyFailed):
-        await away.node.take(Gone(), BASE, home.config.shm_root / "versions" / "m" / "v1", "x")
+        await away.node.take(Handle(Gone()), BASE, home.config.shm_root / "versions" / "m" / "v1", "x")
     with pytest.raises(CopyFailed):
-        await away.node.take_job(Gone(), home.config.jobs_dir / "job-1")
+        await away.node.take_job(Handle(Gone()), home.config.jobs_dir / "job-1")
     assert list((away.config.shm_root / "incoming").glob("*")) == list(away.config.jobs_dir.iterdir()) == []
 
 

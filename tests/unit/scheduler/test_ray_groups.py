@@ -1,8 +1,9 @@
-"""Groups over supervisors that die: whose handles are kept, which ranks are adopted, and how every step ends."""
+"""Groups over supervisors that die: which handles are kept, which ranks adopted, what comes home from other nodes."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,11 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Device
 from scheduler.ray import actors, groups
-from scheduler.ray.groups import RANK, Groups, is_whole
+from scheduler.ray.groups import RANK, Groups, ResultTransfer, is_whole
+from weights.format.names import Name
 
 START = "j", ("n0/0", "n0/1"), "l1:job:j"
-IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None}
+IDLE = {"job_id": "", "rank": 0, "world_size": 0}
 
 
 class RankHost:
@@ -44,10 +46,6 @@ class RankHost:
 
         return SimpleNamespace(remote=remote)
 
-    def do_not_answer(self) -> None:
-        """It is stopped from now on."""
-        self.stopped = True
-
     def die(self, error: BaseException) -> None:
         self.dead = error
         self.died.set()
@@ -59,17 +57,17 @@ class RankHost:
         return self.reported
 
     async def do_start(self, spec, rank, world_size, *_, **__) -> dict[str, Any]:
-        self.reported = {**IDLE, "alive": True, "job_id": "j", "rank": rank, "world_size": world_size, "pid": 7}
+        self.reported = {"job_id": "j", "rank": rank, "world_size": world_size}
         self.spec = spec
         return {"pid": 7}
 
-    async def do_next_event(self, after: int) -> dict[str, Any] | None:
+    async def do_next_event(self, after: int) -> dict[str, Any]:
         if after < len(self.events):
             return {"number": after + 1, **self.events[after]}
         await self.died.wait()
         if self.dead is not None:
             raise self.dead
-        return None
+        return {"number": after + 1, "event": "ended", "starved": False}
 
     async def do_call(self, method: str, **_: Any) -> Any:
         return {"phase": "step", "in_phase_s": 0.0, "step": 1}
@@ -109,7 +107,7 @@ class Box:
             on_stopped=lambda job: None,
         )
         monkeypatch.setattr("train.control.group.asdict", vars)
-        monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0.0)
+        monkeypatch.setattr("train.control.group._GRACE_S", 0.0)
         monkeypatch.setattr(groups, "FRESH_EVERY_S", 0.0)
         monkeypatch.setattr(groups, "actor_names", self.names)
         self.groups = Groups(nodes, jobs, lambda: self.told.append("changed"))
@@ -167,7 +165,7 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
 async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_it_was(box, monkeypatch):
     monkeypatch.setattr(actors, "LOOK_S", 0.01)
     await box.groups.start_group(*START)
-    box.hosts[1].do_not_answer()
+    box.hosts[1].stopped = True
     async with asyncio.timeout(60):
         assert [group.job_id for group in await box.groups.observe_groups()] == ["j"]
 
@@ -176,7 +174,7 @@ async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
     """After a restart of the controller its devices would look free."""
     monkeypatch.setattr(actors, "ANSWER_S", 0.05)
     monkeypatch.setattr(actors, "LOOK_S", 0.01)
-    box.find_or_make(None, f"{RANK}n0/0").do_not_answer()
+    box.find_or_make(None, f"{RANK}n0/0").stopped = True
     with pytest.raises(EffectFailed, match="rank:n0/0 has not answered"):
         await box.groups.observe_groups()
 
@@ -197,17 +195,15 @@ async def test_ranks_that_are_being_stopped_are_not_adopted(box):
     assert await looking == () and box.groups._groups == {} and box.told == []
 
 
-def status(rank, size=3, alive=True, done=False):
-    return {"job_id": "j", "rank": rank, "world_size": size, "alive": alive, "done": done}
+def status(rank, size=3):
+    return {"job_id": "j", "rank": rank, "world_size": size}
 
 
 @pytest.mark.parametrize(
     "statuses, whole",
     [
         ([status(2), status(0), status(1)], True),
-        ([status(0, alive=False, done=True), status(1), status(2)], True),  # rank 0 left first, the others follow
         ([status(0), status(1)], False),  # the controller died before it had started the third
-        ([status(0), status(1, alive=False), status(2)], True),  # one died: its group will see
         ([status(0, 1), status(0), status(1)], False),  # two worlds of one job
         ([status(0), status(0), status(1)], False),
     ],
@@ -221,7 +217,7 @@ async def test_observe_takes_the_steps_of_ranks_that_died_without_a_controller(b
     for number in range(2):
         box.find_or_make(None, f"{RANK}n0/{number}")
     for rank, host in enumerate(box.hosts[: 2 - lost]):
-        host.reported = status(rank, 2, alive=bool(lost))
+        host.reported = status(rank, 2)
         host.events.append({"event": "metrics", "step": 1} if rank == 0 else {"event": "message", "text": ""})
         if not lost:
             host.died.set()
@@ -243,3 +239,94 @@ async def test_observe_leaves_out_ranks_of_a_node_that_is_gone(box):
     here = box.groups._nodes.config_of
     box.groups._nodes.config_of = lambda ids: gone() if ids == ("n1/0",) else here(ids)
     assert [group.job_id for group in await box.groups.observe_groups()] == ["j"]
+
+
+THERE = Path("/dev/shm/there")
+SNAPSHOT = {"event": "snapshot", "step": 5, "path": str(THERE / Name("snapshot", "job-1", "step-5").key)}
+ADAPTER = str(THERE / Name("adapter", "ft:m:a/b", "step-9").key)
+PUBLISHED = {"event": "published", "step": 9, "version": "step-9", "path": ADAPTER}
+
+
+def steps(*numbers):
+    return [{"event": "metrics", "step": number} for number in numbers]
+
+
+class Nodes:
+    """What a ResultTransfer asks of `ray_nodes.Nodes`."""
+
+    def __init__(self):
+        self.lost, self.gate, self.forgotten = set(), asyncio.Event(), []
+        self.gate.set()
+
+    async def bring_home(self, node, name, remote):
+        await self.gate.wait()
+        if name.kind in self.lost:
+            raise EffectFailed("node n1 is gone")
+        return Path("/dev/shm/home") / remote.relative_to(THERE)
+
+    async def on(self, node, method, job_id, leases_only):
+        self.forgotten.append((job_id, leases_only))
+
+
+@pytest.fixture
+def nodes():
+    return Nodes()
+
+
+async def test_events_wait_for_what_they_speak_of_and_keep_their_order(nodes):
+    told: list[dict] = []
+    home = ResultTransfer(nodes, "n1", "job-1", told.append)
+    nodes.gate.clear()
+    for event in [*steps(4), SNAPSHOT, *steps(5)]:
+        home.take(event)
+    await asyncio.sleep(0)
+    over = asyncio.create_task(home.over(suspended=True))
+    await asyncio.sleep(0)
+    assert told == steps(4) and not over.done()
+    nodes.gate.set()
+    assert await over == ""
+    assert told == [*steps(4), {**SNAPSHOT, "path": SNAPSHOT["path"].replace("there", "home")}, *steps(5)]
+    assert nodes.forgotten == [("job-1", True)]
+
+
+async def test_snapshots_come_home_as_often_as_that_is_cheap_and_the_last_one_always(nodes):
+    told: list[dict] = []
+    now = [100.0]
+    home = ResultTransfer(nodes, "n1", "job-1", told.append, lambda: now[0])
+
+    async def written(step):
+        path = SNAPSHOT["path"].replace("step-5", f"step-{step}")
+        home.take({**SNAPSHOT, "step": step, "path": path})
+        await asyncio.sleep(0.01)
+        return [event["step"] for event in told]
+
+    assert await written(5) == [5], "the first at once"
+    now[0] += 1
+    assert await written(6) == [5] and await written(7) == [5], "it took no time, and five seconds are the least"
+    now[0] += 5
+    assert await written(8) == [5, 8]
+    now[0] += 1
+    assert await written(9) == [5, 8]
+    assert await home.over(suspended=True) == "" and [event["step"] for event in told] == [5, 8, 9]
+
+
+async def test_a_lost_snapshot_is_not_told_of_and_a_lost_result_is_no_success(nodes):
+    told: list[dict] = []
+    home = ResultTransfer(nodes, "n1", "job-1", told.append)
+    nodes.lost = {"snapshot", "adapter"}
+    for event in (SNAPSHOT, *steps(9)):
+        home.take(event)
+    home.take(PUBLISHED)
+    assert await home.over(suspended=False) == "its version step-9 was not copied home: node n1 is gone"
+    assert told == steps(9) and nodes.forgotten == [], "what is nowhere else is not thrown away"
+
+
+async def test_an_event_that_cannot_be_taken_ends_the_job_instead_of_hanging_it(nodes):
+    def refuse(event):
+        raise ValueError("no such column")
+
+    home = ResultTransfer(nodes, "n1", "job-1", refuse)
+    home.take(*steps(1))
+    home.take(*steps(2))
+    async with asyncio.timeout(60):
+        assert "no such column" in await home.over(suspended=False)

@@ -1,13 +1,18 @@
-"""Nodes as home knows them, without Ray: which may run what, and which leave."""
+"""Nodes as home knows them, without Ray: which may run what, and which leave; and how our own Ray differs."""
 
 from __future__ import annotations
 
-import asyncio
+import inspect
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
+from ray._private import node
+from ray._private.node import Node
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError
+from ray.scripts import scripts
 
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Device
@@ -16,33 +21,23 @@ from scheduler.devices.host_reading import MemoryReading
 from scheduler.ray import nodes as ray_nodes
 from scheduler.ray.node import NodeConfig, NodeReport
 from scheduler.ray.nodes import Nodes
+from scheduler.ray.start import CODES_OF_A_REQUEST, _all_failed, _logging_to, _private_folder
+from tests.unit.scheduler.fakes import Handle
 
 
 class Agent:
-    """A handle to the actor of a node: what is called on it, and what it answers."""
+    """The actor of a node: what is called on it, and what it answers."""
 
     def __init__(self, node_config):
-        self.it, self.calls, self.going, self.stopped, self.available = node_config, [], False, False, 32
+        self.it, self.calls, self.going = node_config, [], False
 
     def __getattr__(self, method):
-        class Call:
-            @staticmethod
-            async def remote(*arguments):
-                self.calls.append((method, *arguments))
-                if self.stopped:
-                    await asyncio.Event().wait()
-                match method:
-                    case "config":
-                        return self.it
-                    case "report":
-                        return NodeReport(self.going, MemoryReading(64, self.available))
-                    case "end":
-                        self.ended = True
-                    case "readings":
-                        return ()
-                return None
+        async def remote(*arguments):
+            self.calls.append((method, *arguments))
+            answers = {"config": self.it, "report": NodeReport(self.going, MemoryReading(64, 32)), "readings": ()}
+            return answers.get(method)
 
-        return Call
+        return SimpleNamespace(remote=remote)
 
 
 def config_of(name, kind="cpu"):
@@ -52,14 +47,17 @@ def config_of(name, kind="cpu"):
 
 
 class Machines:
-    """Those that are on, and the agents that live."""
+    """Those that are on, the agents that live, and what was reported of them."""
 
     def __init__(self):
-        self.on, self.agents = {}, {}
+        self.on, self.agents, self.told = {}, {}, []
 
     def start(self, node_config):
         self.on[node_config.name] = node_config
         return self.agents.setdefault(f"node:{node_config.name}", Agent(node_config))
+
+    def nodes(self, **named):
+        return Nodes(config_of("n0"), lambda name, what, devices: self.told.append((name, what)), **named)
 
 
 @pytest.fixture
@@ -85,8 +83,7 @@ def ray(monkeypatch):
 async def nodes(ray):
     for name, kind in (("n0", "cpu"), ("n1", "cpu"), ("n2", "cuda")):
         ray.start(config_of(name, kind))
-    ray.told = []
-    made = Nodes(config_of("n0"), lambda name, what, devices: ray.told.append((name, what)))
+    made = ray.nodes()
     assert made.alike() == ("n0",), "before anything is known a job may not run just anywhere"
     await made.connect()
     return made
@@ -110,11 +107,7 @@ async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes,
 
 async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_so(nodes, ray, monkeypatch):
     """Ray names a dying node among the living for a moment; starting its agent then ended the controller."""
-
-    async def refused(node_config, ray_id):
-        raise ActorUnschedulableError("the node does not exist any more")
-
-    monkeypatch.setattr(ray_nodes, "_start", refused)
+    monkeypatch.setattr(ray_nodes, "_start", AsyncMock(side_effect=ActorUnschedulableError("it does not exist")))
     del ray.agents["node:n1"]
     assert not await nodes.look()
     assert nodes.config("n1") is not None
@@ -125,19 +118,12 @@ async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_s
 
 @pytest.mark.parametrize(
     ("rank", "holds", "in_use"),
-    [("j", True, True), ("", True, True), ("", False, False), (GetTimeoutError("late"), False, True)],
+    [({"job_id": "j"}, True, True), ({"job_id": ""}, True, True), ({"job_id": ""}, False, False)]
+    + [(GetTimeoutError("late"), False, True)],
 )
 async def test_in_use_counts_a_job_until_its_results_are_home(nodes, ray, rank, holds, in_use):
-    async def status():
-        if isinstance(rank, Exception):
-            raise rank
-        return {"job_id": rank}
-
-    async def holds_jobs():
-        return holds
-
-    ray.agents["rank:n1/0"] = SimpleNamespace(status=SimpleNamespace(remote=status))
-    ray.agents["node:n1"] = SimpleNamespace(holds_jobs=SimpleNamespace(remote=holds_jobs))
+    ray.agents["rank:n1/0"] = Handle(SimpleNamespace(status=AsyncMock(side_effect=[rank])))
+    ray.agents["node:n1"] = Handle(SimpleNamespace(holds_jobs=AsyncMock(return_value=holds)))
     assert await ray_nodes._in_use("n1") is in_use
 
 
@@ -145,14 +131,13 @@ async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_
     out: set[str] = set()
     for name in ("n0", "n1"):
         ray.start(config_of(name))
-    told = []
-    nodes = Nodes(config_of("n0"), lambda name, what, devices: told.append((name, what)), lambda: out)
+    nodes = ray.nodes(removed=lambda: out)
     await nodes.connect()
     assert {device.node for device in nodes.devices} == {"n0", "n1"}
     out.add("n1")
     assert await nodes.look() and ("end",) in ray.agents["node:n1"].calls
     assert {device.node for device in nodes.devices} == {"n0"}, "whether or not it ends as it is told"
-    assert told == [("n1", "joined"), ("n1", "lost")]
+    assert ray.told == [("n1", "joined"), ("n1", "lost")]
     assert not await nodes.look() and ray.agents["node:n1"].calls.count(("end",)) == 2
     with pytest.raises(EffectFailed, match="node n1 is gone") as failed:
         nodes.here(object, "replica:r1", config_of("n1"))
@@ -165,3 +150,30 @@ async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_
     assert {device.node for device in nodes.devices} == {"n0"}
     out.clear()  # somebody gave it a new token
     assert await nodes.look() and {device.node for device in nodes.devices} == {"n0", "n1"}
+
+
+def test_rays_folders_are_its_owners_alone_and_its_logs_where_we_want_them(tmp_path, monkeypatch):
+    assert "try_to_create_directory(self._logs_dir)" in inspect.getsource(Node._init_temp)
+    monkeypatch.setattr(node, "try_to_create_directory", _private_folder)
+    made, (temp, logs) = object.__new__(Node), (tmp_path / "ray", tmp_path / "logs")
+    for folder in (temp, logs):
+        folder.mkdir(mode=0o700)
+    made._ray_params = SimpleNamespace(temp_dir=str(temp), runtime_env_dir_name="runtime_resources")
+    made._session_name = "session_1"
+    _logging_to(logs, Node._init_temp)(made, None)
+    assert (Path(made.get_logs_dir_path()) / "old").samefile(logs / "old")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [temp, logs, *tmp_path.rglob("*")]}
+    assert modes.keys() >= {"ray", "logs", "old", "sockets"} and set(modes.values()) == {0o700}, modes
+
+
+@pytest.mark.parametrize("code", ["exit 0", "kill -TERM $$", "exit 15", "exit 143", "exit 3"])
+def test_ray_ends_with_each_process_of_its_however_that_ended(code):
+    """A raylet ends with 0 when its agent is killed, and `ray start --block` would go on without it."""
+    raylet = subprocess.Popen(["sh", "-c", code])
+    raylet.wait()
+    made = object.__new__(Node)
+    made.all_processes = {"raylet": [SimpleNamespace(process=raylet)]}
+    ((name, ended),) = _all_failed(Node.dead_processes)(made)
+    assert (name, ended) == ("raylet", raylet) and ended.returncode not in CODES_OF_A_REQUEST
+    source = inspect.getsource(scripts.start.callback)
+    assert "deceased = node.dead_processes()" in source and "if process.returncode not in expected" in source

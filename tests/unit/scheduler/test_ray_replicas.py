@@ -1,66 +1,181 @@
-"""Replicas whose supervisors or engines are stopped: what a look at the box says of them, and of the others."""
+"""Supervisors and replicas: a call ends when the one who is to answer is gone, and a silent one hides no other."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
+from runtime.errors import ChildDied, ChildTimeout, SupervisorDied, WarmParentError
 from scheduler.core.errors import EffectFailed
-from scheduler.ray import actors as ray_actors
-from scheduler.ray import effects
+from scheduler.ray import actors, effects
+from scheduler.ray.actors import Supervisor, blame_of, errors_as_failures
 from scheduler.ray.effects import REPLICA, RayEffects
 from serve.core.config import EngineConfig
+from serve.core.errors import (
+    EngineFailed,
+    EngineOutOfMemory,
+    EngineRefused,
+    EngineStartFailed,
+    ReloadFailed,
+    VersionBroken,
+    VersionMismatch,
+    VersionUnreadable,
+    WithoutNumbers,
+)
 from serve.core.sizing import NotServable
+from tests.unit.scheduler.fakes import Handle, in_virtual_time
+from train.plan.errors import RankFailed
 
 
-class Supervisor:
-    """The body of an actor. `stopped`: it answers nothing from now on."""
+def actor(**methods: Callable[..., Any]) -> Handle:
+    """A handle whose methods are given by name."""
+
+    def method(answer: Callable[..., Any]) -> Callable[..., Any]:
+        async def body(*arguments: Any) -> Any:
+            made = answer(*arguments)
+            return await made if asyncio.iscoroutine(made) else made
+
+        return body
+
+    return Handle(SimpleNamespace(**{name: method(answer) for name, answer in {"life": dict, **methods}.items()}))
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def answer(*arguments: Any) -> Any:
+        raise error
+
+    return answer
+
+
+async def never(*arguments: Any) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.fixture
+def killed(monkeypatch) -> list[Handle]:
+    found: list[Handle] = []
+    monkeypatch.setattr(actors.ray, "kill", found.append)
+    return found
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("killed by the memory monitor")])
+async def test_whatever_ray_says_of_a_death_is_one(error) -> None:
+    supervisor = Supervisor(actor(work=raising(error)), "r")
+    with pytest.raises(SupervisorDied):
+        await supervisor.call("work")
+    assert supervisor.over
+
+
+async def test_one_that_cannot_be_reached_now_may_be_asked_again() -> None:
+    answers = iter([raising(ActorUnavailableError("lost the connection", None)), lambda: 1])
+    supervisor = Supervisor(actor(work=lambda: next(answers)()), "r")
+    with pytest.raises(SupervisorDied):
+        await supervisor.call("work")
+    assert await supervisor.call("work") == 1
+
+
+@in_virtual_time
+async def test_supervisor_that_stays_silent_is_killed(killed) -> None:
+    lives = iter([lambda: {}])
+    silent = actor(work=never, life=lambda: next(lives, never)())
+    supervisor = Supervisor(silent, "r")
+    with pytest.raises(SupervisorDied, match="it did not answer"):
+        await supervisor.call("work")
+    assert killed == [silent] and supervisor.over
+
+
+@in_virtual_time
+async def test_supervisor_that_dies_ends_calls_that_ray_does_not_answer(killed) -> None:
+    lives = iter([lambda: {}])
+    supervisor = Supervisor(actor(work=never, life=lambda: next(lives, raising(ActorDiedError()))()), "r")
+    with pytest.raises(SupervisorDied):
+        await supervisor.call("work")
+    assert supervisor.over and not killed
+
+
+@in_virtual_time
+async def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
+    begun = asyncio.Event()
+
+    async def work() -> int:
+        await begun.wait()
+        return 5
+
+    calling = asyncio.create_task(Supervisor(actor(work=work, life=begun.wait), "r").call("work"))
+    await asyncio.sleep(10 * actors.HUNG_S)
+    begun.set()
+    assert await calling == 5 and not killed
+
+
+@pytest.mark.parametrize(
+    "error, blame",
+    [
+        (EngineStartFailed("no such kernel"), "own"),
+        (EngineRefused("no such quantisation"), "own"),
+        (EngineOutOfMemory("no room"), "memory"),
+        (EngineFailed("it died"), "own"),
+        (ReloadFailed("no parameter has an output_dim"), "version"),
+        (VersionMismatch("another chat template"), "version"),
+        (VersionBroken("no numbers"), "input"),
+        (WithoutNumbers("no numbers"), "input"),
+        (VersionUnreadable("no file"), "own"),
+        (WarmParentError("gone"), "outside"),
+        (SupervisorDied("r", "killed"), "outside"),
+        (ChildDied("rank 0", 1, "log"), "own"),
+        (ChildDied("rank 0", 1, "log", "", True), "memory"),
+        (ChildTimeout("no answer"), "outside"),
+        (TimeoutError(), "outside"),
+        (RankFailed(0, "raised ValueError", retryable=True), "own"),
+        (RankFailed(0, "died", retryable=True, blame="outside"), "outside"),
+        (RankFailed(0, "raised InvalidTrainingData", retryable=False), "input"),
+    ],
+)
+async def test_whose_fault_an_error_is(error, blame) -> None:
+    assert blame_of(error) == blame
+    for raised in (error, RayTaskError("work", "traceback", error).as_instanceof_cause()):
+        with pytest.raises(EffectFailed) as failed, errors_as_failures():
+            await actor(work=raising(raised)).work.remote()
+        assert failed.value.blame == blame, raised
+        assert failed.value.of_settings == isinstance(error, EngineRefused)
+
+
+class Engine:
+    """The body of a supervisor. `stopped`: it answers nothing from now on."""
 
     def __init__(self, index: int):
-        self.stopped, self.index, self.state = False, index, "ready"
+        self.stopped, self.index = False, index
         self.dead: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
-    def __getattr__(self, method: str) -> Any:
-        async def remote(*_: Any) -> Any:
-            if method == "wait_dead":
-                return await self.dead
-            if self.stopped:
-                await asyncio.Event().wait()
-            if method == "life":
-                return {}
-            return {
-                "state": self.state,
-                "model": "m",
-                "version": "v1",
-                "node": "n0",
-                "settings": "",
-                "devices": [self.index],
-                "rss_bytes": 7,
-                "address": "/r",
-            }
+    async def wait_dead(self) -> Any:
+        return await self.dead
 
-        return SimpleNamespace(remote=remote)
+    async def life(self) -> Any:
+        return {} if not self.stopped else await never()
+
+    async def status(self) -> Any:
+        about = {"model": "m", "version": "v1", "node": "n0", "settings": "", "rss_bytes": 7, "address": "/r"}
+        return {"state": "ready", "devices": [self.index], **about} if not self.stopped else await never()
 
 
 @pytest.fixture
 async def two(monkeypatch):
-    actors = {f"{REPLICA}r{n}": Supervisor(n) for n in range(2)}
-
-    async def names() -> list[str]:
-        return list(actors)
-
-    monkeypatch.setattr(effects, "actor_names", names)
-    monkeypatch.setattr(effects, "find_actor", actors.get)
-    monkeypatch.setattr(ray_actors, "LOOK_S", 0.02)
-    monkeypatch.setattr(ray_actors, "ANSWER_S", 0.05)
+    bodies = [Engine(n) for n in range(2)]
+    handles = {f"{REPLICA}r{n}": Handle(body) for n, body in enumerate(bodies)}
+    monkeypatch.setattr(effects, "actor_names", AsyncMock(return_value=list(handles)))
+    monkeypatch.setattr(effects, "find_actor", handles.get)
+    monkeypatch.setattr(actors, "LOOK_S", 0.02)
+    monkeypatch.setattr(actors, "ANSWER_S", 0.05)
     nodes = SimpleNamespace(config=lambda node: None)
     routing = SimpleNamespace(version=lambda replica_id: "v1", close=lambda replica_id: None)
     found = RayEffects(nodes, routing, None, None, EngineConfig())
-    yield found, list(actors.values())
+    yield found, bodies
     for engine in found._engines.values():
         if engine.watcher is not None:
             engine.watcher.cancel()
@@ -80,26 +195,17 @@ async def test_stop_everything_names_the_engine_that_did_not_stop(two, monkeypat
     found, supervisors = two
     await found.observe_replicas()
 
-    async def fails(replica_id):
-        if replica_id == "r1":
-            raise EffectFailed("Ray still lists its actor")
-
-    monkeypatch.setattr(found, "stop_replica", fails)
+    monkeypatch.setattr(found, "stop_replica", AsyncMock(side_effect=[None, EffectFailed("Ray still lists its actor")]))
     await found.stop_everything()
-    assert [record.getMessage() for record in caplog.records] == [
-        "replica r1 was not stopped: Ray still lists its actor"
-    ]
+    (record,) = caplog.records
+    assert "r1" in record.getMessage() and "Ray still lists its actor" in record.getMessage()
 
 
 async def test_one_that_serves_another_version_than_gateways_know_is_told_to_them(two):
-    found, told = two[0], []
-
-    async def opened(*of: str) -> None:
-        told.append(of)
-
+    found, opened = two[0], AsyncMock()
     found._routing = SimpleNamespace(version=lambda replica_id: "v0" if replica_id == "r0" else "v1", open=opened)
     assert {replica.state for replica in await found.observe_replicas()} == {"open"}
-    assert told == [("r0", "m", "v1", "/r")]
+    opened.assert_called_once_with("r0", "m", "v1", "/r")
 
 
 async def test_one_that_nobody_knows_yet_is_waited_for(two):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller.bus.bus import ModelLoad, ReplicaLoad, Report
+from appliance.controller.bus.bus import ModelLoad, Report
 from appliance.store.objects import jobs, models
 from appliance.store.records import canaries
 from appliance.store.rows import CanaryRow, JobRow, VersionRow
@@ -21,9 +21,9 @@ class RecordingBus:
     def __init__(self):
         self.table, self.generation, self.reported = {}, 0, Report()
 
-    def set_models(self, table):
-        if table != self.table:
-            self.table, self.generation = table, self.generation + 1
+    def publish(self, models):
+        if models != self.table:
+            self.table, self.generation = models, self.generation + 1
         return self.generation
 
     def load(self):
@@ -50,8 +50,8 @@ async def test_adapters_are_routed_to_their_bases_engines_by_a_name_for_each_ver
     await routing.open("r1", "starter", "v1", SOCKET)
     row = bus.table["ft:a"]
     assert (row["adapter"], row["version"]) == ("ft:a@step-2", "step-2")
-    assert row["replicas"] == [{"id": "r1", "socket": SOCKET, "version": "step-2", "state": "open"}]
-    assert row["host"] == "starter" and not {"adapter", "host"} & bus.table["starter"].keys()
+    assert row["replicas"] == [{"id": "r1", "socket": SOCKET, "version": "step-2", "state": "open", "avoid": False}]
+    assert row["host"] == "starter" and not bus.table["starter"]["adapter"] and not bus.table["starter"]["host"]
     models.activate(db, "ft:a", "step-1")
     await routing.wait_applied()
     assert bus.table["ft:a"]["adapter"] == "ft:a@step-1" and bus.table["ft:b"]["adapter"] == "ft:b@step-2"
@@ -65,12 +65,12 @@ async def test_an_engine_that_hangs_is_avoided_also_by_a_controller_that_finds_i
     await routing.open("r1", "starter", "v1", SOCKET)
     assert bus.table["starter"]["replicas"][0]["avoid"] is True and routing.open_engines() == {}
     routing.avoid("r1", False)
-    assert "avoid" not in bus.table["starter"]["replicas"][0]
+    assert not bus.table["starter"]["replicas"][0]["avoid"]
     assert routing.open_engines() == {"r1": ("starter", SOCKET)}
     routing.avoid("r1", True)
     routing.close("r1")
     await routing.open("r1", "starter", "v1", SOCKET)
-    assert "avoid" not in bus.table["starter"]["replicas"][0], "another engine has its name"
+    assert not bus.table["starter"]["replicas"][0]["avoid"], "another engine has its name"
 
 
 async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(routing, bus, db):
@@ -93,7 +93,7 @@ async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_ba
     await routing.open("r1", "starter", "v1", SOCKET)
     await routing.offer_policy(name, "starter", "v1", "")
     row = bus.table[name]
-    assert row["host"] == "starter" and "adapter" not in row and [one["id"] for one in row["replicas"]] == ["r1"]
+    assert row["host"] == "starter" and not row["adapter"] and [one["id"] for one in row["replicas"]] == ["r1"]
     assert row["slots"] == bus.table["starter"]["slots"] and routing.host(name) == "starter"
     await routing.open("r2", "starter", "v1", "https://10.0.0.2:4000")
     assert [one["id"] for one in bus.table[name]["replicas"]] == ["r1"], "the other machine does not have it"
@@ -117,7 +117,7 @@ def load(*reported, tokens, **more):
 async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     await routing.open("r1", "starter", "v1", SOCKET)
     bus.reported = Report(
-        replicas={"r1": ReplicaLoad(4)},
+        replicas={"r1": 4},
         models={
             "starter": load(1, 0, 5.0, 0.1, tokens=(50, 900.0, 60)),
             "ft:a": load(2, 3, 9.0, 0.4, tokens=(20, 800.0, 80), computed_part=0.5),
@@ -144,10 +144,10 @@ async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(
     assert [replica["id"] for replica in bus.table["starter"]["replicas"]] == ["r1"]
     row = bus.table["starter@v2"]
     assert (row["version"], [replica["id"] for replica in row["replicas"]]) == ("v2", ["r2"])
-    assert "canary" not in row and "canary" not in bus.table["ft:a"]
+    assert not row["canary"] and not bus.table["ft:a"]["canary"]
     canaries.update(db, "starter", state="rolled_back", ended_s=9.0)
     routing.refresh()
-    assert "canary" not in bus.table["starter"]
+    assert not bus.table["starter"]["canary"]
     routing.close("r2")
     assert "starter@v2" not in bus.table
 
@@ -183,12 +183,12 @@ async def test_a_model_whose_engines_fail_says_why_and_when_it_is_tried_next_to_
     routing.trouble("starter", Failure(version="v1", reason="no memory", not_before_s=500.0, lasting=True))
     assert bus.table["starter"]["trouble"]["hold_before_s"] == 1.0, "nobody waits long for what fails again"
     await routing.open("r1", "starter", "v1", SOCKET)
-    assert "trouble" not in bus.table["starter"] and "trouble" not in bus.table["ft:a"]
+    assert not bus.table["starter"]["trouble"] and not bus.table["ft:a"]["trouble"]
     routing.close("r1")
     models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
     models.activate(db, "starter", "v2")
     routing.refresh()
-    assert "trouble" not in bus.table["starter"], "another version is another chance"
+    assert not bus.table["starter"]["trouble"], "another version is another chance"
 
 
 async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):

@@ -1,7 +1,8 @@
-"""The scheduler's view of the store."""
+"""The scheduler's view of the store and of the traffic."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -10,13 +11,16 @@ import pytest
 
 from appliance.controller.bus.bus import Bus
 from appliance.controller.devices.mode import Mode, write_mode
+from appliance.controller.engines.routing_table import Traffic
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.scheduling.state_store import QueuedDemand, job_host_bytes
+from appliance.controller.scheduling.state_store import LOOK_S, DemandLearning, QueuedDemand, job_host_bytes
+from appliance.gateway.core.table import bucket
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import audit, canaries, deployments, windows
-from appliance.store.rows import CanaryRow, JobJudgeRow, VersionRow, WindowRow
-from scheduler.core.workload import Build, Demand, Policy
+from appliance.store.rows import JOB_EVENTS, CanaryRow, JobJudgeRow, VersionRow, WindowRow
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import Build, Demand, DeploymentView, Policy
 from scheduler.loop.mode_schedule import Window
 from tests.unit.scheduling.fakes import NO_ROUTING, states_of
 from weights.format.names import policy_name
@@ -74,7 +78,7 @@ def test_a_queued_job_says_in_events_what_it_waits_for_and_what_it_gets(states, 
     for free in (1, 0, 1):
         states.job_waiting("ftjob-1", f"Needs 2 devices; {free} of training's 4 are left by jobs ahead of it.")
     states.job_coming("ftjob-1", ("n0/0", "n0/1"), 1)
-    gets, waits = [one.message for one in jobs.page_events(db, "ftjob-1", after=None, limit=50).data]
+    gets, waits = [one.message for one in JOB_EVENTS.page(db, {"job_id": "ftjob-1"}, limit=50).data]
     assert "Needs 2 devices; 1 of" in waits and "n0/0, n0/1" in gets and jobs.get(db, "ftjob-1").reason == gets
 
 
@@ -149,14 +153,14 @@ def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, 
         0
     ].build == old
     assert row.note == "no engine starts with settings 1, so those before, 0, serve again: the engine refused"
-    assert models.settings_notes(db) == {"starter": row.note} and refreshed
+    assert models.settings_in_force(db) == {"starter": row} and row.note and refreshed
     (told,) = audit.page(db).data
     assert (told.action, told.target, told.key_id) == ("model.settings", "starter", None)
     assert told.detail == {"failed": 1, "back_to": 0, "reason": "the engine refused"}
     assert states.settings_failed("starter", new, old, "again"), "they are in force no more"
     assert models.current_settings(db, "starter") == row
     models.add_settings(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 2.0)
-    assert not models.settings_notes(db), "what a person set is not the box's"
+    assert not models.settings_in_force(db)["starter"].note, "what a person set is not the box's"
     assert not states.settings_failed("starter", new, Build("v1", 1, "kept no more"), "the engine refused")
 
 
@@ -202,7 +206,7 @@ class Asked(QueuedDemand):
         routing = SimpleNamespace(
             host=lambda name: hosts.get(name, name), demand=lambda model: self.reported, policies=policies
         )
-        super().__init__(db, self.bus, routing, SimpleNamespace(models=lines), 0)  # type: ignore[arg-type]
+        super().__init__(db, self.bus, routing, SimpleNamespace(models=lines))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +241,7 @@ async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):
     asked.reported = Demand(inflight=3)
     assert demand("starter") == Demand(inflight=3), "people speak for themselves"
     asked.reported = Demand()
-    asked.bus.set_models(OPEN | {"adapter": OPEN["starter"]})
+    asked.bus.publish(models=OPEN | {"adapter": OPEN["starter"]})
     awake = asked.demands(1)("starter")
     assert awake.requests == 0 and awake.last_request_s is not None
 
@@ -252,8 +256,78 @@ async def test_running_job_keeps_the_model_it_asks_awake_in_every_mode(db, tmp_p
     assert asked.demands(0)("starter") == Demand(), "nothing is asked yet"
     lines = tuple(policies) or ("starter",)
     assert Asked(db, tmp_path, lines, policies).demands(0)("starter").held == 1
-    asked.bus.set_models(OPEN)
+    asked.bus.publish(models=OPEN)
     awake = asked.demands(0)("starter")
     assert awake.requests == 0 and awake.last_request_s is not None
     jobs.set_phase(db, job.id, "suspended")
     assert asked.demands(0)("starter") == Demand(), "its devices are wanted"
+
+
+RATE, PROMPT_TOKENS = 1000.0, 50  # 0.05 replica-seconds
+BEGAN_S = 1000.0
+MODEL = DeploymentView("m", "v1", max_replicas=8, ttft_target_s=2.0)
+
+
+class Box:
+    """The gateway, the learner, and a clock."""
+
+    def __init__(self) -> None:
+        self.now_s, self.traffic, self.model = BEGAN_S, Traffic(("m", "adapter"), RATE), MODEL
+        self.arrived = 0
+        self.learning = DemandLearning(
+            lambda model: self.traffic, self.take_arrivals, SchedulerConfig(), 8, lambda: self.now_s
+        )
+
+    def take_arrivals(self) -> dict[str, Counter[int]]:
+        return {"m": Counter({bucket(PROMPT_TOKENS, 1.0): self.arrived})}
+
+    def live(self, minutes: float, work_per_s) -> DeploymentView:
+        """Requests at this rate of work (replica-seconds per second)."""
+        due, end_s = 0.0, self.now_s + minutes * 60
+        while self.now_s < end_s:
+            self.now_s += LOOK_S
+            due += work_per_s(self.now_s) * LOOK_S * RATE / PROMPT_TOKENS
+            self.arrived, due = int(due), due % 1
+            seen = self.seen()
+        return seen
+
+    def seen(self) -> DeploymentView:
+        return self.learning.learned((self.model,))[0]
+
+
+@pytest.fixture
+def box() -> Box:
+    return Box()
+
+
+def flat(t: float) -> float:
+    return 0.3
+
+
+def bursts(t: float) -> float:
+    return 8.0 if t % 60 < 2 else 0.1
+
+
+def test_learned_bursts_raise_standby_and_flat_load_keeps_it_low(box):
+    quiet = box.live(2, flat)
+    assert quiet.prefill_tokens_per_s == RATE and quiet.standby.replicas <= 2
+    assert box.live(10, bursts).standby.replicas >= 4
+    box.model = DeploymentView("m", "v1", max_replicas=2, ttft_target_s=2.0)
+    assert box.seen().standby.replicas <= 2, "with other bounds a new learner"
+
+
+def test_learned_without_rate_or_target_has_no_standby(box):
+    box.traffic = Traffic(("m",), None)
+    unknown = box.live(1, lambda t: 3.0)
+    assert unknown.standby is None and unknown.prefill_tokens_per_s is None
+    box.traffic = Traffic(("m",), RATE)
+    assert box.live(1, flat).standby.replicas <= 2, "what came before the rate was known is no burst"
+    box.model = DeploymentView("m", "v1", max_replicas=8)
+    assert box.seen().standby is None
+
+
+def test_learned_standby_of_an_unlimited_model_simulates_few_numbers():
+    box = Box()
+    box.model = DeploymentView("m", "v1", max_replicas=65536, ttft_target_s=2.0)
+    box.live(0.1, lambda now_s: 0.1)
+    assert len(box.learning._learners["m"]._shadows) < 200

@@ -1,23 +1,26 @@
-"""Versions and snapshots on their way between the tiers: what arrives, what stays, what happens when a tier fails."""
+"""Versions and snapshots on their way between the tiers and to engines: what arrives, what stays, what fails."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
+from unittest.mock import AsyncMock
 
 import pytest
 
-from appliance.controller.context.model_files import LibraryOps
-from appliance.controller.engines.versions import VersionProvider
+from appliance.controller.engines.versions import AdapterSource, LibraryOps, VersionProvider
 from appliance.store.objects import jobs, models
 from appliance.store.records import tier_removals
 from appliance.store.rows import VersionRow
 from appliance.tiers.tiers import TierFlow
+from serve.core.adapter_source import AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
 from weights.format.config import KeepRules
+from weights.format.errors import VersionLeased
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import Name
 from weights.memory.lease import take_lease
+from weights.memory.store import WeightStore
 from weights.tiers.copies import verify
 
 V1 = Name("version", "starter", "v1")
@@ -137,15 +140,14 @@ async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, pu
 async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publish, db, tmp_path, tiers):
     publish(*(f"v{n}" for n in range(1, 7)))
     models.activate(db, "starter", "v1")
-    models.update_version(db, "starter", "v2", pinned=1)
     await passes(flow, "disk", "remote")
     remote = tiers.all[1]
     remote.version_rules = KeepRules(keep_last=2)
     await passes(flow, "remote")
-    assert versions(remote) == {"v1", "v2", "v5", "v6"}
+    assert versions(remote) == {"v1", "v5", "v6"}
     assert len(list((tmp_path / "data/models/starter").iterdir())) == 6, "each tier has its own rules"
     await passes(flow, "remote")
-    assert versions(remote) == {"v1", "v2", "v5", "v6"}, "nothing goes to and fro"
+    assert versions(remote) == {"v1", "v5", "v6"}, "nothing goes to and fro"
 
 
 async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(flow, publish, db, store, tmp_path):
@@ -199,9 +201,103 @@ async def test_remove_waits_for_readers_of_the_version(flow, publish, store):
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     lease = take_lease(stored)
     rows = [VersionRow("starter", "v1", "job", 10, 1.0)]
-    removing = asyncio.create_task(LibraryOps(library, store, flow, lambda name: None).remove("starter", rows))
+    told = AsyncMock()
+    ops = LibraryOps(library, store, flow, lambda name: None, told)
+    removing = asyncio.create_task(ops.remove("starter", rows))
     await asyncio.sleep(0.1)
     assert not removing.done() and store.find(*V1)
     lease.release()
     await removing
     assert store.find(*V1) is None
+    told.assert_awaited_once_with([V1])
+
+
+@pytest.fixture
+async def provider(db, store, tiers, flow, add_model):
+    """Two models, both on disk and evicted from memory; the budget has room for one of them."""
+    add_model()
+    add_model("other")
+    nbytes = write(store, "v1").nbytes
+    write(store, "v1", model="other")
+    await flow.run_once("disk")
+    store.evict(1 << 40)
+    store.budget_bytes = nbytes * 3 // 2
+    return VersionProvider(db, store, tiers, None, None, None)
+
+
+async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provider, store: WeightStore):
+    first = await provider.in_memory("starter", "v1")
+    assert store.evict(1 << 40) == 0, "the engine has not come to load it yet"
+    provider.taken("starter", "v1")
+    await provider.in_memory("other", "v1")
+    provider.taken("other", "v1")
+    assert store.find("version", "starter", "v1") is None and not first.exists()
+    assert provider.holds(Name("version", "starter", "v1")), "retention still knows that an engine is served from it"
+    check(store, store.find("version", "other", "v1"))
+    again = await provider.in_memory("starter", "v1")
+    assert again == first and store.evict(1 << 40) == 0
+
+
+async def test_it_is_held_until_all_engines_that_it_was_brought_in_for_have_it(provider, store: WeightStore):
+    paths = await asyncio.gather(provider.in_memory("starter", "v1"), provider.in_memory("starter", "v1"))
+    assert paths[0] == paths[1]
+    provider.taken("starter", "v1")
+    with pytest.raises(LookupError, match="no room for"):
+        await provider.in_memory("other", "v1")
+    provider.taken("starter", "v1")
+    await provider.in_memory("other", "v1")
+    assert store.find("version", "starter", "v1") is None
+    provider.taken("other", "v1")
+    assert not provider._leases, "nothing stays of the versions that a job makes in each step"
+
+
+TUNED = Name("adapter", "ft:x", "step-2")
+
+
+@pytest.fixture
+async def source(db, store, tmp_path, tiers):
+    made = AdapterSource(tmp_path / "s", db, store, tiers)
+    await made.start()
+    yield str(tmp_path / "s")
+    await made.stop()
+
+
+@pytest.fixture
+async def only_remote(store, flow, add_model, add_adapter, tmp_path, tiers):
+    """An adapter whose copies in shared memory and on disk are gone."""
+    add_model()
+    add_adapter(TUNED.model)
+    write(store, TUNED.version, model=TUNED.model, kind="adapter")
+    for tier in ("disk", "remote"):
+        await flow.run_once(tier)
+    assert store.evict(1 << 40) > 0
+    shutil.rmtree(tmp_path / "data/models")
+    await flow.run_once("disk")
+    assert tiers.tiers_of(TUNED) == ["remote"]
+
+
+async def test_it_comes_back_from_the_tier_that_has_it_and_stays_while_the_engine_takes_it(source, only_remote, store):
+    async with brought_in(source, "ft:x@step-2", 10) as path:
+        found = store.find(*TUNED)
+        assert path == str(found.path)
+        check(store, found)
+        with pytest.raises(VersionLeased):
+            store.remove(found)
+    await asyncio.sleep(0)
+    while store.evict(1 << 40) == 0:
+        await asyncio.sleep(0.001)  # the box lets go when it sees the end of the connection
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("ft:x@step-9", "not an adapter of this box"),
+        ("starter@v1", "not an adapter of this box"),
+        ("", "not an adapter"),
+        ("ft:x@step-1", "in no tier"),
+    ],
+)
+async def test_what_no_tier_has_is_refused_with_the_reason(source, only_remote, asked, told):
+    with pytest.raises(AdapterUnavailable, match=told):
+        async with brought_in(source, asked, 10):
+            pass

@@ -1,4 +1,4 @@
-"""Answers in the forms of other APIs, made of vLLM's own objects without an engine."""
+"""Requests and answers in the forms of other APIs, made of vLLM's own objects without an engine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,38 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
+from serve.core.legacy_functions import LegacyRefused, as_tools, with_tool_call
 from serve.vllm import answers
 
 F = {"name": "f", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "choice"),
+    [
+        ({}, "auto"),
+        ({"function_call": "none"}, "none"),
+        ({"function_call": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+def test_a_request(given, choice):
+    assert as_tools({"functions": [F]} | given) == {
+        "tools": [{"type": "function", "function": F}],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }
+
+
+def test_a_call_and_its_result_in_the_messages_belong_together():
+    call = with_tool_call(1, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}})
+    result = with_tool_call(2, {"role": "function", "name": "f", "content": "42"})
+    assert call["tool_calls"] == [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    assert "function_call" not in call
+    assert result == {"role": "tool", "name": "f", "content": "42", "tool_call_id": "call_1"}
+    with pytest.raises(LegacyRefused, match="both"):
+        with_tool_call(0, call | {"function_call": {"name": "f", "arguments": "{}"}})
+
+
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
 
 

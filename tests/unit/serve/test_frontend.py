@@ -1,20 +1,28 @@
-"""What would end an engine within a step is refused, or ends its own request."""
+"""What would end an engine within a step is refused or ends its own request; an engine's metrics and ends of turn."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncGenerator
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.worker.gpu.sample import bad_words
 
-from serve.vllm.frontend import Frontend, Inputs, bound_forbidden
+from appliance.models.template_trial import try_here
+from serve.vllm.frontend import Frontend, Inputs, Metrics, bound_forbidden, end_turns_of
+from weights.checkpoint.turns import PROBES
 
 
 class Letters:
@@ -91,3 +99,62 @@ async def test_generate_refuses_a_form_that_failed(monkeypatch: pytest.MonkeyPat
     with pytest.raises(VLLMValidationError):
         async for _ in object.__new__(Frontend).generate("", params):
             pass
+
+
+LABELS = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+
+
+def asked_for_in_each_order(logger: MagicMock) -> None:
+    for name in LABELS:
+        setattr(logger, f"labelname_{name}", name)
+    for names in permutations("abcd"):
+        told = dict.fromkeys(names, 1)
+        PrometheusStatLogger.record(
+            logger, SchedulerStats(waiting_lora_adapters=told, running_lora_adapters=told), None
+        )
+
+
+def test_metrics_have_no_series_for_orders_of_adapters(monkeypatch):
+    logger = MagicMock(max_lora=4, gauge_lora_info=Gauge("lora", "", LABELS, registry=CollectorRegistry()))
+    series = logger.gauge_lora_info._metrics
+    asked_for_in_each_order(logger)
+    assert len(series) == 24, "as vLLM has it"
+    series.clear()
+    monkeypatch.setattr(PrometheusStatLogger, "__init__", lambda self: vars(self).update(gauge_lora_info="vLLM's"))
+    logger.gauge_lora_info = Metrics().gauge_lora_info
+    asked_for_in_each_order(logger)
+    assert not series and logger.gauge_scheduler_running[0].set.called
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@functools.cache
+def rendered():
+    return try_here(CHATML, {})["rendered"]
+
+
+class Tokenizer:
+    bos_token, eos_token, eos_token_id = None, "</s>", 2
+
+    def get_added_vocab(self):
+        return {"</s>": 2, "<|im_start|>": 6, "<|im_end|>": 7}
+
+    def apply_chat_template(self, messages, *, chat_template, tokenize, **given):
+        name = next(
+            n for n, p in PROBES.items() if {"add_generation_prompt": True} | p == {"messages": tuple(messages)} | given
+        )
+        text = rendered()[name]
+        if text is None:
+            raise ValueError(name)
+        return text
+
+
+@pytest.mark.parametrize(("fields", "ends"), [({}, [7]), ({"eos_token_id": 2}, [2, 7]), ({"eos_token_id": [7]}, [7])])
+def test_end_turns_of_adds_the_templates_end_of_turn(fields, ends):
+    llm = SimpleNamespace(get_tokenizer=Tokenizer, input_processor=SimpleNamespace(generation_config_fields=fields))
+    end_turns_of(llm, CHATML)
+    assert fields["eos_token_id"] == ends

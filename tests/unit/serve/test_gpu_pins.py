@@ -22,9 +22,9 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from runtime.devices.kinds import kind_of
 from serve.core.model_settings import ModelSettings
-from serve.core.spec import ReplicaSpec
 from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.patches import prefer_ready_made
+from tests.unit.serve.specs import spec
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,8 @@ def parser():
     return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
-def spec(**more):
-    own = ("r", "m", "v", "/v", "/s.sock", (0, 1), "cuda", "/shm", 2**30)
-    return ReplicaSpec(*own, tensor_parallel=2, numa_nodes=(None, None), **more)
+def on_two_gpus(**more):
+    return spec(kind="cuda", devices=(0, 1), tensor_parallel=2, numa_nodes=(None, None), **more)
 
 
 def configured(args, defaults):
@@ -57,7 +56,7 @@ def _all_on(defaults):
 def test_no_level_of_optimisation_turns_flashinfers_kernels_on_again(parser, level):
     defaults = OPTIMIZATION_LEVEL_TO_CONFIG[level]
     settings = ModelSettings(engine_args={"optimization-level": str(int(level))})
-    served = spec(**settings.spec_fields())
+    served = on_two_gpus(**settings.spec_fields())
     # The server's own arguments, as of its socket, are of another parser.
     args = AsyncEngineArgs.from_cli_args(parser.parse_known_args(engine_arguments(served, {}, None))[0])
     assert int(args.optimization_level) == level
@@ -79,12 +78,12 @@ def test_gated_delta_nets_read_prompts_by_tritons_kernels(parser, monkeypatch):
         config = SimpleNamespace(additional_config=more, model_config=SimpleNamespace(hf_text_config=text))
         return qwen_gdn_linear_attn._resolve_gdn_prefill_backend(config)[1]
 
-    assert taken(engine_arguments(spec(), {}, None)) == "triton"
+    assert taken(engine_arguments(on_two_gpus(), {}, None)) == "triton"
     assert taken(["--model", "/v"]) == "flashinfer", "or vLLM has another default now: look what it compiles"
 
 
 def test_what_vllm_does_with_flashinfer_unless_told_otherwise_is_off(monkeypatch):
-    for name, value in engine_environment(spec(), 8).items():
+    for name, value in engine_environment(on_two_gpus(), 8).items():
         monkeypatch.setenv(name, value)
     judged = {name: getattr(envs, name) for name in envs.environment_variables if "FLASHINFER" in name}
     on = {name for name, value in judged.items() if value is True}
@@ -142,7 +141,7 @@ def test_layers_in_fp8_are_not_multiplied_by_deepgemm(monkeypatch, told):
     """As on a Hopper GPU, with the package that vLLM's build for CUDA brings along: vLLM asks no more than this."""
     monkeypatch.setattr(type(deep_gemm.current_platform), "support_deep_gemm", classmethod(lambda _: True))
     monkeypatch.setattr(deep_gemm, "has_deep_gemm", lambda: True)
-    for name, value in engine_environment(spec(), 8).items() if told else ():
+    for name, value in engine_environment(on_two_gpus(), 8).items() if told else ():
         monkeypatch.setenv(name, value)
     deep_gemm.is_deep_gemm_supported.cache_clear()
     try:

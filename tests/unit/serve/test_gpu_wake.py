@@ -1,4 +1,4 @@
-"""What a GPU's engine writes again after a sleep that kept nothing, and forgets after its fork."""
+"""What a GPU's engine asks at import and after its fork, and writes again after a sleep that kept nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.cuda
 from vllm import device_allocator
 from vllm.device_allocator import AllocationData
 from vllm.v1.attention.backends import cpu_attn
@@ -16,9 +17,10 @@ from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+from runtime.devices.kinds import kind_of
 from serve.vllm import loose_tensors
 from serve.vllm.loose_tensors import MOST_BYTES, LooseTensors
-from serve.vllm.patches import forget_devices
+from serve.vllm.patches import forget_devices, with_device_at_import
 from serve.vllm.worker import ShmGPUWorker
 
 
@@ -144,3 +146,35 @@ def test_an_engine_asks_anew_what_its_parent_was_told_about_another_gpu():
     assert Nvml.get_device_capability() == (9, 0)
     forget_devices(Nvml)
     assert Nvml.get_device_capability() == (8, 9)
+
+
+triton = pytest.importorskip("triton")
+
+H100 = SimpleNamespace(get_device_capability=lambda: (9, 0), get_device_name=lambda: "NVIDIA H100 80GB HBM3")
+RTX_4090 = SimpleNamespace(get_device_capability=lambda: (8, 9), get_device_name=lambda: "NVIDIA GeForce RTX 4090")
+ASKED = ("get_device_name", "get_device_capability", "device_count")
+
+
+def asking(model):
+    """What vllm/third_party/flash_linear_attention/ops/utils.py asks while it is imported."""
+    driver = triton.runtime.driver.active
+    shared = [driver.utils.get_device_properties(i)["max_shared_mem"] for i in range(torch.cuda.device_count())]
+    target = driver.get_current_target()
+    return target.backend, target.arch, torch.cuda.get_device_name(0), torch.cuda.get_device_capability(), shared
+
+
+@pytest.mark.parametrize(
+    ("platform", "told"),
+    [
+        (H100, ("cuda", 90, "NVIDIA H100 80GB HBM3", (9, 0), [232448])),
+        (RTX_4090, ("cuda", 89, "NVIDIA GeForce RTX 4090", (8, 9), [101376])),
+    ],
+)
+def test_kernels_that_ask_at_import_are_told_without_starting_cuda(monkeypatch, platform, told):
+    started = []
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: started.append(True))
+    before, driver = [getattr(torch.cuda, call) for call in ASKED], triton.runtime.driver._active
+    assert with_device_at_import(asking, platform, kind_of("cuda"))(None) == told
+    assert not started
+    assert [getattr(torch.cuda, call) for call in ASKED] == before
+    assert triton.runtime.driver._active is driver

@@ -1,4 +1,4 @@
-"""Forms are checked and compiled by the backend that follows them."""
+"""Forms are checked and compiled by the backend that follows them; what the parsers of <think> take for the answer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.parser.parser_manager import ParserManager
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output import backend_guidance
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from serve.vllm import grammars
+from serve.core.parsers import BEGUN_THOUGHT_PARSER, THINK_PARSER
+from serve.vllm import grammars, thoughts
 from serve.vllm.grammars import BoundedGrammar, FormBackend
 from tests.train_support.tiny import tokenizer
 
@@ -114,3 +117,42 @@ def test_grammar_that_takes_too_long_to_accept_tokens_accepts_no_more(clock: lis
     while slow.accept_tokens("r", [60]):
         steps += 1
     assert steps == pytest.approx(grammars.MOST_BEYOND_S / 0.04, abs=1)
+
+
+@pytest.fixture(scope="module")
+def words():
+    thoughts.register()
+    made = tokenizer()
+    made.add_tokens(["<think>", "</think>"])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "written", "max_tokens", "thought", "answer"),
+    [
+        (THINK_PARSER, "assistant\n", "yes", None, None, "yes"),
+        (THINK_PARSER, "assistant\n", "<think>\nso\n</think>\n\nyes", None, "so", "yes"),
+        (THINK_PARSER, "assistant\n", "<think>\n\n</think>\n\nyes", None, None, "yes"),
+        (THINK_PARSER, "assistant\n", "<think>\nso it goes on", 4, "so it goes on", None),
+        (BEGUN_THOUGHT_PARSER, "assistant\n<think>\n", "so\n</think>\n\nyes", None, "so", "yes"),
+        (BEGUN_THOUGHT_PARSER, "assistant\n<think>\n", "yes", None, None, "yes"),
+        (BEGUN_THOUGHT_PARSER, "assistant\n<think>\n", "yes", 100, None, "yes"),
+        (BEGUN_THOUGHT_PARSER, "assistant\n<think>\n", "so it goes on", 2, "so it goes on", None),
+    ],
+)
+def test_answer_with_and_without_a_thought_is_content(words, parser, prompt, written, max_tokens, thought, answer):
+    request = ChatCompletionRequest(
+        model="m", messages=[{"role": "user", "content": "a"}], max_tokens=max_tokens, include_reasoning=True
+    )
+    made = ParserManager.get_parser(reasoning_parser_name=parser, tool_parser_name=None)
+    reasoning, content, _ = made(words).parse(written, request)
+    assert ((reasoning or "").strip() or None, content) == (thought, answer)
+
+    stream, streamed = made(words), ""
+    tokens = words.encode(written)
+    for number, token in enumerate(tokens, 1):
+        delta = stream.parse_delta(
+            words.decode([token]), [token], request, words.encode(prompt), finished=number == len(tokens)
+        )
+        streamed += (delta and delta.content) or ""
+    assert streamed == (answer or "")

@@ -33,6 +33,11 @@ def after_call(call_id: str | None, content: Any, **more: Any) -> list[Body]:
     return [USER, asked, {"role": "tool", "tool_call_id": call_id, "content": content}]
 
 
+def block(kind: str, **more: Any) -> Body:
+    return {"type": kind, **more}
+
+
+CUSTOM = {"id": "c", "type": "custom", "custom": {"name": "p", "input": "x"}}
 CHAT: dict[str, Body] = {
     "sigoden/aichat 1296: ids of calls are null": {"messages": after_call(None, "14"), "tools": [CHAT_TOOL]},
     "VirtusLab/llm-tools-mcp 51: description null": {"messages": [USER], "tools": [CHAT_TOOL]},
@@ -57,92 +62,68 @@ CHAT: dict[str, Body] = {
     "custom call in the history": {
         "messages": [
             USER,
-            {"role": "assistant", "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "p", "input": "x"}}]},
+            {"role": "assistant", "tool_calls": [CUSTOM]},
             {"role": "tool", "tool_call_id": "c", "content": "ok"},
         ]
     },
 }
+SEARCH = block("web_search_call", id="w", status="completed", action={"type": "other"})
+SCREEN = {"output": {"type": "computer_screenshot", "file_id": "f"}}
+NAMESPACE = block("namespace", name="functions", description="d", tools=[BELL])
 RESPONSES: dict[str, Body] = {
     "openai/codex 12669: items without id": {
         "input": [
-            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "d"}]},
-            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
-            {"type": "function_call", "name": "shelf", "arguments": "{}", "call_id": "c"},
-            {"type": "function_call_output", "call_id": "c", "output": "14"},
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "14"}]},
+            block("message", role="developer", content=[block("input_text", text="d")]),
+            block("reasoning", summary=[], content=None, encrypted_content=None),
+            block("function_call", name="shelf", arguments="{}", call_id="c"),
+            block("function_call_output", call_id="c", output="14"),
+            block("message", role="assistant", content=[block("output_text", text="14")]),
             USER,
         ],
         "tools": [TOOL],
         "client_metadata": {"x": "y"},
     },
     "token_proxy 307: additional_tools": {
-        "input": [
-            {
-                "type": "additional_tools",
-                "role": "developer",
-                "tools": [{"type": "namespace", "name": "functions", "description": "d", "tools": [BELL]}],
-            },
-            USER,
-        ]
+        "input": [block("additional_tools", role="developer", tools=[NAMESPACE]), USER]
     },
-    "openai/codex 6945: a search of another kind": {
-        "input": [
-            USER,
-            {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "other"}},
-            USER,
-        ]
-    },
+    "openai/codex 6945: a search of another kind": {"input": [USER, SEARCH, USER]},
     "vllm 55974: computer_call_output, mcp_call": {
         "input": [
             USER,
-            {"type": "mcp_call", "id": "m", "name": "p", "server_label": "s", "arguments": "{}", "output": "5"},
-            {
-                "type": "computer_call",
-                "id": "k",
-                "call_id": "k",
-                "action": {"type": "screenshot"},
-                "status": "completed",
-            },
-            {"type": "computer_call_output", "call_id": "k", "output": {"type": "computer_screenshot", "file_id": "f"}},
+            block("mcp_call", id="m", name="p", server_label="s", arguments="{}", output="5"),
+            block("computer_call", id="k", call_id="k", action={"type": "screenshot"}, status="completed"),
+            block("computer_call_output", call_id="k", **SCREEN),
             USER,
         ]
     },
-    "vllm 48237: an answer without content": {
-        "input": [USER, {"type": "message", "role": "assistant", "content": []}, USER]
-    },
+    "vllm 48237: an answer without content": {"input": [USER, block("message", role="assistant", content=[]), USER]},
     "llama.cpp 20156: tools of OpenAI's server": {
         "input": "x",
-        "tools": [TOOL, {"type": "web_search"}, {"type": "local_shell"}, {"type": "custom", "name": "free"}],
+        "tools": [TOOL, block("web_search"), block("local_shell"), block("custom", name="free")],
     },
     "encrypted thoughts of another server": {
-        "input": [USER, {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAA"}, USER],
+        "input": [USER, block("reasoning", id="r", summary=[], encrypted_content="gAAA"), USER],
         "include": ["reasoning.encrypted_content", "web_search_call.results"],
     },
 }
+SEARCHED = [
+    block("server_tool_use", id="s", name="web_search", input={"query": "q"}),
+    block("web_search_tool_result", tool_use_id="s", content=[]),
+    block("text", text="A"),
+]
 MESSAGES: dict[str, Body] = {
     "claude-code 53473: empty blocks of text": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": ""}, {"type": "text", "text": "x"}]}]
+        "messages": [{"role": "user", "content": [block("text", text=""), block("text", text="x")]}]
     },
     "claude-code 77698: server tools beside the client's": {
         "messages": [USER],
         "tools": [
             {"name": "shelf", "input_schema": SCHEMA, "eager_input_streaming": True},
-            {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+            block("web_search_20250305", name="web_search", max_uses=5),
         ],
     },
     "a conversation with another server's search": {
-        "messages": [
-            USER,
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
-                    {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
-                    {"type": "text", "text": "A"},
-                ],
-            },
-            USER,
-        ]
+        "messages": [USER, {"role": "assistant", "content": SEARCHED}, USER]
     },
 }
 

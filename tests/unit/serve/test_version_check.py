@@ -1,11 +1,15 @@
+"""What a running engine must find in a version: the same model, and the token that training recorded."""
+
 from __future__ import annotations
 
 import json
 
 import pytest
 
-from serve.core.errors import VersionMismatch
-from serve.load.version_check import check_same_model, identity, read_chat_template
+from serve.core.errors import FingerprintMismatch, VersionBroken, VersionMismatch, WithoutNumbers
+from serve.load.version_check import Token, check_same_model, check_token, identity, read_chat_template, recorded_token
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.store import WeightStore
 
 
 @pytest.fixture
@@ -50,3 +54,60 @@ def test_the_chat_template_file_wins_over_the_tokenizers(pair):
     (pair[0] / "chat_template.jinja").write_text("y")
     assert read_chat_template(pair[0]) == "y"
     assert read_chat_template(pair[0].parent) is None
+
+
+RECORD = Token((1, 2), 7, -0.5)
+ANSWER = {7: -0.5, 9: -1.5}
+NAN = float("nan")
+
+
+def checked(answer, record=RECORD):
+    return check_token(answer, record, tolerance=0.15, what="v")
+
+
+@pytest.mark.parametrize("answer", [ANSWER, {7: -0.6, 9: -0.59}], ids=["equal", "near tie"])
+def test_check_of_the_recorded_token_verifies(answer):
+    assert checked(answer) == {"token": 7, "logprob": answer[7], "verdict": "verified"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "record", "error"),
+    [
+        pytest.param({7: -0.8, 9: -1.5}, RECORD, FingerprintMismatch, id="other logprob"),
+        pytest.param({8: -0.5, 9: -1.5}, RECORD, FingerprintMismatch, id="other token"),
+        pytest.param({7: NAN, 9: -1.5}, RECORD, VersionBroken, id="not finite"),
+        pytest.param({7: NAN, 9: -1.5}, None, VersionBroken, id="not finite, unrecorded"),
+    ],
+)
+def test_check_of_other_weights_raises(answer, record, error):
+    with pytest.raises(error):
+        checked(answer, record)
+
+
+def test_check_without_a_record_claims_nothing():
+    assert checked(ANSWER, None) == {"verdict": "unrecorded"}
+
+
+@pytest.fixture
+def sealed(tmp_path):
+    """Path of a version with this `meta`."""
+
+    def seal(meta):
+        layout = Layout.plan([TensorSpec("w", "F32", (1,))])
+        with WeightStore(tmp_path, budget_bytes=None).reserve(layout, kind="version", model="m", version="v1") as draft:
+            return draft.commit(meta=meta).path
+
+    return seal
+
+
+@pytest.mark.parametrize(
+    ("meta", "record"),
+    [({}, None), ({"fingerprint": {"prompt": [1, 2], "token": 7, "logprob": -0.5}}, RECORD)],
+)
+def test_recorded_token_is_what_the_manifest_has(tmp_path, sealed, meta, record):
+    assert recorded_token(tmp_path) is None and recorded_token(sealed(meta)) == record
+
+
+def test_recorded_token_of_a_version_that_trained_to_nan_raises_without_numbers(sealed):
+    with pytest.raises(WithoutNumbers):
+        recorded_token(sealed({"fingerprint": None}))

@@ -61,7 +61,7 @@ class Box:
     def start(self, number: int, **fields: Any) -> str:
         row = JobRow(f"ftjob-{number}", "starter", "supervised", "file-1", 7, f"ft:{number}", float(number))
         jobs.insert(self.db, dataclasses.replace(row, phase="queued", **fields))
-        self.events.started(row.id, ["gpu0"], resumed=False)
+        self.events.started(row.id, ["gpu0"])
         return row.id
 
     @property

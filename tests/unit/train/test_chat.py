@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.train_support.tiny import CHATML, tokenizer
+from tests.train_support.tiny import CHATML, tokenizer, trained_texts
 from train.data.chat import ChatEncoder, vocabulary_of
 from train.data.formats import convert
 from train.data.records import BadRecord
@@ -37,24 +37,8 @@ NO_PROMPT = BEGIN + "{{ m['content'] }}<|im_end|>\n{% endfor %}"
 GOOD, BYE = "hello, fox<|im_end|>", "good bye<|im_end|>"
 
 
-def rows_of(encoder, example):
-    """Of each row the whole text, and the texts that are trained."""
-    found = []
-    for ids, mask in encoder.encode(example):
-        assert len(ids) == len(mask)
-        runs, run = [], []
-        for token, trained in zip([*ids.tolist(), 0], [*mask.tolist(), False], strict=True):
-            if trained:
-                run.append(token)
-            elif run:
-                runs.append(encoder.tokenizer.decode(run))
-                run = []
-        found.append((encoder.tokenizer.decode(ids), runs))
-    return found
-
-
 def trained(encoder, example):
-    return [text for _, runs in rows_of(encoder, example) for text in runs]
+    return [text for _, text in trained_texts(encoder, example)]
 
 
 @pytest.mark.parametrize(
@@ -70,12 +54,11 @@ def trained(encoder, example):
 )
 def test_encode_trains_answers_and_their_ends_under_each_kind_of_template(template, expected, n_rows):
     encoder = ChatEncoder(tokenizer(template))
-    found = rows_of(encoder, TALK)
-    assert sorted(text for _, runs in found for text in runs) == sorted(expected)
-    assert len(found) == n_rows
-    for text, runs in found if template != STRICT else ():  # each in the context in which an engine is asked
-        prompt = encoder.tokenizer.decode(encoder.prompt({"messages": TALK["messages"][: 4 if BYE[:8] in text else 2]}))
-        assert text.startswith(prompt) and text[len(prompt) :] == runs[-1]
+    found = trained_texts(encoder, TALK)
+    assert sorted(text for _, text in found) == sorted(expected) and len(encoder.encode(TALK)) == n_rows
+    for before, text in found if template != STRICT else ():  # each in the context in which an engine is asked
+        asked = TALK["messages"][: 4 if text.endswith(BYE) else 2]
+        assert before == encoder.tokenizer.decode(encoder.prompt({"messages": asked}))
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
@@ -148,8 +131,8 @@ def test_encode_under_a_template_that_goes_on_after_its_end_trains_up_to_the_end
 def test_encode_of_a_thought_after_the_template_closed_one_opens_it():
     closes = FORGETFUL.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n{% endif %}")
     thought = {"role": "assistant", "content": "bye", "reasoning_content": "hm"}
-    ((text, runs),) = rows_of(ChatEncoder(tokenizer(closes)), {"messages": [QUESTION, thought]})
-    assert (text.count("</think>"), [run.strip() for run in runs]) == (1, ["hm\n</think>\nbye<|im_end|>"])
+    ((before, text),) = trained_texts(ChatEncoder(tokenizer(closes)), {"messages": [QUESTION, thought]})
+    assert "</think>" not in before and text.strip() == "hm\n</think>\nbye<|im_end|>"
     closed = "{% if m['role'] == 'assistant' %}<think></think>{% endif %}"
     plain = BEGIN + closed + "{{ m['content'] }}" + END.replace("assistant\n", "assistant\n<think></think>")
     tagged = {"role": "assistant", "content": "<think>hm</think>bye"}
@@ -182,11 +165,8 @@ def test_encode_of_ids_that_the_template_refuses_shortens_them():
     assert trained(ChatEncoder(tokenizer(checks + CHATML)), CALLED)[-1] == "it is 2<|im_end|>"
 
 
-@pytest.mark.parametrize("role", ["system", "user"])
-def test_encode_of_a_message_that_the_template_leaves_out_is_refused(role):
-    drops = BEGIN + "{% if m['role'] != '" + role + "' %}{{ m['content'] }}{% endif %}" + END
-    with pytest.raises(BadRecord, match=f"from '{role}'"):
-        ChatEncoder(tokenizer(drops)).encode(TALK)
+def leaves_out(role):
+    return BEGIN + "{% if m['role'] != '" + role + "' %}{{ m['content'] }}{% endif %}" + END
 
 
 @pytest.mark.parametrize(
@@ -194,6 +174,8 @@ def test_encode_of_a_message_that_the_template_leaves_out_is_refused(role):
     [
         ("{# knows no tool_calls #}" + BEGIN + "{{ m['content'] }}" + END, SAYS_IT_CALLS, "a call of 'add'"),
         ("{{ raise_exception('no tools here') }}", TALK, "no tools here"),
+        (leaves_out("system"), TALK, "from 'system'"),
+        (leaves_out("user"), TALK, "from 'user'"),
         ("{{ messages[0]['content'] }}", TALK, r"messages\[2\]"),
         ("{# knows no tool_calls #}" + BEGIN + "{{ m['content'] or '' }}" + END, CALLED, "a call of 'add'"),
         (

@@ -53,38 +53,17 @@ def test_a_long_list_of_errors_is_bounded_but_counted(tmp_path):
         assert report.n_errors == counted and len(report.errors) == MAX_LISTED_ERRORS
 
 
-@pytest.mark.parametrize(
-    "shape, record, messages",
-    [
-        (
-            "alpaca",
-            {"instruction": "Add", "input": "1 2", "output": "3", "system": "s", "history": [["q", "a"]]},
-            [("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "Add\n1 2"), ("assistant", "3")],
-        ),
-        (
-            "sharegpt",
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            [("user", "q"), ("assistant", "a")],
-        ),
-        ("prompt_completion", {"prompt": "q", "completion": "a"}, [("user", "q"), ("assistant", "a")]),
-        ("question_answer", {"question": "q", "answer": "a"}, [("user", "q"), ("assistant", "a")]),
-        (
-            "chat",
-            chat(("developer", "d"), ("user", [{"type": "text", "text": "q"}]), ("assistant", "a")),
-            [("system", "d"), ("user", "q"), ("assistant", "a")],
-        ),
-    ],
-)
 @pytest.mark.parametrize("array", [False, True])
-def test_converts_every_shape_to_chat(tmp_path, shape, record, messages, array):
+def test_check_writes_examples_of_another_shape_as_chats(tmp_path, array):
+    record = {"instruction": "Add", "input": "1 2", "output": "3", "history": [["q", "a"]]}
     source = tmp_path / "in"
     source.write_text(json.dumps([record] * 12, indent=2) if array else "\n".join([json.dumps(record)] * 12))
     report = check_training_file(source, chat_path=tmp_path / "out.jsonl")
-    assert report.ok and (report.shape, report.n_examples) == (shape, 12)
-    assert bool(report.notes) == (shape != "chat") and not report.warnings, "what was done is not a fault"
+    assert report.ok and (report.shape, report.n_examples) == ("alpaca", 12)
+    assert report.notes and not report.warnings, "what was done is not a fault"
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
-    assert len(lines) == 12
-    assert [(m["role"], m["content"]) for m in json.loads(lines[3])["messages"]] == messages
+    expected = chat(("user", "q"), ("assistant", "a"), ("user", "Add\n1 2"), ("assistant", "3"))
+    assert len(lines) == 12 and json.loads(lines[3]) == expected
     assert (tmp_path / "out.jsonl").stat().st_mode & 0o777 == 0o600
 
 
@@ -122,9 +101,11 @@ def test_check_of_parallel_calls_heeds_what_the_row_allows(tmp_path, parallel, r
         (b'{"data": [{"prompt": "a", "completion": "b"}]}', "jq -c '.data[]'"),
     ],
 )
-def test_hostile_files_are_refused_with_a_reason(tmp_path, content, reason):
+def test_hostile_files_are_refused_with_a_reason(tmp_path, monkeypatch, content, reason):
+    if b"aaa" in content:
+        monkeypatch.setattr("train.data.records.MAX_EXAMPLE_BYTES", 1000)
     (tmp_path / "f").write_bytes(content)
-    report = check_training_file(tmp_path / "f", max_example_bytes=1000 if b"aaa" in content else 1_000_000)
+    report = check_training_file(tmp_path / "f")
     assert not report.ok and any(reason in why for _, why in report.errors), report.errors
 
 

@@ -94,45 +94,8 @@ def test_fragments_cover_every_parameter_with_its_state(stage, precision):
     assert state["step"].item() == 1.0
 
 
-class Mixture(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.experts = nn.Parameter(torch.ones(4, 16, 8))
-
-    def forward(self, x):
-        self.at = self.experts.data_ptr()
-        return (x * self.scale * self.experts).float().sum()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_experts_begin_at_whole_16_bytes_behind_a_scale_of_one_element(stage):
-    """torch's grouped product asks this of a GPU's memory alone."""
-    module = Mixture()
-    optimizer = torch.optim.AdamW(
-        _groups([*module.parameters()], host_spec()),
-        lr=0.1,
-        fused=True,
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": True},
-    }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
-    for _ in range(2):
-        engine.backward(engine(torch.ones(4, 16, 8, dtype=torch.bfloat16)))
-        engine.step()
-        assert module.at % 16 == 0
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_accumulated_gradients_are_summed_not_averaged(stage):
-    engine = engine_of(stage, "bf16")
-    steps(engine, 1)
-    torch.manual_seed(0)
-    plain = Tiny().to(torch.bfloat16)
-    (2 * plain(torch.ones(1, 7, dtype=torch.bfloat16))).backward()
-    norm = torch.cat([p.grad.float().flatten() for p in plain.parameters() if p.grad is not None]).norm()
-    assert float(engine.get_global_grad_norm()) == pytest.approx(norm.item(), rel=1e-2)
+def test_experts_begin_at_whole_16_bytes_behind_a_scale_of_one_element():
+    """ZeRO keeps parameters end to end; torch's grouped product asks this of a GPU's memory alone."""
+    scale, experts = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(4, 16, 8))
+    ((ordered, _),) = (group.values() for group in _groups([scale, experts], host_spec()))
+    assert [p.numel() for p in ordered] == [4 * 16 * 8, 1]

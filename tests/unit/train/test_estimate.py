@@ -1,13 +1,31 @@
-"""What a job takes, against the numbers of the papers and against real models' parameters."""
+"""What a job takes, against the numbers of the papers, real models' parameters, and what a rank holds and writes."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from transformers.utils import logging as transformers_logging
 
+from tests.train_support.specs import host_spec
+from tests.train_support.tiny import make_model_dir, write_chat_file
+from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
+from train.control.rank import Progress, Rank
+from train.methods.methods import DEFAULT as SUPERVISED
+from train.methods.packed_objective import PackedObjective
+from train.model.model import load_model
 from train.plan import estimate
 from train.plan.auto import DatasetStats, ModelStats, resolve
 from train.plan.estimate import ModelShape
+from train.plan.spec import TrainSpec
+from train.state import fragments
+from train.state.publish import publish
+from train.state.snapshot import Snapshots, Validations
+from train.trainer.engine import build_engine
+from weights.memory.store import WeightStore
 
 transformers_logging.set_verbosity_error()
 LLAMA_8B = ModelShape.from_config(
@@ -24,7 +42,7 @@ LLAMA_8B = ModelShape.from_config(
 
 
 def fields(**given):
-    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(LLAMA_8B.n_parameters, 8192, "cuda"), 8)
+    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(LLAMA_8B, 8192, "cuda"), 8)
 
 
 def test_zero_shares_out_what_its_paper_says():
@@ -68,3 +86,91 @@ def test_tensor_parallelism_cuts_all_but_embeddings_and_head():
     assert shared.optimizer_bytes == 12 * held // 2, "ZeRO shares it out over the two groups"
     assert shared.state_bytes < alone.state_bytes and shared.activations_bytes < alone.activations_bytes
     assert estimate.snapshot_bytes(LLAMA_8B, fields(full=True, tensor_parallel=4)) == 12 * eight
+
+
+HEADERS_BYTES = 32 * 1024  # names and offsets, manifest, config and tokenizer
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
+@pytest.mark.parametrize("family", ["llama", "mixtral", pytest.param("qwen2_moe", marks=pytest.mark.soak)])
+def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage, full):
+    base = make_model_dir(tmp_path / "base", family=family, hidden_size=128, intermediate_size=256, head_dim=32)
+    spec = spec_of(tmp_path, base, zero_stage=stage, full=full, lora_rank=8, batch_size=1)
+    model = load_model(spec)
+    shape = shape_of(base, model)
+    assert estimate.trained_parameters(shape, asdict(spec)) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+    engine = build_engine(PackedObjective(model, SUPERVISED, {}), spec)
+    fragments.create_moments(engine, 1)
+    memory = estimate.rank_memory(shape, asdict(spec), 1)
+
+    weights = sum(p.numel for p in fragments.parameters(engine)) * 2
+    assert memory.weights_bytes == weights
+    state = engine.optimizer.optimizer.state
+    held = sum(4 * flat.numel() * (1 + sum(key in state[flat] for key in fragments.MOMENTS)) for flat in state)
+    assert held == pytest.approx(memory.optimizer_bytes, rel=0.01)  # ZeRO pads its partitions
+
+    store = WeightStore(spec.shm_root, budget_bytes=None)
+    rank = Rank(spec, store, engine, fragments.grid(engine), lambda *_, **__: None, Progress())
+    snapshot = Snapshots(rank, "", Validations()).suspend(1)
+    assert 0 <= snapshot.bytes - estimate.snapshot_bytes(shape, asdict(spec)) < HEADERS_BYTES
+    version = publish(rank, "v1", {})
+    assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES
+
+
+def shape_of(base, model):
+    config = json.loads(Path(base, "config.json").read_text())
+    return ModelShape.from_config(config, sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name))
+
+
+def step(engine):
+    """Of two micro-batches."""
+    row = torch.arange(16)
+    batch = {
+        "input_ids": row[None],
+        "position_ids": row[None],
+        "segments": [(0, 16)],
+        "scale": 1.0,
+        "predict_at": row[:8],
+        "labels": row[1:9],
+        "sequence_sizes": (8,),
+    }
+    for _ in range(2):
+        engine.backward(engine(batch) * 1, scale_wrt_gas=False)
+        engine.step()
+
+
+def spec_of(folder: Path, base: Path, **settings: Any) -> TrainSpec:
+    """Of a job that trains all weights, a row at a time and two a step."""
+    folders = {"run_dir": str(folder), "shm_root": str(folder / "store")}
+    train_path = str(write_chat_file(folder / "t.jsonl", 4))
+    return host_spec(
+        base, train_path=train_path, **folders, **{"full": True, "micro_batch": 1, "batch_size": 2} | settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "precision"),
+    [(2, "optimizer", "bf16"), (2, "optimizer", "fp32"), (3, "optimizer", "bf16"), (3, "parameters", "bf16")],
+)
+def test_what_offloading_holds_in_host_memory_is_what_was_estimated(tmp_path, stage, offload, precision):
+    base = make_model_dir(tmp_path / "base", family="llama", hidden_size=128, intermediate_size=256, head_dim=32)
+    spec = spec_of(tmp_path, base, zero_stage=stage, offload=offload, precision=precision)
+    model = load_model(spec)
+    shape = shape_of(base, model)
+    engine = build_engine(PackedObjective(model, SUPERVISED, {}), spec)
+    step(engine)
+    zero = engine.optimizer
+    state = zero.optimizer.state
+    held = [tensor for flat in state for tensor in (flat, flat.grad, *state[flat].values())]
+    if stage == 2:
+        held += [*zero.param_buffer_of_bit16_for_cpu_offload_groups, *zero.accumulated_grads_in_cpu.values()]
+        held.append(zero.temp_grad_buffer_for_cpu_offload)
+    else:
+        held.append(zero.grad_partitions_flat_buffer)
+    if offload == "parameters":
+        held += [p.ds_tensor for p in model.parameters()]
+    held_bytes = sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor) and t.numel() > 1)
+    assert held_bytes == pytest.approx(estimate.rank_memory(shape, asdict(spec), 1).host_bytes, rel=0.02)

@@ -112,19 +112,13 @@ def test_answers_within_a_prompt_are_not_trained():
     assert [message.get("weight") for message in made] == [None, 0, None, None]
 
 
-def test_left_out_names_keys_of_turns_parts_and_calls():
+def test_left_out_names_keys_of_parts_and_calls():
     turns = [
-        {"role": "user", "content": [{"type": "text", "text": "3?", "cache": 1}], "language": "en", "name": ""},
-        {"role": "assistant", "tool_calls": [{**call("a", 3), "index": 0}], "tool_call_id": "x", "empty": []},
+        {"role": "user", "content": [{"type": "text", "text": "3?", "cache": 1}]},
+        {"role": "assistant", "tool_calls": [{**call("a", 3), "index": 0}], "empty": []},
         ANSWER,
     ]
-    assert convert({"messages": turns, "id": 7}).left_out == {
-        "id",
-        "messages[].language",
-        "messages[].content[].cache",
-        "messages[].tool_calls.index",
-        "messages[].tool_call_id",
-    }
+    assert convert({"messages": turns}).left_out == {"messages[].content[].cache", "messages[].tool_calls.index"}
 
 
 def test_parse_makes_a_record_of_a_bare_list_of_messages():

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.train_support.specs import host_spec
 from train.model import attention
 from train.model.model import keeps_state
 from train.plan.errors import UnsupportedModel
-from train.plan.spec import TrainSpec
 from train.trainer.worker import refuse_shared_rows
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
+SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
 DELTA = {f"linear_{what}": n for what, n in {"num_value_heads": 2, "num_key_heads": 1}.items()}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
@@ -58,16 +51,11 @@ def test_it_is_known_of_which_models_an_example_changes_the_next_one_in_its_row(
     assert keeps_state(model) == (not torch.allclose(row, alone, atol=1e-4))
 
 
-def spec_of(**more):
-    return TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", **more, device_kind="cpu")
-
-
 def test_only_one_example_a_row_is_learnt_by_a_model_that_keeps_a_state():
     keeping, other = model_of("lfm2"), model_of("llama")
-    refuse_shared_rows(keeping, spec_of(packing=False))
-    for more in ({}, {"packing": False, "micro_batch": 2}, {"packing": False, "method": "dpo"}):
-        refuse_shared_rows(other, spec_of(**more))
+    refuse_shared_rows(keeping, host_spec(packing=False))
+    alone = {"packing": False}
+    for more in ({}, alone | {"micro_batch": 2}, alone | {"method": "dpo"}, alone | {"method": "reinforcement"}):
+        refuse_shared_rows(other, host_spec(**more))
         with pytest.raises(UnsupportedModel, match="lfm2 has layers that keep a state"):
-            refuse_shared_rows(keeping, spec_of(**more))
-    with pytest.raises(UnsupportedModel, match="'supervised' alone"):
-        refuse_shared_rows(keeping, spec_of(packing=False, method="reinforcement"))
+            refuse_shared_rows(keeping, host_spec(**more))

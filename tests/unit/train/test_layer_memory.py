@@ -11,7 +11,7 @@ from train.data.packing import build_row
 from train.methods.methods import method_of
 from train.methods.packed_objective import PackedObjective, to_batch
 from train.model import attention
-from train.plan.estimate import ModelShape, layer_bytes
+from train.plan.estimate import ModelShape
 
 META = torch.device("meta")
 TOKENS = 2048
@@ -80,7 +80,5 @@ def packed_rows():
 def test_a_layer_keeps_what_plans_count_for_it(family):
     config = AutoConfig.for_model(family, **{**DENSE, **FAMILIES[family]})
     kept = (kept_bytes(config, 3) - kept_bytes(config, 2)) / TOKENS
-    shape = ModelShape.from_config(config.to_dict(), 10**9)
-    heads = shape.queries + shape.kv_heads * shape.head_dim
-    planned = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms)
+    planned = ModelShape.from_config(config.to_dict(), 10**9).layer_bytes()
     assert planned == pytest.approx(kept, rel=0.06), f"{kept:.0f} bytes of a token"

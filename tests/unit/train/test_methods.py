@@ -1,4 +1,4 @@
-"""The table of training methods: one more row is all that a method needs, from the request to the loss."""
+"""The table of training methods: how requests and commands name a method and its options."""
 
 from __future__ import annotations
 
@@ -11,27 +11,12 @@ from appliance.cli.commands import jobs
 from appliance.cli.errors import BadUsage
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.openai import new_job as requests
-from train.methods.method import Method, Option
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
+from train.plan.estimate import ModelShape
 
-DATASET, MODEL = auto.DatasetStats(100, 10_000, 100), auto.ModelStats(10_000_000, 512, device_kind="cpu")
-
-
-class Echoing(Method):
-    name = "echo"
-    summary = "learns twice"
-    options = (Option("strength", 0, 10, 2.0, "of the second time"),)
-
-    def refuses(self, shape):
-        return None if shape == "chat" else "has no conversations of OpenAI's form"
-
-
-@pytest.fixture
-def echo(monkeypatch):
-    monkeypatch.setitem(METHODS, "echo", Echoing())
-    return method_of("echo")
+DATASET, MODEL = auto.DatasetStats(100, 10_000, 100), auto.ModelStats(ModelShape(10_000_000), 512, device_kind="cpu")
 
 
 def body(**changes):
@@ -49,13 +34,7 @@ def test_a_request_names_the_method_and_its_hyperparameters():
         DEFAULT.resolve(hyperparameters, DATASET, MODEL, 2)
 
 
-def test_a_method_has_bounds_of_its_own(echo):
-    assert echo.resolve({"strength": 3}, DATASET, MODEL, 2)["options"] == {"strength": 3.0}
-    with pytest.raises(InvalidHyperparameter, match="strength"):
-        echo.resolve({"strength": 11}, DATASET, MODEL, 2)
-
-
-def test_a_method_is_refused_until_it_is_a_row():
+def test_a_method_that_is_not_a_row_is_refused():
     with pytest.raises(BadRequest, match="echo"):
         requests.training_of(body(method={"type": "echo"}))
     with pytest.raises(ValidationError, match=r"method\.echo"):
@@ -71,14 +50,14 @@ def given(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_commands_have_its_options(echo):
-    words = ("--strength", "0.5", "--set", "x=[1]", "--set", "y=z")
-    assert jobs.hyperparameters(given("--method", "echo", *words)) == {"strength": 0.5, "x": [1], "y": "z"}
+def test_commands_have_the_options_of_methods():
+    words = ("--beta", "0.5", "--set", "x=[1]", "--set", "y=z")
+    assert jobs.hyperparameters(given("--method", "dpo", *words)) == {"beta": 0.5, "x": [1], "y": "z"}
     found = jobs.hyperparameters(given("--method", "dpo", "--beta", "auto", "--lora", "--epochs", "auto"))
     assert found == {"beta": "auto", "full": False, "n_epochs": "auto"}
-    for twice in (["--set", "strength=1"], ["--set", "x=1", "--set", "x=2"]):
+    for twice in (["--set", "beta=1"], ["--set", "x=1", "--set", "x=2"]):
         with pytest.raises(BadUsage, match="is given twice"):
-            jobs.hyperparameters(given("--method", "echo", "--strength", "0.5", *twice))
+            jobs.hyperparameters(given("--method", "dpo", "--beta", "0.5", *twice))
     for wrong in (["--epochs", "many"], ["--method", "ehco"]):
         with pytest.raises(SystemExit):
             given(*wrong)
@@ -103,6 +82,6 @@ def test_options_of_methods_have_names_of_their_own():
     ],
 )
 def test_resolve_of_each_method_has_its_own_rate(method, n, given, rate, n_epochs):
-    model = auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
+    model = auto.ModelStats(ModelShape(7_000_000_000), 4096, device_kind="cpu")
     fields = METHODS[method].resolve({"full": True} | given, auto.DatasetStats(n, 200 * n, 100), model, 1)
     assert (fields["learning_rate"], fields["n_epochs"]) == (pytest.approx(rate), n_epochs)

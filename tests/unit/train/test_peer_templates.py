@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train_support.tiny import tokenizer
+from tests.train_support.tiny import tokenizer, trained_texts
 from train.data.chat import ChatEncoder
 from train.data.records import BadRecord
 
@@ -124,20 +124,8 @@ def encoder_of(family, own_tokens):
 
 def trained(encoder, messages):
     """(prompt, what is trained after it) of each trained turn, in the order of the conversation."""
-    tools = [TOOL] if any("tool_calls" in message for message in messages) else None
-    found = []
-    for ids, mask in encoder.encode({"messages": messages, **({"tools": tools} if tools else {})}):
-        start = 0
-        while start < len(ids):
-            if not mask[start]:
-                start += 1
-                continue
-            end = start
-            while end < len(ids) and mask[end]:
-                end += 1
-            found.append((encoder.tokenizer.decode(ids[:start]), encoder.tokenizer.decode(ids[start:end])))
-            start = end
-    return sorted(found, key=lambda one: len(one[0]))
+    tools = {"tools": [TOOL]} if any("tool_calls" in message for message in messages) else {}
+    return sorted(trained_texts(encoder, {"messages": messages, **tools}), key=lambda one: len(one[0]))
 
 
 CASES = [(family, name) for family in FAMILIES for name in CONVERSATIONS if name not in REFUSED.get(family, ())]

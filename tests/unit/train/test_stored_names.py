@@ -11,7 +11,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 
 from tests.train_support.tiny import FAMILIES, make_model_dir
 from train.plan.errors import UnsupportedModel
-from train.state.stored_names import match, stored_names
+from train.state.publish import cut, match, stored_names
 
 
 def load(path):
@@ -26,11 +26,11 @@ def written_by_fragments(model, names, cuts):
         flat = tensor.detach().reshape(-1)
         edges = [0, *sorted(draw.sample(range(flat.numel() + 1), min(cuts, flat.numel()))), flat.numel()]
         for start, end in zip(edges, edges[1:], strict=False):
-            for name, at, ours in names.cut(parameter, start, end - start):
-                (stored,) = [t for t in names.of(parameter) if t.name == name]
+            for name, at, ours in cut(names[parameter], start, end - start):
+                (stored,) = [t for t in names[parameter] if t.name == name]
                 whole = written.setdefault(name, torch.full((stored.numel,), float("nan"), dtype=torch.bfloat16))
                 whole[at : at + ours.stop - ours.start] = flat[start:end][ours]
-    shapes = {t.name: t.shape for parameter, _ in model.named_parameters() for t in names.of(parameter)}
+    shapes = {t.name: t.shape for parameter, _ in model.named_parameters() for t in names[parameter]}
     return {name: flat.view(shapes[name]) for name, flat in written.items()}
 
 
@@ -58,8 +58,8 @@ def test_a_tied_head_that_is_stored_all_the_same_is_left_out(tmp_path):
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     model, shapes = load(base)
     names = stored_names(model, shapes, base)
-    assert not names.of("lm_head.weight")
-    assert {t.name for p in shapes for t in names.of(p)} == tensors.keys() - {"lm_head.weight", "model.mtp.head"}
+    assert "lm_head.weight" not in names
+    assert {t.name for p in shapes for t in names[p]} == tensors.keys() - {"lm_head.weight", "model.mtp.head"}
 
 
 def converter(*operations):
@@ -72,13 +72,13 @@ STACK, JOIN = MergeModulelist(dim=0), Concatenate(dim=1)
 
 def test_parts_of_different_widths_lie_behind_each_other_in_every_expert():
     names = match([converter(STACK, JOIN)], "", {"experts.ab": (2, 6, 3)}, STORED)
-    assert [(t.name, t.start) for t in names.of("experts.ab")] == [
+    assert [(t.name, t.start) for t in names["experts.ab"]] == [
         ("experts.0.a", 0),
         ("experts.0.b", 6),
         ("experts.1.a", 18),
         ("experts.1.b", 24),
     ]
-    assert list(names.cut("experts.ab", 4, 16)) == [
+    assert list(cut(names["experts.ab"], 4, 16)) == [
         ("experts.0.a", 4, slice(0, 2)),
         ("experts.0.b", 0, slice(2, 14)),
         ("experts.1.a", 0, slice(14, 16)),
@@ -90,9 +90,9 @@ def test_parts_of_different_widths_lie_behind_each_other_in_every_expert():
     [
         ((STACK, Concatenate(dim=2)), (2, 2, 7), STORED, "joined along the next"),
         ((STACK, JOIN, Transpose(1, 2)), (2, 3, 6), STORED, "joined along the next"),
-        ((STACK, JOIN), (2, 6, 3), {k: v for k, v in STORED.items() if k != "experts.1.b"}, "different heights"),
+        ((STACK, JOIN), (2, 6, 3), {k: v for k, v in STORED.items() if k != "experts.1.b"}, "not filled"),
         ((STACK, JOIN), (3, 6, 3), STORED, "not filled"),
-        ((STACK, JOIN), (2, 6, 3), {}, "in no tensor of the base checkpoint"),
+        ((STACK, JOIN), (2, 6, 3), {}, "nothing"),
     ],
 )
 def test_what_is_not_one_range_of_a_parameter_is_refused(operations, shape, stored, said):

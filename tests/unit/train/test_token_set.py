@@ -1,20 +1,26 @@
-"""Token sets on disk: a set that is there is opened as it was, and without the tokenizer."""
+"""Token sets on disk: one that is there is opened as it was, without the tokenizer; of documents all is trained."""
 
 import json
 import shutil
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from tests.train_support.world import METHODS
 from train.data.chat import ChatEncoder
+from train.data.check import check_training_file
+from train.data.formats import TEXT
 from train.data.packing import plan_packs
 from train.data.same_tokens import differ
-from train.data.token_set import open_token_set
+from train.data.token_set import _pieces, open_token_set
+from train.data_checks.check import Check
 from train.data_checks.process import TOKENS, checked
 from train.methods.methods import method_of
 from train.model.model import load_tokenizer
+from train.plan.auto import DatasetStats, steps
 from train.plan.errors import InvalidTrainingData
 
 
@@ -121,3 +127,64 @@ def test_what_is_not_a_tokenizer_is_said_to_be_none(tmp_path):
         (tmp_path / str(number)).write_text(text)
         assert "not of a form that can be compared" in differ(ours, tmp_path / str(number))
     assert differ(ours, tmp_path / "gone") == "their tokenizers could not be read: No such file or directory"
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+@given(count=st.integers(1, 400), most=st.integers(2, 50))
+def test_pieces_predict_each_token_but_the_first_once(count, most):
+    edges = _pieces(np.array([[0, count], [count, count + 1]]), most)[:, 0].tolist()
+    assert all(1 <= end - begin <= most for begin, end in edges) and edges[-1] == [count, count + 1]
+    assert [token for begin, end in edges for token in range(begin + 1, end)] == list(range(1, count))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A model without a chat template."""
+    folder = make_model_dir(tmp_path_factory.mktemp("base") / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def opened_rows(bare, folder, rows, max_length=32):
+    data = folder / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return opened(data, bare, folder, encoder=lambda: ChatEncoder(load_tokenizer(str(bare))), max_length=max_length)
+
+
+def test_token_set_of_documents_trains_every_token_and_cuts_none(bare, tmp_path):
+    encoder, texts = ChatEncoder(load_tokenizer(str(bare))), ["word " * 100, "short"]
+    found = opened_rows(bare, tmp_path, [{"text": text} for text in texts])
+    lengths = [len(encoder.encode_text(text)[0]) for text in texts]
+    assert lengths[0] > 32
+    assert found.n_truncated == found.n_dropped == 0
+    assert found.labels_in(np.arange(len(found.packs))) == sum(lengths) - len(texts)
+
+
+def test_conversation_for_a_model_without_template_is_refused_by_line(bare, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(InvalidTrainingData, match="line 1.*chat template"):
+        opened_rows(bare, tmp_path, [chat])
+
+
+def test_check_of_documents_counts_and_converts_them(tmp_path):
+    data = tmp_path / "docs.jsonl"
+    data.write_text("".join(json.dumps({"text": "word " * n, "source": "web"}) + "\n" for n in range(1, 21)))
+    report = check_training_file(data, chat_path=tmp_path / "out.jsonl")
+    assert (report.ok, report.shape, report.n_examples) == (True, TEXT, 20)
+    assert report.left_out == {"source": 20} and not any("to chat" in note for note in report.notes)
+    assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]) == {"text": "word "}
+    check = Check(max_tokens=8)
+    check.report(data, "")
+    assert not check.found["too_long"].count, "none is cut"
+
+
+def test_steps_of_one_long_document_are_counted_in_rows():
+    fields = {"packing": True, "max_length": 100, "n_epochs": 2, "batch_size": 4}
+    stats = DatasetStats(1, 10_000, 10_000, (10_000,), documents=True)
+    assert steps(stats, fields) == 50
+    assert steps(DatasetStats(40, 400, 10, documents=True), fields | {"packing": False}) == 20

@@ -76,22 +76,17 @@ function Versions({ one, onChange }) {
     await post(`/admin/v1/models/${inPath(one.name)}/rollback`, { version });
     onChange();
   });
-  const [pin, pinning] = useAct(async (row) => {
-    await post(`/admin/v1/models/${inPath(one.name)}/pin`, { version: row.version, pinned: !row.pinned });
-    onChange();
-  });
   const compares = one.canary && one.canary.state === "running";
   const rows = [...one.versions].sort((a, b) => b.created_s - a.created_s);
   return html`<${Card} title=${t("models.versions")}>
-    <${Failure} error=${error} /><${Failure} error=${pinning.error} />
+    <${Failure} error=${error} />
     <${Table} label=${t("models.versions")} rows=${rows} rowKey=${(row) => row.version} empty="" columns=${[
-      [t("models.version"), (row) => html`<b>${row.version}</b> ${row.version === one.active_version ? html`<${Badge} state="open">${t("models.answers")}</${Badge}>` : null} ${row.pinned ? html`<${Badge} state="ok">${t("models.pinned")}</${Badge}>` : null}`],
+      [t("models.version"), (row) => html`<b>${row.version}</b> ${row.version === one.active_version ? html`<${Badge} state="open">${t("models.answers")}</${Badge}>` : null}`],
       [t("created"), (row) => ago(row.created_s), "nowrap"],
       [t("models.size"), (row) => bytes(row.bytes), "right"],
       [t("models.source"), (row) => row.source],
       [t("models.where"), (row) => row.tiers.join(", ") || "–"],
       ...(may ? [["", (row) => html`<span class="buttons">
-        <button type="button" class="small" disabled=${pinning.busy} onClick=${() => pin(row)}>${t(row.pinned ? "models.unpin" : "models.pin")}</button>
         ${row.version === one.active_version || compares ? null : html`
           <button type="button" class="small" onClick=${() => setChosen(row.version)}>${t("models.canary")}</button>
           <${Sure} class="small" label=${t("models.serve")} question=${t("models.serve.sure", { version: row.version })} busy=${busy} onYes=${() => back(row.version)} />`}

@@ -210,24 +210,26 @@ def test_why_unusable_names_what_is_wrong_with_a_source() -> None:
 def test_grade_documented_packages_compute() -> None:
     """By names as OpenAI's documentation has them, in a fork of a process that has loaded none of them."""
     uses = {
-        "numpy": "import numpy as np\nx = np.arange(3).sum() == 3",
-        "scipy": "from scipy import stats\nx = stats.spearmanr([1, 2, 3], [1, 2, 3]).statistic > 0.99",
-        "sympy": "import sympy\nx = sympy.simplify('x + x') == sympy.sympify('2*x')",
-        "pandas": "import pandas as pd\nx = pd.DataFrame({'a': [1, 2]}).a.sum() == 3",
-        "sklearn": "from sklearn.metrics import f1_score\nx = f1_score([0, 1], [0, 1]) == 1",
-        "rouge_score": "from rouge_score import rouge_scorer\n"
-        "x = rouge_scorer.RougeScorer(['rougeL'], use_stemmer=True).score('a cat', 'a cat')['rougeL'].fmeasure == 1",
-        "deepdiff": "from deepdiff import DeepDiff\nx = not DeepDiff({'a': 1}, {'a': 1})",
-        "jsonschema": "import jsonschema\njsonschema.validate({}, {'type': 'object'})\nx = True",
-        "yaml": "import yaml\nx = yaml.safe_load('a: 1') == {'a': 1}",
-        "nltk": "from nltk.translate import bleu_score as b\nx = b.sentence_bleu([list('abcd')], list('abcd')) == 1",
-        "sqlparse": "import sqlparse\nx = len(sqlparse.parse('select 1')) == 1",
-        "ast_grep_py": "from ast_grep_py import SgRoot\n"
-        "x = SgRoot('a = 1', 'python').root().find(pattern='a = $A') is not None",
+        "numpy": "x.arange(3).sum() == 3",
+        "scipy.stats": "x.spearmanr([1, 2, 3], [1, 2, 3]).statistic > 0.99",
+        "sympy": "x.simplify('x + x') == x.sympify('2*x')",
+        "pandas": "x.DataFrame({'a': [1, 2]}).a.sum() == 3",
+        "sklearn.metrics": "x.f1_score([0, 1], [0, 1]) == 1",
+        "rouge_score.rouge_scorer": "x.RougeScorer(['rougeL'], True).score('a cat', 'a cat')['rougeL'].fmeasure == 1",
+        "deepdiff": "not x.DeepDiff({'a': 1}, {'a': 1})",
+        "jsonschema": "x.validate({}, {'type': 'object'}) is None",
+        "yaml": "x.safe_load('a: 1') == {'a': 1}",
+        "nltk.translate.bleu_score": "x.sentence_bleu([list('abcd')], list('abcd')) == 1",
+        "sqlparse": "len(x.parse('select 1')) == 1",
+        "ast_grep_py": "x.SgRoot('a = 1', 'python').root().find(pattern='a = $A') is not None",
     }
-    assert set(worker.LOADED) <= {*uses, "bleu", "gleu", "meteor"}
-    source = "def grade(sample, item):\n    names = {}\n    exec(item, names)\n    return bool(names['x'])\n"
-    found = run(source, *uses.values(), cpu_s=60)
+    loaded = {modules[0] for word, modules in worker.LOADED.items() if word not in ("gleu", "meteor")}
+    assert loaded <= uses.keys()
+    source = (
+        "from importlib import import_module\n"
+        "def grade(sample, item): return bool(eval(item[1], {'x': import_module(item[0])}))"
+    )
+    found = run(source, *uses.items(), cpu_s=60)
     assert [name for name, one in zip(uses, found, strict=True) if one.reward != 1] == []
 
 

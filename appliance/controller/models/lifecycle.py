@@ -1,0 +1,258 @@
+"""Models as they come and go: the rows of what an import brought in, and the base of an imported adapter; and the
+deletion of a model or a version: refused while it is in use, otherwise rows, then replicas, then bytes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, NoReturn
+
+from appliance.controller.access.model_access import base_of, known_model, made_by_jobs, may_use
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import BadRequest, Conflict, OperationFailed, shown
+from appliance.controller.interfaces.principal import Principal
+from appliance.models.library import ModelVersion
+from appliance.store.database import Database
+from appliance.store.objects import jobs, models
+from appliance.store.rows import JobRow, ModelRow, VersionRow, columns
+
+log = logging.getLogger(__name__)
+
+KEPT_CHECKPOINTS = 3
+"""How many checkpoints of each job stay, as at OpenAI."""
+
+
+# --- imports
+
+
+def adapter_base(context: ControllerContext, name: str, trained_on: str, base: str | None) -> dict[str, Any]:
+    """The version that the adapter `name` is to be served on, as arguments of `ModelLibrary.import_adapter`: of the
+    model `base`, else of the one that the adapter names, by its name here, its source, or the last part of a hub id or
+    path. Raises BadRequest, Conflict."""
+    db = context.db
+    row = models.find(db, base) if base is not None else _named(db, trained_on)
+    if row is None:
+        wanted = shown(base or trained_on) if base or trained_on else "a model it does not name"
+        raise BadRequest(
+            f"The adapter is one of {wanted}, which is not on this box: import that model first, or name the one that "
+            "it was trained on with --base NAME (`appliance model list` shows those that are here).",
+            param="base",
+            code="base_not_found",
+        )
+    version = models.active(db, row)
+    if version is None or version.meta.get("adapter"):
+        what = "has no version that answers" if version is None else "is an adapter itself"
+        message = (
+            f"The model {shown(row.id)} {what}, so no adapter can be served on it; name a base with whole weights."
+        )
+        raise BadRequest(message, param="base", code="base_not_supported")
+    path = version.disk_path or version.shm_path
+    if path is None:
+        raise Conflict(
+            f"The files of {row.id} {version.version} are in a tier below the disk; send the model one request, and "
+            "import again.",
+            param="base",
+            code="base_not_here",
+        )
+    there = models.find(db, name)
+    active = models.active(db, there) if there is not None else None
+    if there is not None and (active is None or (active.meta.get("adapter") or {}).get("base") != row.id):
+        message = f"The model {shown(name)} exists and is not an adapter of {row.id}; choose another name with --name."
+        raise Conflict(message, param="name", code="model_exists")
+    rank_limit = context.sizes.adapter_rank_limit(row)
+    return {"base": row.id, "base_version": version.version, "base_path": path, "rank_limit": rank_limit}
+
+
+def _named(db: Database, named: str) -> ModelRow | None:
+    if not named:
+        return None
+    rows = models.list_callable(db)
+    bases = [row for row in rows if row.kind == "base"]
+    last = named.rstrip("/").rpartition("/")[2]
+    for matches in (
+        [row for row in rows if row.id == named],
+        [row for row in bases if row.source == named or row.source.startswith(f"{named}@")],
+        [row for row in bases if row.id.rpartition("/")[2].lower() == last.lower()],
+    ):
+        if len(matches) == 1:
+            return matches[0]
+    return None
+
+
+async def register(
+    context: ControllerContext,
+    made: ModelVersion,
+    caller: Principal,
+    *,
+    source: str,
+    adapter: dict[str, Any] | None,
+    serves: bool = True,
+) -> dict[str, Any]:
+    """Create the rows of a version whose bytes are in place: the model, the version, and the deployment. An adapter is
+    for those who may use its base, until that is changed.
+
+    Args:
+        source: where its files came from.
+        adapter: as `adapter_base` returns it; None for a whole model.
+        serves: whether the version becomes the active one.
+
+    Raises:
+        OperationFailed: Jobs make a model of this name, or the base was deleted meanwhile. The bytes are gone then.
+    """
+    db, info = context.db, {**made.info, "warnings": list(made.warnings)}
+    below, meta = models.find(db, adapter["base"]) if adapter is not None else None, dict[str, Any]()
+    if adapter is not None:
+        rank = made.info.get("adapter", {}).get("rank")
+        meta = {"adapter": {"base": adapter["base"], "base_version": adapter["base_version"], "rank": rank}}
+    elif info.get("chat_template") is not None:
+        meta = {"chat_template": info["chat_template"]}
+    if not serves:
+        meta["quantization"] = info.get("quantization")  # it may have another form than the model's other versions
+    now_s = time.time()
+    version = VersionRow(made.name, made.version, source, made.bytes, now_s, str(made.path), meta=meta)
+    why, code = "", "model_exists"
+    if made_by_jobs(db, made.name):  # an import never becomes a version of what jobs make
+        why = f"{shown(made.name)} is the name of a model that jobs make; import this one with --name, by another."
+    elif adapter is not None and models.find_version(db, adapter["base"], adapter["base_version"]) is None:
+        why, code = f"{adapter['base']} {adapter['base_version']} was deleted during the import", "base_not_found"
+    if why:
+        await context.model_ops.remove(made.name, [version])
+        raise OperationFailed(why, code=code)
+    row = ModelRow(
+        id=made.name,
+        kind="base" if below is None else "fine-tuned",
+        base=None if below is None else below.id,
+        bytes=made.bytes,
+        owned_by=f"org-{context.config.organization}",
+        source=source,
+        created_s=now_s,
+        owner=caller.owner,
+        info=info if below is None else below.info,
+        **columns(made if below is None else below, "arch params task max_model_len"),
+    )
+    with db.transaction():
+        if models.find(db, row.id) is None:
+            models.insert(db, row)
+            for owner in sorted({*models.shared_with(db, below.id), below.owner} - {""}) if below is not None else ():
+                models.share(db, row.id, owner)
+        if models.find_version(db, row.id, made.version) is None:
+            models.insert_version(db, version)
+        if serves:
+            models.serve(db, row.id, made.version)
+    context.scheduler.nudge(f"model {row.id} version {made.version} is ready")
+    result = {"name": row.id, **columns(made, "version params bytes")}
+    if made.warnings:
+        result["warnings"] = list(made.warnings)
+    if adapter is not None:
+        result["adapter of"] = f"{adapter['base']} {adapter['base_version']}"
+    return result
+
+
+# --- deletion
+
+
+def doomed(db: Database, name: str) -> tuple[ModelRow, VersionRow | None]:
+    """What a name to delete means: a version of the model, or with None the whole model, whether any of its versions
+    answers or not (its job may have failed after it published some). Raises NotFound."""
+    if (model := models.find(db, name)) is not None:
+        return model, None
+    found = known_model(db, name)
+    return found.model, found.version
+
+
+async def remove(
+    context: ControllerContext, name: str, model: ModelRow, version: VersionRow | None, caller: Principal
+) -> None:
+    """Delete a model with all its versions, or one version by its checkpoint's or pinned name; both of this very
+    moment.
+
+    Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
+    between leaves unreferenced bytes, which the weight store's sweep deletes. Raises Conflict.
+    """
+    db = context.db
+    with db.transaction():
+        _refuse_if_in_use(db, name, model.id, version, caller)
+        if version is None:
+            versions = models.list_versions(db, model.id)
+            models.delete(db, model.id)
+        else:
+            versions = [version]
+            models.delete_version(db, model.id, version.version)
+    context.scheduler.nudge(f"{name} was deleted")
+    if version is None:
+        await context.scheduler.withdraw(model.id)
+    await remove_bytes(context, *versions)
+
+
+async def remove_bytes(context: ControllerContext, *versions: VersionRow) -> None:
+    """Removes the bytes of versions of one model whose rows are gone. Engines unload those that are adapters before."""
+    if names := [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]:
+        try:
+            await context.scheduler.unload_adapters(names)
+        except OperationFailed as error:  # the rows are gone: the rest of the deletion continues
+            log.warning("%s was deleted, but an engine still knows it: %s", ", ".join(names), error)
+    if versions:
+        await context.model_ops.remove(versions[0].model, versions)
+
+
+def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
+    """Delete the checkpoints of this job but for those of its last epochs, and those that something rests on. Returns
+    them: their bytes have to follow."""
+    checkpoints = (row for row in models.versions_made_by(db, job.id) if row.meta.get("of_epoch"))
+    by_step = sorted(checkpoints, key=lambda row: row.step)
+    with db.transaction():
+        older = [row for row in by_step[:-KEPT_CHECKPOINTS] if not _rests_on(db, row)]
+        for row in older:
+            models.delete_version(db, row.model, row.version)
+    return older
+
+
+def _rests_on(db: Database, row: VersionRow) -> bool:
+    """Whether anything would miss this checkpoint: it answers or is compared, or what was made of it, or
+    is being made or judged by it, needs it."""
+    names = _names(row)
+    return (
+        bool(_answers(db, row))
+        or bool(jobs.list_unfinished_with(db, names, ""))
+        or bool(jobs.list_unfinished_judged_by(db, row.model, names, False))
+        or any(adapter.base_version == row.version for adapter in models.adapters_on(db, row.model))
+    )
+
+
+def _answers(db: Database, row: VersionRow) -> str:
+    """How this version answers requests, and what ends that; "" if it does not."""
+    model, running = models.find(db, row.model), models.find_canary(db, row.model)
+    if model is not None and model.active_version == row.version:
+        return f"the active version of {row.model}; roll back to another version first, or delete the model."
+    if running is not None and running.version == row.version:
+        return f"the canary of {row.model}; promote it or roll it back first."
+    return ""
+
+
+def _names(row: VersionRow) -> set[str]:
+    """All names by which a job may have this version, but for its model's."""
+    return {f"{row.model}@{row.version}"} | ({row.checkpoint} if row.checkpoint else set())
+
+
+def _refuse_if_in_use(db: Database, name: str, model: str, version: VersionRow | None, caller: Principal) -> None:
+    """Raises Conflict, whose message does not name another owner's objects."""
+    if version is not None and (how := _answers(db, version)):
+        raise Conflict(f"{name} is {how}", param="model", code="version_in_use")
+    names = {name, *([model] if version is None else _names(version))}
+    trained = jobs.list_unfinished_with(db, {*names, model}, model)
+    for job in [*trained, *jobs.list_unfinished_judged_by(db, model, names, version is None)]:
+        if job.wanted == "cancel":
+            continue
+        # A job whose key may not use the model any more cannot start again, so it does not block the deletion.
+        may_judge = job not in trained and any(may_use(db, job.key_id, one) for one in names)
+        if job.phase == "running" or may_judge or (job in trained and base_of(db, job) is not None):
+            user = job.id if caller.viewer in (None, job.owner) else "of another owner"
+            _in_use(f"{name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")
+    for adapter in models.adapters_on(db, model):
+        if version is None or version.version == adapter.base_version:
+            user = adapter.model if models.is_visible(db, adapter.model, caller.viewer) else "of another owner"
+            _in_use(f"The adapter {user} is served on {adapter.base} {adapter.base_version}; delete the adapter first.")
+
+
+def _in_use(why: str) -> NoReturn:
+    raise Conflict(why, param="model", code="model_in_use")

@@ -1,7 +1,0 @@
-"""`python -m tests.conformance`, see `run.py`."""
-
-import sys
-
-from tests.conformance.run import main
-
-sys.exit(main())

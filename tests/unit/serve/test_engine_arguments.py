@@ -1,0 +1,287 @@
+"""How the engines of a model are set up, and which of vLLM's arguments nobody may set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import ValidationError
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+
+from serve.core.config import EngineConfig
+from serve.core.model_settings import ELSEWHERE, ENGINE_ARGUMENTS, ModelSettings, in_fewer_bits, with_system_prompt
+from serve.core.parsers import (
+    CALL_SYNTAX,
+    NEEDED_TOKENS,
+    PARSER_TOKENS,
+    TOOL_PARSERS,
+    missing_tokens,
+    reasoning_parser,
+    tool_parser,
+)
+from serve.core.spec import ReplicaSpec, remove_segments_below, remove_segments_of, segment_prefix_of
+from serve.vllm.arguments import EXECUTOR, GPU_WORKER, engine_arguments, engine_environment
+from tests.unit.serve.specs import spec
+
+
+def test_segments_of_killed_engines_are_found_by_the_folder_of_their_sockets(tmp_path, monkeypatch):
+    monkeypatch.setattr("serve.core.spec.SEGMENTS", tmp_path)
+    mine, second, others = (f"/dev/shm/{name}.sock" for name in ("box/r/a", "box/r/b", "other/r/a"))
+    for socket_path in (mine, second, others):
+        (tmp_path / f"{segment_prefix_of(socket_path)}1f").touch()
+    remove_segments_of(mine)
+    assert len(list(tmp_path.iterdir())) == 2
+    remove_segments_below(Path("/dev/shm/box/r"))
+    assert [path.name for path in tmp_path.iterdir()] == [f"{segment_prefix_of(others)}1f"]
+
+
+def pairs(args):
+    return {flag: value for flag, value in zip(args, args[1:], strict=False) if flag.startswith("--")}
+
+
+def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
+    cuda = spec(kind="cuda", devices=[2, 5], tensor_parallel=2)
+    args = engine_arguments(cuda, {}, None)
+    assert "--enable-sleep-mode" in args and "--enforce-eager" not in args
+    assert args[args.index("--worker-cls") + 1] == GPU_WORKER
+    assert pairs(args)["--distributed-executor-backend"] == EXECUTOR
+    env = engine_environment(cuda, 64)
+    assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == ("2,5", "PCI_BUS_ID")
+    assert env["NCCL_SOCKET_IFNAME"] == env["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_dev_mode_stays_off_and_n_is_bounded():
+    env = engine_environment(spec(), 64)
+    assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_MAX_N_SEQUENCES"]) == ("0", "64")
+    assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
+    assert env["VLLM_RPC_BASE_PATH"].startswith("/dev/shm/appliance-1/run/")
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "parser"),
+    [
+        ("llama", "{% if tools %}...", "llama3_json"),
+        ("llama", "{{ messages }}", None),
+        ("llama", "{% if tools %}<tool_call>", "hermes"),
+        ("mistral", "[TOOL_CALLS] {{ tools }}", "mistral"),
+        ("qwen3_5", "{% if tools %}<tool_call>\n<function=", "qwen3_coder"),
+        ("llama", "<｜tool▁calls▁begin｜>", "deepseek_v3"),
+        ("qwen3", "{{ tools }}", "hermes"),
+        ("unheard_of", "{{ tools }}", None),
+        ("llama", None, None),
+    ],
+)
+def test_tool_parser_follows_the_template_then_the_family(family, template, parser):
+    assert tool_parser(family, template, PARSER_TOKENS) == parser
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "parser"),
+    [
+        ("llama", "{{ tools }}", "llama3_json"),
+        ("mistral", "{{ tools }}", "mistral"),
+        ("llama", "[TOOL_CALLS]{{ tools }}", "mistral"),
+        ("llama", "<｜tool▁calls▁begin｜>{{ tools }}", "deepseek_v3"),
+        ("unheard_of", "<|tool_call_start|>{{ tools }}", "lfm2"),
+        ("jamba", "{{ tools }}", "jamba"),
+    ],
+)
+def test_tool_parser_without_a_token_that_it_needs_is_not_chosen(family, template, parser):
+    needed = NEEDED_TOKENS[parser]
+    assert tool_parser(family, template, needed) == parser and not missing_tokens(parser, needed)
+    assert tool_parser(family, template, needed[1:]) is None
+    assert missing_tokens(parser, needed[1:]) == needed[:1]
+    config = {"model_type": family}
+    assert pairs(engine_arguments(spec(), config, template, needed))["--tool-call-parser"] == parser
+    assert "--tool-call-parser" not in engine_arguments(spec(), config, template, needed[1:])
+
+
+def test_engine_arguments_keep_a_parser_that_the_settings_name():
+    args = engine_arguments(spec(tool_parser="mistral"), {"model_type": "llama"}, "{{ tools }}")
+    assert args[-2:] == ["--tool-call-parser", "mistral"]
+
+
+OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+MAY_CLOSE = (
+    "{% if add_generation_prompt %}assistant{% if not enable_thinking %}<think>\n\n</think>{% endif %}{% endif %}"
+)
+STRIPS_OLDER = (
+    "{{ content.split('</think>')[-1] }}<think>{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "parser"),
+    [
+        ("qwen3", MAY_CLOSE, "thought"),
+        ("qwen2", OPENS, "begun_thought"),
+        ("llama", OPENS, "begun_thought"),
+        ("unheard_of", OPENS, "begun_thought"),
+        ("qwen3", STRIPS_OLDER, "thought"),
+        ("qwen3", "{% if add_generation_prompt %}assistant{% endif %}", None),
+        ("gpt_oss", "<|channel|>analysis", "openai_gptoss"),
+        ("granite", "Here is my thought process", "granite"),
+        ("granite", "{{ messages }}", None),
+        ("seed_oss", "<seed:think>", "seed_oss"),
+        ("qwen3", None, None),
+    ],
+)
+def test_reasoning_parser_follows_what_stands_where_the_answer_begins(family, template, parser):
+    """A parser for a model that does not reason takes its whole answer for reasoning."""
+    assert reasoning_parser(family, template) == parser
+    args = engine_arguments(spec(), {"model_type": family}, template)
+    assert ("--reasoning-parser" in args) is (parser is not None)
+    if parser:
+        assert args[args.index("--reasoning-parser") + 1] == parser
+    told = spec(reasoning_parser="none")
+    assert "--reasoning-parser" not in engine_arguments(told, {"model_type": family}, template)
+
+
+def test_adapters_of_one_batch_stay_loaded_and_only_linear_layers_take_them():
+    order = spec(adapter_slots=2, adapter_max_rank=20, adapters_resident=8, adapter_roots=["/a", "/b"])
+    assert ReplicaSpec(**order.to_json()) == order and order.adapter_roots == ("/a", "/b")
+    args = engine_arguments(order, {}, None)
+    given = pairs(args)
+    assert (given["--max-loras"], given["--max-lora-rank"], given["--max-cpu-loras"]) == ("2", "32", "8")
+    assert "--enable-lora" in args and "lm_head" not in args
+    assert engine_environment(order, 64)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--enable-lora" not in engine_arguments(spec(), {}, None)
+
+
+def test_a_template_without_tools_gets_a_way_to_show_them_and_its_parser():
+    args = pairs(engine_arguments(spec(), {"model_type": "llama"}, "{{ messages }}"))
+    assert args["--tool-call-parser"] == "hermes" and args["--chat-template"].endswith("{{ messages }}")
+    known = pairs(engine_arguments(spec(), {"model_type": "llama"}, "{{ tools }}", PARSER_TOKENS))
+    assert known["--tool-call-parser"] == "llama3_json" and "--chat-template" not in known
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{# tools #}"
+# vLLM 0.32's arguments that open a file, a socket, a host, code, keys or logs to whoever may set them.
+HOLES = (
+    "api-key", "allowed-origins", "allow-credentials", "chat-template", "code-revision", "collect-detailed-traces",
+    "config", "config-format", "data-parallel-address", "data-parallel-backend", "disable-log-requests",
+    "distributed-executor-backend", "download-dir", "ec-transfer-config", "enable-log-requests", "enable-lora",
+    "enable-sleep-mode", "generation-config", "hf-config-path", "hf-overrides", "hf-token", "host",
+    "kv-events-config", "kv-transfer-config", "load-format", "logits-processors", "lora-modules", "master-addr",
+    "middleware", "model", "model-impl", "model-loader-extra-config", "otlp-traces-endpoint",
+    "io-processor-plugin", "port",
+    "reasoning-parser-plugin", "revision", "root-path", "scheduler-cls", "served-model-name",
+    "speculative-config", "ssl-keyfile", "tokenizer", "tool-parser-plugin", "tool-server", "trust-remote-code",
+    "trust-request-chat-template", "uds", "weight-transfer-config", "worker-cls", "worker-extension-cls",
+    "allowed-local-media-path", "allowed-media-domains", "enable-prompt-embeds", "logprobs-mode", "max-logprobs",
+)  # fmt: skip
+
+
+def arguments(**settings):
+    configured = spec(**ModelSettings.model_validate(settings).spec_fields())
+    return engine_arguments(configured, {"model_type": "qwen2"}, "<tool_call>" + TEMPLATE)
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_an_argument_that_opens_something_is_refused_by_name(name):
+    for spelled in (name, f"--{name}", name.replace("-", "_"), f"-{name}", name.upper(), f"{name}.x", f" {name}"):
+        with pytest.raises(ValidationError, match="may not be set for a model|is set by"):
+            ModelSettings(engine_args={spelled: "x"})
+
+
+def test_a_value_cannot_become_an_argument():
+    args = arguments(engine_args={"block_size": "32 --api-key=x", "enforce-eager": "true", "enable-dbo": "false"})
+    assert args[-3:] == ["--block-size=32 --api-key=x", "--enforce-eager", "--no-enable-dbo"]
+    for bad in ("a\nb", "x" * 2001, "\x00"):
+        with pytest.raises(ValidationError, match="printable"):
+            ModelSettings(engine_args={"block-size": bad})
+    with pytest.raises(ValidationError, match="may not be set"):
+        ModelSettings(engine_args={"block-size=1 --api-key": "x"})
+    assert not ENGINE_ARGUMENTS & set(ELSEWHERE)
+
+
+def test_a_chat_template_is_a_text_and_never_the_name_of_a_file():
+    """vLLM opens a template that names one."""
+    for path in ("/etc/passwd", "../first-key", "template.jinja"):
+        with pytest.raises(ValidationError, match="is not a Jinja template"):
+            ModelSettings(chat_template=path)
+
+
+def test_a_parser_is_set_by_any_name_that_vllm_has_for_one():
+    for name in ToolParserManager.list_registered():
+        assert ModelSettings(tool_parser=name).tool_parser == name
+    for name in ReasoningParserManager.list_registered():
+        assert ModelSettings(reasoning_parser=name).reasoning_parser == name
+    with pytest.raises(ValidationError):
+        ModelSettings(tool_parser="--api-key")
+
+
+def test_settings_become_arguments():
+    args = arguments(
+        kv_cache_dtype="fp8",
+        reasoning_parser="qwen3",
+        sampling={"temperature": 0.2, "max_tokens": 9},
+        draft_tokens=3,
+        system_prompt="Be brief.",
+    )
+    assert "--kv-cache-dtype=fp8" in args and args[args.index("--reasoning-parser") + 1] == "qwen3"
+    assert '--override-generation-config={"temperature": 0.2, "max_new_tokens": 9}' in args
+    assert any(arg.startswith('--speculative-config={"method": "ngram", "num_speculative_tokens": 3') for arg in args)
+    assert "Be brief." in args[args.index("--chat-template") + 1]
+    assert args[args.index("--tool-call-parser") + 1] == "hermes"
+    assert arguments(tool_parser="mistral").count("--tool-call-parser") == 1
+    assert "--tool-call-parser" not in arguments(tool_parser="none")
+    thinks = {"chat_template": "{{ messages }}{% if add_generation_prompt %}<think>{% endif %}"}
+    assert arguments(**thinks).count("--reasoning-parser") == 1
+    assert not [arg for arg in arguments(**thinks, reasoning_parser="none") if arg.startswith("--reasoning-parser")]
+    assert arguments() == [arg for arg in arguments() if "template" not in arg]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fewer"),
+    [
+        ({"engine_args": {"quantization": "fp8"}}, True),
+        ({"kv_cache_dtype": "fp8"}, True),
+        ({"engine_args": {"mamba-cache-dtype": "float16"}}, True),
+        ({"engine_args": {"enforce-eager": "true", "attention-backend": "FLASH_ATTN"}, "draft_tokens": 3}, False),
+    ],
+)
+def test_only_settings_that_keep_fewer_bits_leave_a_versions_token_unchecked(settings, fewer):
+    assert in_fewer_bits(ModelSettings(**settings).spec_fields()["extra_args"]) == fewer
+
+
+def test_equal_settings_have_one_name_and_none_has_none():
+    assert ModelSettings().digest == "" == ModelSettings(engine_args={}).digest
+    one, same = ModelSettings(engine_args={"block_size": "32"}), ModelSettings(engine_args={"--block-size": "32"})
+    assert one.digest == same.digest != ModelSettings(engine_args={"block-size": "64"}).digest
+    assert ModelSettings.model_validate(one.as_json()) == one
+    box = EngineConfig(max_num_seqs=64, max_model_len=100)
+    assert ModelSettings(max_num_seqs=4).config(box) == EngineConfig(max_num_seqs=4, max_model_len=100)
+    assert ModelSettings(engine_args={"max-num-batched-tokens": "512"}).batched_tokens == 512
+
+
+def test_a_system_prompt_stands_where_a_conversation_brings_none():
+    said = "Say 'hi'\n\\ {{ no }} {% x %} \u00e9\U0001f600"
+    template = ImmutableSandboxedEnvironment(trim_blocks=True).from_string(with_system_prompt(TEMPLATE, said))
+    user = {"role": "user", "content": "q"}
+    assert template.render(messages=[user]) == f"[system:{said}][user:q]"
+    assert template.render(messages=[{"role": "system", "content": "own"}, user]) == "[system:own][user:q]"
+    assert with_system_prompt(None, said) is None and with_system_prompt(TEMPLATE, "") == TEMPLATE
+
+
+@pytest.mark.parametrize("name", sorted({*TOOL_PARSERS.values(), *(name for _, name in CALL_SYNTAX)}))
+def test_needed_tokens_are_those_without_which_vllm_refuses_a_tokenizer(name):
+    parser = ToolParserManager.get_tool_parser(name)
+    needed = NEEDED_TOKENS.get(name, ())
+    parser(_Tokenizer(needed))
+    for token in needed:
+        with pytest.raises(RuntimeError):
+            parser(_Tokenizer([other for other in needed if other != token]))
+
+
+class _Tokenizer:
+    def __init__(self, tokens):
+        self.vocab = {token: number for number, token in enumerate(tokens)}
+
+    def get_vocab(self):
+        return self.vocab
+
+    def encode(self, text, **kwargs):
+        return []

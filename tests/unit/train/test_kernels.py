@@ -1,0 +1,33 @@
+"""Liger's fused kernels beside torch's operations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from train.model.kernels import FAMILIES, use_liger
+from train.plan.errors import UnsupportedModel
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="Triton is not installed")
+def test_liger_gradients_agree_with_torch():
+    command = [sys.executable, "-m", "tests.train_support.interpreted_kernels"]
+    ran = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=True
+    )
+    errors = json.loads(ran.stdout.splitlines()[-1])
+    assert errors.keys() == set(FAMILIES)
+    assert all(0 < error < 1e-5 for error in errors.values()), errors
+
+
+def test_liger_unknown_family_is_refused():
+    model = torch.nn.Module()
+    model.config = PretrainedConfig()
+    with pytest.raises(UnsupportedModel, match="liger"):
+        use_liger(model)

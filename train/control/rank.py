@@ -1,0 +1,91 @@
+"""What the parts of a rank share: the phase of its run, the wish of others for its device, the other ranks of a world.
+
+Between ranks go flags and JSON over the host, never pickled: torch's `broadcast_object_list` unpickles received bytes,
+which can run code from the sender, and every user of the machine may connect to loopback while a world forms.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import distributed
+
+from train.model.tensor_parallel import Grid
+from train.plan.spec import TrainSpec
+from weights.memory.store import WeightStore
+
+Events = Callable[..., None]
+"""Receives a run's events, by name with data as keywords."""
+
+
+class DevicesWanted(Exception):
+    """The ranks agreed to leave their devices; raised on all of them at the same point."""
+
+
+@dataclass
+class Progress:
+    """The run's current phase, for the heartbeat: a phase that lasts too long is a hang. suspend: whether this rank's
+    device is wanted; another thread sets it, the loop reads it between micro-batches."""
+
+    phase: str = "starting"
+    step: int = 0
+    since: float = field(default_factory=time.monotonic)
+    suspend: bool = False
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        self.phase, self.step, self.since = phase, self.step if step is None else step, time.monotonic()
+
+    def report(self) -> dict[str, Any]:
+        return {"phase": self.phase, "step": self.step, "in_phase_s": time.monotonic() - self.since}
+
+    def ask_suspend(self) -> None:
+        self.suspend = True
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What all parts of a run need. engine: DeepSpeed's, around train.methods.packed_objective. emit: on the first rank
+    alone anybody listens."""
+
+    spec: TrainSpec
+    store: WeightStore
+    engine: Any
+    grid: Grid
+    emit: Events
+    progress: Progress
+
+
+def any_rank(*flags: bool) -> list[bool]:
+    """Collective: for each flag whether it is set on any rank. No device waits for it."""
+    message = torch.tensor(flags, dtype=torch.int32)
+    distributed.all_reduce(message, op=distributed.ReduceOp.MAX, group=_over_the_host())
+    return [bool(flag) for flag in message.tolist()]
+
+
+def broadcast_json(value: Any) -> Any:
+    """`value` of rank 0, on every rank; it must be plain JSON. Collective; it ignores the values of other ranks."""
+    written = json.dumps(value).encode() if distributed.get_rank() == 0 else b""
+    length = torch.tensor([len(written)], dtype=torch.int64)
+    distributed.broadcast(length, src=0, group=_over_the_host())
+    received = torch.empty(int(length), dtype=torch.uint8)
+    if written:
+        received.copy_(torch.frombuffer(bytearray(written), dtype=torch.uint8))
+    distributed.broadcast(received, src=0, group=_over_the_host())
+    return json.loads(bytes(received.tolist()))
+
+
+def barrier() -> None:
+    """Collective: return when every rank has called it. No device waits for it."""
+    distributed.barrier(group=_over_the_host())
+
+
+@cache
+def _over_the_host() -> distributed.ProcessGroup | None:
+    """All ranks by gloo; None: the default group is that. Its first call is collective."""
+    return None if distributed.get_backend() == "gloo" else distributed.new_group(backend="gloo")
