@@ -98,6 +98,7 @@ def main(argv: list[str] | None = None) -> int:
 def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
     """Forks for each request. Returns the request in the child; the parent exits at SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, as below Ray, no status could be read
     children: dict[int, tuple[int, Connection]] = {}  # by pidfd: pid and lifeline
     while True:
         ready = wait([listener, *children])

@@ -25,7 +25,8 @@ def start_parent(folder):
             str(folder / "warm.sock"),
             ENTRY,
             str(folder / "warm.log"),
-        ]
+        ],
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),  # as below Ray
     )
     while not (folder / "warm.sock").exists():
         assert parent.poll() is None, (folder / "warm.log").read_text()
