@@ -34,7 +34,7 @@ class Process:
         self.alive = False
         self.killed.set()
 
-    async def how_it_ended(self):
+    def how_it_ended(self):
         return "was ended by SIGSEGV"
 
     def log_end(self):
