@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
@@ -204,11 +203,15 @@ class Column(NamedTuple):
     is_json: bool
 
 
-@cache
+_COLUMNS: dict[Any, dict[str, Column]] = {}
+
+
 def columns_of(kind: Any) -> dict[str, Column]:
     """The columns of a dataclass, from the types of its fields: a Literal allows its words alone, and what SQLite has
     no type for is JSON."""
-    return {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
+    if kind not in _COLUMNS:
+        _COLUMNS[kind] = {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
+    return _COLUMNS[kind]
 
 
 def _column(name: str, hint: Any) -> Column:

@@ -299,6 +299,10 @@ def _known_run(eval_id: str, run_id: str, request: Request, caller: Caller) -> E
 Run = Annotated[EvalRunRow, Depends(_known_run)]
 
 
+_OF_STATUS = "(? IS NULL OR status = ?)"
+"""No scope: a row of another status is a cursor, too."""
+
+
 def _order(order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "created_at") -> dict[str, Any]:
     return {"order_by": "updated_s" if order_by == "updated_at" else ""}
 
@@ -371,9 +375,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         eval_id: str, caller: Caller, part: Annotated[Part, part(20, order="asc")], status: RunStatus = None
     ) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
-        # An administrator may run another's eval, too. The status is no scope: it changes, and a cursor stays.
-        scope, given = {"eval_id": eval_id, **owned_by(caller.viewer)}, "(? IS NULL OR status = ?)"
-        return list_object(EVAL_RUNS.page(db, scope, where=given, parameters=[status, status], **part), view)
+        scope = {"eval_id": eval_id, **owned_by(caller.viewer)}  # an administrator may run another's eval, too
+        return list_object(EVAL_RUNS.page(db, scope, where=_OF_STATUS, parameters=[status, status], **part), view)
 
     @of_runs.get("/{run_id}")
     def retrieve_run(run: Run) -> dict[str, Any]:
@@ -395,8 +398,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
 
     @of_items.get("")
     def list_items(run: Run, part: Annotated[Part, part(20, order="asc")], status: ItemStatus = None) -> dict[str, Any]:
-        scope = {"run_id": run.id} | ({"status": status} if status else {})
-        page = EVAL_ITEMS.page(db, scope, **part | {"order_by": "place"})
+        given, part["order_by"] = {"where": _OF_STATUS, "parameters": [status, status]}, "place"
+        page = EVAL_ITEMS.page(db, {"run_id": run.id}, **given, **part)
         return list_object(page, lambda row: shapes.item_object(row, run))
 
     @of_items.get("/{item_id}")

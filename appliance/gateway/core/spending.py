@@ -111,7 +111,7 @@ class UsageLimits:
         use.take(1, 0)
 
     def opened(self, caller: Caller, use: KeyUse, tokens: int, most_requests: int) -> None:
-        """Count a request that goes to an engine with its estimated tokens; `closed` must follow. Raise HttpError 429
+        """Count a request that goes to an engine with its estimated tokens, until it is finished. Raise HttpError 429
         unless the key has enough tokens and its owner few enough requests."""
         if use.owner.requests >= most_requests:
             raise self.too_many_at_once("requests", most_requests)
@@ -122,10 +122,6 @@ class UsageLimits:
         use.take(0, tokens)
         use.under_way += tokens
         use.owner.requests += 1
-
-    def closed(self, use: KeyUse, tokens: int) -> None:
-        use.under_way -= tokens
-        use.owner.requests -= 1
 
     def too_many_at_once(self, things: str, limit: int) -> HttpError:
         message = f"Your API keys have {limit} {things} open, the most at once. Please retry."

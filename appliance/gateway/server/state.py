@@ -161,7 +161,8 @@ class State:
         self.buffered_bytes -= exchange.buffered_bytes
         use.owner.body_bytes -= exchange.buffered_bytes
         if inferred is not None:
-            self.spending.closed(use, inferred.tokens)
+            use.under_way -= inferred.tokens
+            use.owner.requests -= 1
         if inferred is not None and use.batch and status == 503:
             use.spend(-1, -inferred.tokens)
             inferred = None  # it counts once, when it is answered

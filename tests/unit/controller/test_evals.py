@@ -116,7 +116,7 @@ async def test_samples_that_the_data_has_are_judged(control: Control):
     items = control.sdk.evals.runs.output_items
     listed = [item async for item in items.list(run.id, eval_id=eval_id, limit=2)]
     assert [(item.status, item.datasource_item_id) for item in listed] == [("pass", 0), ("fail", 1), ("pass", 2)]
-    (failed,) = [item async for item in items.list(run.id, eval_id=eval_id, status="fail")]
+    (failed,) = [item async for item in items.list(run.id, eval_id=eval_id, status="fail", after=listed[0].id)]
     one = await items.retrieve(failed.id, eval_id=eval_id, run_id=run.id)
     result = {"name": "same", "type": "string_check", "passed": False, "score": 0.0}
     assert one.results[0].model_dump(exclude_unset=True) == result
