@@ -403,7 +403,11 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
     context.quotas.disk.check(row.bytes)
     with growing(context.files_dir, file_id) as (incoming,):
         join = partial(_join, row, context.uploads_dir / row.id, body.part_ids, incoming)
-        sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
+        try:
+            sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
+        except FileNotFoundError:
+            _pending(context, row.id, caller)  # it has ended meanwhile, and its parts went
+            raise
         if body.md5 is not None and body.md5.lower() != md5:
             why = f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected."
             raise BadRequest(why, "md5", "checksum_mismatch")

@@ -81,7 +81,7 @@ def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
 
 
 def takes(max_bytes: Callable[[ControllerConfig], int]) -> Callable[[Endpoint], Endpoint]:
-    """The most that the form of this route may have, which brings a file."""
+    """The most that a body of this route may have, in place of MAX_BYTES."""
     return _declares(max_bytes=max_bytes)
 
 
@@ -138,6 +138,7 @@ class StrictRequest(Request):
 
     async def form(self, **_: Any) -> FormData:  # type: ignore[override]
         """One file, which Starlette spools to the disk of the box, and a few short fields. Raises ApiError 507."""
+        self.app.state.context.quotas.disk.check(self.announced)
         with disk_may_be_full():
             return await super().form(max_files=1, max_fields=16, max_part_size=1024)
 
@@ -178,7 +179,6 @@ class StrictRoute(APIRoute):
         action = f"{self.noun}.{verb}" if self.noun else f"{self.verb.lower()} {path}"
         self.action, self.fields = declared_audit or (action, self.fields)
         self.max_bytes: Callable[[ControllerConfig], int] = getattr(endpoint, "max_bytes", lambda _: MAX_BYTES)
-        self.takes_file = hasattr(endpoint, "max_bytes")
         super().__init__(path, endpoint if iscoroutinefunction(endpoint) else _on_a_thread(endpoint), **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -189,8 +189,6 @@ class StrictRoute(APIRoute):
             if not request.scope["state"]["principal"].may(*self.scopes):
                 raise Forbidden(" or ".join(self.scopes))
             strict = StrictRequest(request.scope, request.receive, self.max_bytes(context.config))
-            if self.takes_file:
-                context.quotas.disk.check(strict.announced)
             response = await handle(strict)
             if self.verb != "GET" and response.status_code < 400:
                 caller: Principal = request.scope["state"]["principal"]
