@@ -2,7 +2,7 @@
 tracks what keys may spend and have spent: the gateways' sums are written to the store, used-up quotas sent back.
 
 Limits apply to the owner, not to the key: ten keys do not allow ten times as much. Admins and the box itself are not
-limited. A file is checked when it is announced and, in the transaction that keeps it, once it has arrived.
+limited. A file is checked once it has arrived, in the transaction that keeps it; an upload when it is announced.
 
 A full disk stops everything, including what would free space: SQLite cannot revoke a key, a job cannot save its state.
 So the last bytes are reserved for the box itself.

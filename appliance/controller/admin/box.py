@@ -70,9 +70,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "box": {**context.box, **of_box, "backup": None if last is None else asdict(last)},
             "power": context.power.status(),
             "requests": {
-                name: {"inflight": one.inflight, "held": one.held}
-                for name, one in load.models.items()
-                if one.inflight or one.held
+                name: {"inflight": model.inflight, "held": model.held}
+                for name, model in load.models.items()
+                if model.inflight or model.held
             },
             "degraded": [*context.background.degraded(), *context.main_troubles()],
             **{name: now[name] for name in ("replicas", "memory", "troubles")},
@@ -264,7 +264,7 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
         return {
             "object": "list",
             "limits": context.power.status(),
-            "meters": sum(one.energy_j is not None for one in readings.values()),
+            "meters": sum(reading.energy_j is not None for reading in readings.values()),
             "since_s": since_s,
             "until_s": now_s,
             "data": [
@@ -342,15 +342,15 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
     ) -> dict[str, Any]:
         _check(context, body)
         with db.transaction():
-            wanted = write_mode(db, Mode(**body.model_dump(), by=name_of(context, caller)))
+            mode = write_mode(db, Mode(**body.model_dump(), by=name_of(context, caller)))
             # Now, for the answer may wait for minutes.
             record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
         limit_s = min(timeout_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
         try:
             async with asyncio.timeout(limit_s):
-                handover_id = await context.scheduler.set_mode(wanted, wait=wait)
+                handover_id = await context.scheduler.set_mode(mode, wait=wait)
         except TimeoutError as error:
-            text = f"The mode is set; the hand-over to it goes on, and did not end within {limit_s:.0f} s."
+            text = f"The mode is set, but its hand-over did not end within {limit_s:.0f} s; it continues."
             message = f"{text} `appliance mode history` shows how far it is."
             raise ApiError(504, message, code="wait_timeout", kind="server_error", headers=NEVER_RETRY) from error
         return mode_view() | {"handover": handover_by_id(db, handover_id)}
