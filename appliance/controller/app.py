@@ -101,12 +101,12 @@ def create_app(context: ControllerContext) -> FastAPI:
 async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
-    for what, work in (
+    for part, work in (
         ("files", partial(keep_house, context)),
         ("uploads", partial(storage.end_uploads, context)),
         ("responses", stored.keep_house),
     ):
-        with context.background.guard(f"housekeeping of {what}"):
+        with context.background.guard(f"housekeeping of {part}"):
             await asyncio.to_thread(work, now_s)
     with context.background.guard("housekeeping of logins"):
         logins.keep_house(context, now_s)
@@ -157,7 +157,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
             db.delete(table, "job_id = ?", [job_id])
         JOBS.delete(db, job_id)
     ended = {row["id"]: row["finished_s"] for row in db.execute("SELECT id, finished_s FROM jobs WHERE finished_s > 0")}
-    for folder in [one for one in context.jobs_dir.iterdir() if one.name in ended]:
+    for folder in [folder for folder in context.jobs_dir.iterdir() if folder.name in ended]:
         remove_copies(context, folder.name)
         if ended[folder.name] < data_s:
             shutil.rmtree(folder, ignore_errors=True)

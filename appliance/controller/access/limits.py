@@ -207,9 +207,9 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     for login in keys.list_sessions(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
     trained = cache(partial(jobs.names_made_by, db))  # an owner may have many keys, each with a list
-    ended_itself = "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s"
-    ended = keys.list_all(db, ended_itself, now_s - EXPIRED_TOLD_S)
-    table: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in ended}
+    where = "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s"
+    expired = keys.list_all(db, where, now_s - EXPIRED_TOLD_S)
+    table: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in expired}
     for row in keys.list_live(db):
         (spent_until_s, spent), owner = spent_quota(db, row, now_s), row.owner or row.id
         limits = {

@@ -207,8 +207,11 @@ def first_error(errors: Sequence[Any]) -> dict[str, Any]:
     first: dict[str, Any] = errors[0]
     parent = first["loc"][:-1]
     if first["type"] == "missing":
-        return next((one for one in errors if one["type"] == "extra_forbidden" and one["loc"][:-1] == parent), first)
-    return max((one for one in errors if one["loc"][: len(parent)] == parent), key=lambda one: len(one["loc"]))
+        unknown = (error for error in errors if error["type"] == "extra_forbidden" and error["loc"][:-1] == parent)
+        return next(unknown, first)
+    return max(
+        (error for error in errors if error["loc"][: len(parent)] == parent), key=lambda error: len(error["loc"])
+    )
 
 
 def message_of(param: str, first: dict[str, Any]) -> tuple[str, str]:

@@ -160,8 +160,8 @@ def training_of(request: JobCreate) -> Training:
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:
-    param, given = f"{where}.{error.param}", shown(error.given)
-    message = f"Invalid value for '{param}': {given} was given, expected {error.expected}."
+    param = f"{where}.{error.param}"
+    message = f"Invalid value for '{param}': {shown(error.given)} was given, expected {error.expected}."
     return BadRequest(message, param, "invalid_hyperparameter")
 
 
@@ -305,7 +305,7 @@ def _output_model(
         raise _name_refused(name, "is taken: versions are made of fine-tuned models of one's own. Choose another name.")
     # Engines are set up for a model, so its versions may differ only in their numbers.
     root, bases = root_base(db, base.model), [(job.model, resolve(db, job.model)) for job in others]
-    roots = {root_base(db, found.model) if found is not None else model for model, found in bases}
+    roots = {root_base(db, base.model) if base is not None else model for model, base in bases}
     if wrong := sorted((roots | ({root_base(db, existing)} if existing is not None else set())) - {root}):
         raise _name_refused(name, f"is made of {', '.join(wrong)}, and this job trains {root}.")
     active = resolve(db, name)
@@ -323,17 +323,17 @@ def _name_refused(name: str, why: str) -> Conflict:
     return Conflict(f"The model {shown(name)} {why}", "publish_as", "model_exists")
 
 
-def _gate(context: ControllerContext, given: Gate, caller: Principal) -> dict[str, Any]:
+def _gate(context: ControllerContext, gate: Gate, caller: Principal) -> dict[str, Any]:
     """As `JobRow.gate` has it. Raises ApiError."""
     if not caller.may(INFERENCE):  # the box asks models for it
         raise Forbidden(INFERENCE)
-    if evals.find(context.db, given.eval_id, viewer=caller.viewer) is None:
-        raise NotFound(f"No eval found with id {shown(given.eval_id)}.", "gate.eval_id", "eval_not_found")
-    if evals.newest_sampled(context.db, given.eval_id, viewer=caller.viewer) is None:
-        why = f"{given.eval_id} has no run yet in which a model answered items of a file, whose data the gate could use"
+    if evals.find(context.db, gate.eval_id, viewer=caller.viewer) is None:
+        raise NotFound(f"No eval found with id {shown(gate.eval_id)}.", "gate.eval_id", "eval_not_found")
+    if evals.newest_sampled(context.db, gate.eval_id, viewer=caller.viewer) is None:
+        why = f"{gate.eval_id} has no run yet in which a model answered items of a file, whose data the gate could use"
         raise BadRequest(f"{why}: run it once (`appliance eval run`).", "gate.eval_id", "eval_not_run")
     open_gate = {"version": None, "before": None, "runs": {}, "verdict": None, "reason": "", "activated": None}
-    return {**given.model_dump(), **open_gate}
+    return {**gate.model_dump(), **open_gate}
 
 
 def _judge(
@@ -341,10 +341,10 @@ def _judge(
 ) -> dict[str, Any]:
     """Who judges the answers of a method that learns from the model's own. Raises ApiError."""
     kind = training.method.judged_by
-    given, param = training.block[kind], training.path(kind)
+    judge, param = training.block[kind], training.path(kind)
     if kind == "teacher":
-        return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
-    grader = grader_of(context, given, caller, param).as_given()
+        return {"teacher": teacher_of(context, judge, student, resolved["max_length"], caller, param)}
+    grader = grader_of(context, judge, caller, param).as_given()
     if not caller.may(INFERENCE):  # its key asks the engine
         raise Forbidden(INFERENCE)
     form_at = training.path("response_format")
