@@ -27,6 +27,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from appliance.store.errors import UnknownCursor
 from runtime.logs import REQUEST_ID
@@ -146,7 +147,7 @@ def install(app: FastAPI) -> None:
         shaped = _shaped(request, error)
         return JSONResponse(shaped.body(), shaped.status_code, shaped.headers)
 
-    for kind in (HTTPException, RequestValidationError, UnknownCursor, Exception):
+    for kind in (HTTPException, RequestValidationError, UnknownCursor, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer)
 
 
@@ -177,6 +178,8 @@ def _shaped(request: Request, error: Exception) -> ApiError:
         return BadRequest(message, param, code)
     if isinstance(error, UnknownCursor):
         return BadRequest(f"{error}.", "after", "invalid_cursor")
+    if isinstance(error, ClientDisconnect):  # no bug, and nobody receives the answer; 499 is nginx's status for it
+        return ApiError(499, "The client left before its request was complete.")
     # Starlette logs the traceback after this answer; the client learns only where to look.
     log.error("%s failed: %s", where, type(error).__name__)
     message = f"The server had an error while processing your request {REQUEST_ID.get()}; its log has the details."
