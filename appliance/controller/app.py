@@ -134,9 +134,11 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
         float("-inf") if days is None else now_s - days * DAY_S
         for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.usage_days, kept.audit_days)
     )
-    old = FILES.list_all(db, f"created_s < ? AND NOT coalesce({_FILE_NEEDED}, 0)", files_s)
-    for row in [*files.expired(db, now_s=now_s), *old]:
+    for row in files.expired(db, now_s=now_s):
         storage.remove(context, row)
+    old = f"created_s < ? AND NOT coalesce({_FILE_NEEDED}, 0)"
+    while (file := FILES.first(db, old, files_s)) is not None:  # not all at once: a job may begin with the next one
+        storage.remove(context, file)
     for table, where, before_s in (
         ("idempotency", "created_s < ?", now_s - IDEMPOTENCY_KEEP_S),
         ("audit", "created_s < ?", audit_s),
