@@ -52,7 +52,7 @@ INCOMING_PREFIX = ".incoming-"
 _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
 APART_FROM_BYTES = 1 << 20
-"""A smaller file is checked sooner than a process starts."""
+"""Checking a smaller file takes less time than starting a process."""
 MAX_FILENAME_BYTES = 255
 MAX_PARTS = 10_000
 _COPY_BYTES = 2**20
@@ -181,11 +181,11 @@ async def checked(
         cut_at: the number of tokens within which the method must have something left of an example.
     """
     name = method.name if method else None
-    how = {"chat_path": chat_path, "method": name, "tokenizer": tokenizer, "cut_at": cut_at}
+    options = {"chat_path": chat_path, "method": name, "tokenizer": tokenizer, "cut_at": cut_at}
     if tokenizer is None and path.stat().st_size < APART_FROM_BYTES:
-        return await to_thread.run_sync(partial(check_here, path, **how), limiter=context.file_threads)
+        return await to_thread.run_sync(partial(check_here, path, **options), limiter=context.file_threads)
     async with context.file_threads:
-        return await check_apart(path, **how)
+        return await check_apart(path, **options)
 
 
 async def described(context: ControllerContext, path: Path, row: FileRow) -> FileRow:
@@ -278,7 +278,7 @@ def file_routes(context: ControllerContext) -> APIRouter:
 
     @router.get("/{file_id}/errors")
     def errors(file_id: str, caller: Caller) -> dict[str, Any]:
-        """What the check at upload found: the first hundred bad examples, by line."""
+        """The first hundred bad examples that the check at upload found, by line."""
         report = FILES.known(db, file_id, caller).report or {}
         return errors_object(report.get("errors", []), report.get("n_errors", 0))
 

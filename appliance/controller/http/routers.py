@@ -44,12 +44,12 @@ _Word = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 _Text = Annotated[str, Field(max_length=512)]
 
 
-def _few(pairs: Any) -> Any:
-    """Enough of them to be refused: an error for each of 200,000 takes seconds, on the loop."""
+def _first_pairs(pairs: Any) -> Any:
+    """One more than is allowed: an error for each of 200,000 takes seconds, on the loop."""
     return dict(islice(pairs.items(), 17)) if isinstance(pairs, dict) else pairs
 
 
-Metadata = Annotated[dict[_Word, _Text], Field(max_length=16), BeforeValidator(_few)]
+Metadata = Annotated[dict[_Word, _Text], Field(max_length=16), BeforeValidator(_first_pairs)]
 """OpenAI's limits."""
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -145,7 +145,7 @@ class StrictRequest(Request):
 
 
 def json_of(text: bytes) -> tuple[Any, str]:
-    """The value, and why there is none. It raises nothing: orjson's error keeps the text, and itself in a cycle."""
+    """The value, or the reason why there is none. Never raises: orjson's error keeps the text, in a cycle."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:

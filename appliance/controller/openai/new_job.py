@@ -54,7 +54,7 @@ _JUDGES = {
 
 
 def _choice() -> type[BaseModel]:
-    """The name of a method, and blocks of methods by their names: hyperparameters, and what each method takes."""
+    """The model of `method`: its type, and a block for each method with hyperparameters and its other fields."""
     blocks = dict[str, Any]()
     for name, method in METHODS.items():
         fields: dict[str, Any] = {"hyperparameters": (Hyperparameters | None, None)}
@@ -165,7 +165,7 @@ def refused(error: InvalidHyperparameter, where: str) -> BadRequest:
     return BadRequest(message, param, "invalid_hyperparameter")
 
 
-# What becomes of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are to
+# The event of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are to
 # run here unchanged.
 _WANDB = {
     "online": "W&B gets a run of this job when it starts; its address follows here.",
@@ -176,7 +176,7 @@ _WANDB = {
 
 
 async def check_judges(hosts: GraderHosts, training: Training, caller: Principal) -> None:
-    """Reads the code of python graders, and a schema; `insert_job` checks all else. Raises ApiError."""
+    """Check the code of python graders, and a schema; `insert_job` checks all else. Raises ApiError."""
     try:
         grader = parse(training.block.get("grader"))
     except InvalidGrader:
@@ -186,8 +186,8 @@ async def check_judges(hosts: GraderHosts, training: Training, caller: Principal
 
 
 def insert_job(context: ControllerContext, body: JobCreate, training: Training, caller: Principal) -> JobRow:
-    """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
-    ApiError."""
+    """Insert the job's row, its judge and first events, in a transaction of the caller's, who then starts its
+    validation. Raises ApiError."""
     db, method = context.db, training.method
     context.quotas.check(caller, begins=True)
     _check_claims(context, body, caller)
@@ -199,7 +199,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     bounds.check(None, nodes)  # before the batch size that follows from it
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
-        dataset = _seen(data["training_file"])
+        dataset = _stats_of_upload(data["training_file"])
         resolved = settings.Wish(context, base, method, training.hyperparameters, dataset, bounds).resolve()
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
@@ -226,7 +226,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     )
     judge = _judge(context, training, base, resolved, caller) if method.judged_by else None
     for param, file in data.items():
-        # By what its upload has found. The validation reports bad lines, each by its number.
+        # By the check at upload; bad lines are left to the validation, which reports each by its number.
         report = file.report or {}
         if report.get("n_errors") == 0 and (why := method.refuses(report["shape"])) is not None:
             message = f"invalid {param}: {shown(file.id)} ({shown(file.filename)}) {why}."
@@ -241,9 +241,8 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
 
 
 def _check_claims(context: ControllerContext, body: JobCreate, caller: Principal) -> None:
-    """What a job may claim over others follows from the `max_priority` of its key; admins have no limit. A key whose
-    jobs may have a priority above 0 may also make jobs that are not preemptible, or have a deadline. Raises
-    ApiError."""
+    """Refuse claims over other jobs beyond the `max_priority` of the key; admins have no limit. A key with one above 0
+    may also make jobs that are not preemptible, or have a deadline. Raises ApiError."""
     most, param, why = max_priority(context.db, caller), "", ""
     if body.priority > most:
         param, why = "priority", f"priority is {body.priority}; jobs of this API key have at most {most}."
@@ -352,8 +351,8 @@ def _judge(
     return {"grader": grader, **({"response_format": form} if form else {})}
 
 
-def _seen(file: FileRow) -> auto.DatasetStats:
-    """What the check at the file's upload saw, without a tokenizer."""
+def _stats_of_upload(file: FileRow) -> auto.DatasetStats:
+    """Counts of the check at upload, which had no tokenizer."""
     report = file.report or {}
     names = ("n_examples", "n_rows", "n_tokens_estimate", "longest_example_tokens")
     return settings.dataset_of(DataReport(**{name: report[name] for name in names if name in report}))
