@@ -200,7 +200,7 @@ def _check(context: ControllerContext, body: KeyLimits, known: Collection[str] =
             raise BadRequest(message, "models", "model_not_found")
     if body.expires_s is not None and body.expires_s <= time.time():
         past = f"expires_s is {body.expires_s:.0f}, {minute(body.expires_s)}, which is past"
-        raise InvalidValue(f"{past}; revoke a key that is to end now.", "expires_s")
+        raise InvalidValue(f"{past}; to end a key now, revoke it.", "expires_s")
 
 
 # --- what ends with a key, however it ends: its logins and its tasks; its jobs are paused

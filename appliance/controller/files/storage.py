@@ -384,14 +384,14 @@ def upload_routes(context: ControllerContext) -> APIRouter:
     async def complete(upload_id: str, body: UploadComplete, caller: Caller) -> dict[str, Any]:
         if UPLOADS.known(db, upload_id, caller).status != "completed":  # the SDK retries when the first answer was lost
             await _complete(context, _pending(context, upload_id, caller), body, caller)
-            await to_thread.run_sync(_remove_bytes, context, upload_id)
+            await to_thread.run_sync(partial(shutil.rmtree, context.uploads_dir / upload_id, ignore_errors=True))
         return _view(context, UPLOADS.known(db, upload_id, caller))
 
     @router.post("/{upload_id}/cancel")
     async def cancel(upload_id: str, caller: Caller) -> dict[str, Any]:
         if UPLOADS.known(db, upload_id, caller).status != "cancelled":
             uploads.update(db, _pending(context, upload_id, caller).id, status="cancelled")
-            await to_thread.run_sync(_remove_bytes, context, upload_id)
+            await to_thread.run_sync(partial(shutil.rmtree, context.uploads_dir / upload_id, ignore_errors=True))
         return _view(context, UPLOADS.known(db, upload_id, caller))
 
     return router
@@ -425,7 +425,7 @@ def end_uploads(context: ControllerContext, now_s: float) -> None:
     """End expired uploads, and delete the records of those that ended long ago."""
     for row in uploads.list_all(context.db, "status = 'pending' AND expires_s <= ?", now_s):
         uploads.update(context.db, row.id, status="expired")
-        _remove_bytes(context, row.id)
+        shutil.rmtree(context.uploads_dir / row.id, ignore_errors=True)
     before_s = now_s - IDEMPOTENCY_KEEP_S - context.config.upload_open_s
     context.db.delete("uploads", "status != 'pending' AND created_s < ?", [before_s])
 
@@ -454,10 +454,6 @@ def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tu
                 yield part
 
     return _copied(parts(), target)
-
-
-def _remove_bytes(context: ControllerContext, upload_id: str) -> None:
-    shutil.rmtree(context.uploads_dir / upload_id, ignore_errors=True)
 
 
 def _view(context: ControllerContext, row: UploadRow) -> dict[str, Any]:

@@ -212,9 +212,8 @@ def first_error(errors: Sequence[Any]) -> dict[str, Any]:
     if first["type"] == "missing":
         unknown = (error for error in errors if error["type"] == "extra_forbidden" and error["loc"][:-1] == parent)
         return next(unknown, first)
-    return max(
-        (error for error in errors if error["loc"][: len(parent)] == parent), key=lambda error: len(error["loc"])
-    )
+    same_place = (error for error in errors if error["loc"][: len(parent)] == parent)
+    return max(same_place, key=lambda error: len(error["loc"]))
 
 
 def message_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
