@@ -39,7 +39,7 @@ _LIMITS = (
     opt(
         "--bound NAME=N",
         "A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: unfinished, "
-        "models, bytes, responses, responses_bytes.",
+        "bytes, responses, responses_bytes.",
         dest="bounds",
         type=or_null(named(number(int, 0))),
         action="append",
