@@ -40,7 +40,8 @@ QLORA = {
         pytest.param("qlora-offload", {**QLORA, "zero_stage": 3, "offload": "parameters"}, marks=pytest.mark.soak),
         pytest.param("dpo-zero3", {"method": "dpo", "zero_stage": 3, "model": {"tied": True}}, marks=pytest.mark.soak),
         ("kto-zero3", {"method": "kto", "zero_stage": 3, "learning_rate": 1e-2}),
-        ("dpo-lora", {"method": "dpo", "zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 1e-2}),
+        # At a rate of 1e-2 worlds of 4 and of 2 ranks that never move are 5.5e-6 apart.
+        ("dpo-lora", {"method": "dpo", "zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 3e-3}),
     ],
 )
 async def test_suspend_and_resume_on_other_sizes_keeps_the_loss_curve(shop, kind, fields):
