@@ -53,6 +53,9 @@ async def test_suspend_and_resume_on_other_sizes_keeps_the_loss_curve(shop, kind
     worlds = await shop.moved(shop.spec("moved", **fields), 4, 2, 4)
     losses = losses_of(worlds)
     assert len(worlds) == 3 and losses.keys() == unbroken.losses().keys()
+    norms = {event["step"]: event["grad_norm"] for world in worlds for event in world.of("metrics")}
+    for event in unbroken.of("metrics"):  # summed over the ranks, not averaged: Adam would hide it in the losses
+        assert norms[event["step"]] == pytest.approx(event["grad_norm"], rel=1e-2)
     print(f"{kind}: worst difference of a step's loss over sizes 4, 2, 4: {worst(losses, unbroken.losses()):.1e}")
     assert worst(losses, unbroken.losses()) <= ACROSS_SIZES
     assert len([s for s in shop.store.list("snapshot") if s.model == "moved"]) <= 2
