@@ -249,7 +249,7 @@ class Group:
             return
         self._ready[rank] = event
         if len(self._ready) == len(self._hosts) and self._started_s is not None:
-            seconds = {key: max(one["seconds"][key] for one in self._ready.values()) for key in ("join", "prepare")}
+            seconds = {key: max(ready["seconds"][key] for ready in self._ready.values()) for key in ("join", "prepare")}
             seconds["start"] = time.monotonic() - self._started_s
             self._step = self._ready[0]["step"]
             self._report("started", step=self._step, devices=len(self._hosts), seconds=seconds)
