@@ -208,8 +208,7 @@ class Group:
             if failed.order == _CERTAIN:
                 return failed.error
             ended, _ = await asyncio.wait(self._listeners, timeout=_GRACE_S)
-            failures = [failed, *(task.exception() for task in self._listeners if task in ended)]
-            # Of equal ones the first, from which the others follow.
+            failures = [failed, *(task.exception() for task in self._listeners if task in ended)]  # it wins a tie
             return min((error for error in failures if isinstance(error, _Failed)), key=lambda error: error.order).error
         except Exception as error:  # whatever it is: without an end, nobody would start the job again
             log.exception("its ranks cannot be followed", extra={"job_id": self._job_id})

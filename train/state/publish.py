@@ -183,8 +183,7 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
         for name, layer in engine.module.named_modules()
         if isinstance(layer, LoraLayer)
     }
-    both = chain(fragments.trained_fragments(engine), fragments.frozen_fragments(engine))
-    owned = {fragment.name: fragment for fragment in both}
+    owned = {f.name: f for f in chain(fragments.trained_fragments(engine), fragments.frozen_fragments(engine))}
     for parameter in fragments.parameters(engine):
         fragment = owned.get(parameter.name)
         if parameter.name in layers:  # on every rank in the same order: gathering is collective

@@ -184,8 +184,7 @@ class Run:
             self.engine.train()
 
     def _divergence(self, phase: str, rows: Iterable[tuple[Row, float]], until_s: float) -> dict[str, torch.Tensor]:
-        """Collective: the item that each batch has of the whole step (Method.needs_divergence), or none. Raises
-        DevicesWanted."""
+        """Collective: the batches' sum over the step, if the method has one. Raises DevicesWanted."""
         if not self.method.needs_divergence:
             return {}
         total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
