@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,8 @@ def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[
     `refuses` says which; a record of another shape is unusable, and so is a file of which it takes none. Raises
     OSError."""
     with open(path, "rb") as file:
-        lines = examples(file)
-        first = list(islice(lines, _SHAPE_EXAMPLES))
-        shape = _usual_shape(first, refuses)
-        for line, raw in chain(first, lines):
+        shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
+        for line, raw in examples(file):  # read again: the first ones may take 1.6 GiB together
             read = Read(line)
             try:
                 if isinstance(raw, BadRecord):
