@@ -280,10 +280,10 @@ class ScoreModel(_ModelGrader):
     range: list[float] = Field([0.0, 1.0], min_length=2, max_length=2)
 
     def check(self, param: str) -> None:
-        super().check(param)
         low, high = self.range
         if not -1e6 <= low < high <= 1e6:
             raise InvalidGrader(f"{param}range", f"is {self.range}; expected [low, high] within ±1,000,000")
+        super().check(param)
 
     @property
     def bounds(self) -> tuple[float, float]:
