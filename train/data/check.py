@@ -122,13 +122,13 @@ def check_training_file(
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     refuses: Refuses | None = None,
-    look: Callable[[Read, list[list[int]]], None] = lambda read, rows: None,
+    visit: Callable[[Read, list[list[int]]], None] = lambda read, rows: None,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     `refuses`: as `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record,
     for `counted` records, BadRecord if the model's chat template or the method refuses it; without it they are
-    estimated. The chat file exists afterwards only if the report is `ok`. `look` gets each example with its tokens, or
+    estimated. The chat file exists afterwards only if the report is `ok`. `visit` gets each example with its tokens, or
     none of a bad one. Raises OSError if the file is unreadable.
     """
     report, partial = DataReport(), Path(f"{chat_path}.partial")
@@ -148,7 +148,7 @@ def check_training_file(
                         output.write(orjson.dumps(read.example.record) + b"\n")
                 except BadRecord as bad:
                     read.bad = bad
-            look(read, rows)
+            visit(read, rows)
             if read.bad is not None:
                 report.add_error(read.line, str(read.bad))
                 if isinstance(read.bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:

@@ -103,7 +103,7 @@ def checked(
     """`check_training_file`, counting tokens if there is a tokenizer (the directory of a model): with `cut_at` those of
     every example, and ones of which the method has nothing left within so many tokens are errors too. With a method and
     `chat_path`, all tokens are written beside it for the ranks (train.data.token_set). Raises OSError."""
-    how = methods.method_of(method) if method else methods.DEFAULT
+    chosen = methods.method_of(method) if method else methods.DEFAULT
     encoder = encoder_of(Path(tokenizer)) if tokenizer else None
     with ExitStack() as stack:
         writer = None
@@ -114,9 +114,9 @@ def checked(
         report = check_training_file(
             path,
             chat_path=chat_path,
-            count=_counter(how, encoder, cut_at, writer) if encoder else None,
+            count=_counter(chosen, encoder, cut_at, writer) if encoder else None,
             counted=COUNTED_EXAMPLES if cut_at is None and writer is None else sys.maxsize,
-            refuses=how.refuses if method else None,
+            refuses=chosen.refuses if method else None,
         )
         if writer and report.ok:
             writer.finish(encoder, Path(tokenizer))
@@ -148,16 +148,16 @@ def report_on(
     # Compiled libraries, which take half a second: the controller imports this file too.
     from train.data_checks.check import Check
 
-    how = methods.method_of(method) if method else methods.DEFAULT
+    chosen = methods.method_of(method) if method else methods.DEFAULT
     count = None
     if model:
         if (encoder := encoder_of(Path(model))) is None:
             raise UnsupportedModel("the model has no tokenizer with a chat template that can be used to count tokens")
         config = text_part(json.loads((Path(model) / "config.json").read_bytes()))
         max_tokens = max_tokens or size(config, "max_position_embeddings", "n_positions") or None
-        count = _counter(how, encoder)
+        count = _counter(chosen, encoder)
     against = Path(against) if against else None
-    return Check(how.refuses if method else None, count, max_tokens, against).report(Path(path), name)
+    return Check(chosen.refuses if method else None, count, max_tokens, against).report(Path(path), name)
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

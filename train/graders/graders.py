@@ -221,9 +221,9 @@ class _ModelGrader(_Grader):
 
     def as_given(self) -> dict[str, Any]:
         """With roles that OpenAI's SDK knows."""
-        given = super().as_given()
-        roles = ({**said, "role": message.role} for said, message in zip(given["input"], self.input, strict=True))
-        return {**given, "input": list(roles)}
+        grader = super().as_given()
+        roles = ({**raw, "role": message.role} for raw, message in zip(grader["input"], self.input, strict=True))
+        return {**grader, "input": list(roles)}
 
     def texts(self, param: str) -> Iterator[tuple[str, str]]:
         for place, message in enumerate(self.input):
@@ -420,16 +420,16 @@ def _by_name(graders: Any) -> Any:
     if alone:
         graders = [graders]
     if isinstance(graders, Mapping):
-        return {name: {"name": name, **one} if isinstance(one, Mapping) else one for name, one in graders.items()}
+        return {name: {"name": name, **part} if isinstance(part, Mapping) else part for name, part in graders.items()}
     if not isinstance(graders, list):
         return graders
-    for place, one in enumerate(graders):
-        if isinstance(one, Mapping) and "name" not in one:
+    for place, part in enumerate(graders):
+        if isinstance(part, Mapping) and "name" not in part:
             raise MissingField("graders.name" if alone else f"graders.{place}.name")
-    names = [one.get("name") if isinstance(one, Mapping) else None for one in graders]
+    names = [part.get("name") if isinstance(part, Mapping) else None for part in graders]
     if len(set(map(str, names))) != len(names):
         raise InvalidGrader("graders", "two graders have the same name; the formula could not tell them apart")
-    return {str(name): one for name, one in zip(names, graders, strict=True)}
+    return {str(name): part for name, part in zip(names, graders, strict=True)}
 
 
 def _refuse(error: ValidationError) -> NoReturn:

@@ -26,7 +26,7 @@ def repeats(path):
     check = Check()
     with patch("train.data_checks.check._MOST_SHOWN", 10**6):
         check.report(path, "")
-    found = [one for name in ("duplicates", "near_duplicates") for one in check.found[name].first]
+    found = [one for name in ("duplicates", "near_duplicates") for one in check.findings[name].first]
     return {one["line"] - 1: one["of"] - 1 for one in found}
 
 
