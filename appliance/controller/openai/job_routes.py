@@ -45,7 +45,7 @@ from train.data_checks.process import CheckFailed, report_apart
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
-from train.plan.errors import InvalidHyperparameter
+from train.plan.errors import InvalidHyperparameter, UnsupportedModel
 
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
 _ERROR_EVENTS = 200
@@ -370,6 +370,8 @@ def check_routes(context: ControllerContext) -> APIRouter:
         try:
             async with context.file_threads:
                 report = await report_apart(context.files_dir / row.id, row.id, **options)
+        except UnsupportedModel as error:
+            raise BadRequest(f"{error}.", "model", "invalid_value") from error
         except CheckFailed as error:
             # Without the box's own paths.
             message = f"{error}.".replace(f"{context.files_dir}/", "")
