@@ -6,8 +6,6 @@ session answers for those that its tests claimed (tests/claims.py), and for ever
 or a box that no test started runs on this machine: then it is reported and fails nothing.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """openai-python's own tests pass against the control app, every one of them."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
