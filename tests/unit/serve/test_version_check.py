@@ -1,7 +1,5 @@
 """What a running engine must find in a version: the same model, and the token that training recorded."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
