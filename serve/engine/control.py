@@ -32,7 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
+from runtime.processes.kernel import group_rss_bytes
 from serve.core.errors import (
     BY_NAME,
     EngineFailed,
@@ -141,7 +141,6 @@ class EngineControl:
         async with self._lock:
             self._require("ready", "sleep")
             await self._drained()
-            before = await asyncio.to_thread(group_resident_bytes, self._group)
             began_s = time.perf_counter()
             await self.adapters.close()
             refusal = (await self.llm.collective_rpc("shm_refusal"))[0]
@@ -152,9 +151,7 @@ class EngineControl:
                 self.state = "failed"
                 raise EngineFailed(f"the engine did not fall asleep: {error}") from error
             self.state, self._lease = "asleep", None
-            seconds = time.perf_counter() - began_s
-            after = await asyncio.to_thread(group_resident_bytes, self._group)
-            return {"seconds": seconds, "rss_before_bytes": before, "rss_after_bytes": after}
+            return {"seconds": time.perf_counter() - began_s}
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Wake with the weights of `version_path`, which may differ from the version before the sleep if those were

@@ -177,7 +177,7 @@ class SimulatedTiers:
         nothing = dict.fromkeys(("busy", "limit_bytes", "last_error", "last_error_s"))
         return [{"name": "disk", "where": "/data", "damaged": 0, **counts, **nothing}]
 
-    def tiers_of_version(self, row: object) -> list[str]:
+    def tiers_of(self, name: object) -> list[str]:
         return ["disk"]
 
     def bring_in(self, name: object) -> NoReturn:

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from appliance import config_reference
+from appliance import config
 from appliance.cli import main as cli  # fills COMMANDS
 from appliance.cli.command import COMMANDS, Parser
 
@@ -22,7 +22,7 @@ def pages() -> dict[str, str]:
     commands = [f"## {name}\n\n```\n{Parser(COMMANDS[name]).format_help()}```\n" for name in sorted(COMMANDS)]
     return {
         "commands.md": "# Commands\n\n" + "\n".join(commands),
-        "configuration.md": "# Settings\n\n" + config_reference.reference(),
+        "configuration.md": "# Settings\n\n" + config.reference(),
     }
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.processes.kernel import Bounds, run_command
+from runtime.processes.kernel import Bounds, how_it_ended, run_command
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
 from train.data.records import Record
 from train.methods import methods
@@ -70,7 +70,8 @@ async def _apart(function: str, path: Path, **arguments: Any) -> Any:
         answer = json.loads(out)
     except ValueError:
         last_line = err.decode(errors="replace").strip().rpartition("\n")[2][:300]
-        raise CheckFailed(f"it could not be done with {BOUNDS.how_it_ended(status, last_line)}") from None
+        limits = f"{BOUNDS.cpu_s} s of CPU and {BOUNDS.memory_bytes >> 30} GiB of memory"
+        raise CheckFailed(f"its process has {limits}; it {how_it_ended(status)}: {last_line}") from None
     if "error" not in answer:
         return answer
     if number := answer["errno"]:  # it is gone, or the disk is full

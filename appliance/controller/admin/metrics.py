@@ -28,7 +28,7 @@ from appliance.paths import SHM_MOUNT
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES
-from runtime.devices.published import accelerator
+from runtime.devices.kinds import accelerator
 from runtime.network import http_options
 from scheduler.core.workload import POLICIES
 from scheduler.handover.effects import HandoverState

@@ -43,6 +43,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments, operations
 from appliance.store.rows import MODEL_SETTINGS, DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns
+from appliance.tiers.tiers import name_of as stored_name
 from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
@@ -169,7 +170,7 @@ def model_view(
                 **columns(v, "version created_s bytes source"),
                 "kind": "adapter" if v.meta.get("adapter") else "version",
                 "held_back": bool(v.held_back),
-                "tiers": context.tiers.tiers_of_version(v),
+                "tiers": context.tiers.tiers_of(stored_name(v)),
             }
             for v in models.list_versions(db, row.id)
         ],

@@ -22,8 +22,7 @@ from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.rows import VersionRow
-from appliance.tiers.flow import TierFlow
-from appliance.tiers.tiers import Tiers, name_of
+from appliance.tiers.tiers import TierFlow, Tiers, name_of
 from runtime.devices.kinds import kind_of
 from scheduler.core.workload import Device
 from serve.core.adapter_source import AdapterServer

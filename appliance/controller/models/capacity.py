@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
-from runtime.devices.kinds import kind_of
-from runtime.devices.published import Accelerator, accelerator
+from runtime.devices.kinds import Accelerator, accelerator, kind_of
 from scheduler.core.config import SchedulerConfig
 from train.methods.method import Method
 from train.methods.methods import DEFAULT

@@ -8,7 +8,6 @@ import psutil
 import pytest
 
 from runtime.errors import WarmParentError
-from runtime.processes import warm_parent
 from runtime.processes.child import Child
 from runtime.processes.warm_parent import NodeAgent, WarmSpec
 
@@ -62,18 +61,3 @@ async def test_wait_warm_of_a_parent_that_dies_at_import_raises_at_once(tmp_path
     await agent.stop()
     first = str(refused.value).partition("\n")[0]
     assert all(part in first for part in how)
-
-
-async def test_wait_warm_reports_how_the_parent_ended_last(tmp_path, monkeypatch):
-    ways = iter(("ended once", "ended twice"))
-    monkeypatch.setattr(warm_parent, "how_it_ended", lambda _code: next(ways, "ended often"))
-    agent = NodeAgent([spec(tmp_path, "no_such_module_at_all")])
-    await agent.start()
-    reason = ""
-    async with asyncio.timeout(60):
-        while "ended twice" not in reason:
-            await asyncio.sleep(0.05)
-            with pytest.raises(WarmParentError) as refused:
-                await agent.wait_warm("t", 60)
-            reason = str(refused.value)
-    await agent.stop()

@@ -22,13 +22,11 @@ def start_parent(folder):
             sys.executable,
             "-m",
             "runtime.processes.warm_parent",
-            "--socket",
             str(folder / "warm.sock"),
-            "--preload",
             ENTRY,
-            "--log",
             str(folder / "warm.log"),
-        ]
+        ],
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),  # as below Ray
     )
     while not (folder / "warm.sock").exists():
         assert parent.poll() is None, (folder / "warm.log").read_text()
