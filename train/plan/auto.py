@@ -126,7 +126,7 @@ def resolve(
 ) -> dict:
     """Fields of a TrainSpec. `own` reads what only one training method takes. Raises InvalidHyperparameter for an
     unknown name or a value out of range. An "auto" layout is the plainest one here; the devices decide later
-    (appliance.controller.models.capacity.layouts)."""
+    (appliance.controller.models.capacity.Estimator.layouts)."""
     given = Given(hyperparameters)
     fields: dict[str, Any] = {}
     # Not fp8 as serve_dtype: it needs the largest element of a tensor before its first byte is written, and no rank
