@@ -10,6 +10,7 @@ batch resumes from there and repeats at most the lines that were in flight.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import Counter
@@ -28,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from appliance.controller.access.limits import ANSWERS_PER_INPUT
 from appliance.controller.access.model_access import caller_of, usable_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, finished
+from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.resource import Resource, object_of, part
@@ -41,6 +42,8 @@ from appliance.store.objects import files as file_rows
 from appliance.store.rows import BATCHES as ROWS
 from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
 from train.data.records import MARK, foreign_file
+
+log = logging.getLogger("appliance.controller")
 
 T = TypeVar("T")
 TASKS = "batches"
@@ -75,12 +78,11 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        file = FILES.known(db, body.input_file_id, caller, "input_file_id")
-        if file.purpose != "batch":
-            message = f"The file {file.id} has the purpose {file.purpose!r}; a batch reads one of purpose 'batch'."
-            raise BadRequest(message, "input_file_id", "invalid_file_purpose")
-
         def make() -> BatchRow:
+            file = FILES.known(db, body.input_file_id, caller, "input_file_id")
+            if file.purpose != "batch":
+                message = f"The file {file.id} has the purpose {file.purpose!r}; a batch reads one of purpose 'batch'."
+                raise BadRequest(message, "input_file_id", "invalid_file_purpose")
             context.quotas.check(caller, ANSWERS_PER_INPUT * file.bytes, begins=True)
             now_s = time.time()
             row = BatchRow(
@@ -157,9 +159,15 @@ def kind(context: ControllerContext) -> Kind:
             await batch.run()
 
     async def fail(task: TaskRow, error: TaskFailed) -> None:
-        if (batch := await opened(task)) is not None:
-            errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
-            await batch.end("failed", errors=errors)
+        errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
+        try:
+            if (batch := await opened(task)) is not None:
+                await batch.end("failed", errors=errors)
+        except (OSError, TaskFailed) as second:  # without files: its answers cannot be read or kept
+            if is_full(second):
+                raise
+            log.error("the answers of %s cannot be read or kept: %s", task.id, second)
+            set_status(context.db, ROWS.get(context.db, task.id), "failed", errors=errors)
 
     return Kind(TASKS, run, fail, "batch")
 
@@ -239,8 +247,11 @@ class Batch:
         return storage.row_of(path, filename, "batch_output", sha256, row.owner, row.key_id, row.output_keep_s)
 
     async def _store(self, lines: list[dict[str, Any]]) -> None:
-        await _to_its_end(partial(self._answers.append, lines))
-        ROWS.update(self._db, self._row.id, completed=self._answers.completed, failed=self._answers.failed)
+        def write() -> None:
+            self._answers.append(lines)
+            ROWS.update(self._db, self._row.id, **columns(self._answers, "completed failed"))
+
+        await _to_its_end(write)
 
     async def end(self, status: BatchStatus, **changes: Any) -> None:
         """Make files of the answers and end the batch. Raises OSError."""
@@ -272,8 +283,9 @@ async def _to_its_end(work: Callable[[], T]) -> T:
     doing = asyncio.create_task(asyncio.to_thread(work))
     try:
         return await asyncio.shield(doing)
-    finally:
-        await doing
+    except asyncio.CancelledError:
+        await asyncio.wait([doing])  # its own error would hide that the caller is cancelled
+        raise
 
 
 def _line(custom_id: str) -> dict[str, Any]:
@@ -290,7 +302,7 @@ _RENAMED = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens
 
 class Answers:
     """Create it and call `append` on a thread; create it again after an OSError. custom_ids: of the answered lines.
-    tokens: of those that succeeded. paths: of "output" and "error". Raises OSError."""
+    tokens: of those that succeeded. paths: of "output" and "error". Raises OSError, TaskFailed."""
 
     def __init__(self, folder: Path, batch_id: str):
         self.paths = {name: folder / f"{batch_id}.{name}.jsonl" for name in ("output", "error")}
@@ -301,9 +313,13 @@ class Answers:
             path.touch(0o600)
             with open(path, "rb+") as file:
                 whole = 0
-                for line in file:
+                for number, line in enumerate(file, 1):
                     if line.endswith(b"\n"):  # not torn
-                        self._count(orjson.loads(line))
+                        try:
+                            self._count(orjson.loads(line))
+                        except (ValueError, LookupError, TypeError, AttributeError) as error:
+                            message = f"Line {number} of {path.name}, the answers so far, is damaged on the box's disk."
+                            raise TaskFailed("answers_damaged", message) from error
                         whole += len(line)
                 file.truncate(whole)
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -364,11 +363,15 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
 
     @of_runs.post("", status_code=201)
     async def create_run(eval_id: str, body: shapes.RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        of = EVALS.known(db, eval_id, caller)
-        await _check_run(context, of, body.data_source, caller)
+        await _check_sampling(context, body.data_source, caller)
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
-        insert = partial(insert_run, context, of, caller, source, name=body.name or "", metadata=body.metadata)
-        return view(RUNS.once(request, caller, await request.body(), insert))
+
+        def make() -> EvalRunRow:
+            of = EVALS.known(db, eval_id, caller)
+            _check_named(context, of, body.data_source, caller)
+            return insert_run(context, of, caller, source, name=body.name or "", metadata=body.metadata)
+
+        return view(RUNS.once(request, caller, await request.body(), make))
 
     @of_runs.get("")
     def list_runs(
@@ -411,25 +414,29 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
     return [of_evals, of_runs, of_items]
 
 
-async def _check_run(context: ControllerContext, of: EvalRow, given: Jsonl | Sampled, caller: Principal) -> None:
-    """of: the eval; another key may have made it. Raises ApiError."""
-    param, hosts = "data_source", context.graders
+def _check_named(context: ControllerContext, of: EvalRow, source: Jsonl | Sampled, caller: Principal) -> None:
+    """Check the models and the file that a run needs. of: the eval; another key may have made it. Raises ApiError."""
     for model in sorted(set[str]().union(*map(judge_models, of.criteria))):
         check_may_ask(context.db, caller, model)
-    if isinstance(given.source, shapes.FileId):
-        FILES.known(context.db, given.source.id, caller, f"{param}.source.id")
-    if isinstance(given, Jsonl):
+    if isinstance(source.source, shapes.FileId):
+        FILES.known(context.db, source.source.id, caller, "data_source.source.id")
+    if isinstance(source, Sampled):
+        check_may_ask(context.db, caller, source.model, "data_source.model")
+
+
+async def _check_sampling(context: ControllerContext, source: Jsonl | Sampled, caller: Principal) -> None:
+    """Raises ApiError."""
+    if isinstance(source, Jsonl):
         return
-    check_may_ask(context.db, caller, given.model, f"{param}.model")
     try:
-        shapes.check_sampled(given)
+        shapes.check_sampled(source)
     except InvalidGrader as error:
-        where = f"{param}.{error.param}"
+        where = f"data_source.{error.param}"
         raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
-    fields = shapes.fields_of(given)
+    fields, param = shapes.fields_of(source), "data_source.sampling_params"
     # On a thread: the schema of its answers may have 25,000 parts.
-    await asyncio.to_thread(check_completion, fields, f"{param}.sampling_params")
-    await check_form(hosts, fields.get("response_format"), caller, f"{param}.sampling_params.response_format")
+    await asyncio.to_thread(check_completion, fields, param)
+    await check_form(context.graders, fields.get("response_format"), caller, f"{param}.response_format")
 
 
 async def _criteria(context: ControllerContext, body: shapes.EvalCreate, caller: Principal) -> list[dict[str, Any]]:
