@@ -10,7 +10,6 @@ batch resumes from there and repeats at most the lines that were in flight.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections import Counter
@@ -43,14 +42,12 @@ from appliance.store.rows import BATCHES as ROWS
 from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
 from train.data.records import MARK, foreign_file
 
-log = logging.getLogger("appliance.controller")
-
 T = TypeVar("T")
 TASKS = "batches"
 WINDOW_S = 24 * 3600.0
 AT_ONCE = 256
 """Lines of a batch whose requests run, or wait for a slot of an engine, at once."""
-LOOK_EVERY_S = 2.0
+DISK_POLL_S = 2.0
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 CONVERSING = ("/v1/chat/completions", "/v1/responses")
 """Those whose answers a client may have stored."""
@@ -152,7 +149,7 @@ def kind(context: ControllerContext) -> Kind:
         row = ROWS.find(context.db, task.id)
         if row is None or row.finished:
             return None
-        return Batch(context, row, await _to_its_end(partial(Answers, context.batches_dir, row.id)))
+        return Batch(context, row, await _run_to_completion(partial(Answers, context.batches_dir, row.id)))
 
     async def run(task: TaskRow) -> None:
         if (batch := await opened(task)) is not None:
@@ -163,10 +160,9 @@ def kind(context: ControllerContext) -> Kind:
         try:
             if (batch := await opened(task)) is not None:
                 await batch.end("failed", errors=errors)
-        except (OSError, TaskFailed) as second:  # without files: its answers cannot be read or kept
-            if is_full(second):
+        except (OSError, TaskFailed) as unusable:  # its answers cannot be read or kept, so it gets no files
+            if is_full(unusable):
                 raise
-            log.error("the answers of %s cannot be read or kept: %s", task.id, second)
             set_status(context.db, ROWS.get(context.db, task.id), "failed", errors=errors)
 
     return Kind(TASKS, run, fail, "batch")
@@ -212,7 +208,7 @@ class Batch:
             def unanswered() -> list[str]:
                 return [custom_id for custom_id in lines.requests if custom_id not in self._answers.custom_ids]
 
-            requests = (self._ask(one, lines.requests[one], lines.model or "", source) for one in unanswered())
+            requests = (self._ask(name, lines.requests[name], lines.model or "", source) for name in unanswered())
             try:
                 async with (
                     asyncio.timeout(row.expires_s - time.time()),
@@ -222,21 +218,21 @@ class Batch:
                         await self._store(answered)
             except TimeoutError:
                 end = "expired"
-                await self._store([{**_line(one), "response": None, "error": _EXPIRED} for one in unanswered()])
+                await self._store([{**_line(name), "response": None, "error": _EXPIRED} for name in unanswered()])
         await self.end(end)
 
-    async def _ask(self, custom_id: str, place: tuple[int, int], model: str, source: BinaryIO) -> dict[str, Any]:
-        """The answered line."""
+    async def _ask(self, custom_id: str, span: tuple[int, int], model: str, source: BinaryIO) -> dict[str, Any]:
+        """Ask for one line of the input file; returns the line of the output. span: its offset and size in bytes."""
         url, request_id = self._row.endpoint, new_id("req_")
 
         async def body() -> dict[str, Any]:
-            source.seek(place[0])
-            request = parse_line(source.read(place[1]))["body"]
+            source.seek(span[0])
+            request = parse_line(source.read(span[1]))["body"]
             # No client knows the ids by which it could look stored answers up.
             return {**request, "store": False} if url in CONVERSING else request
 
         while self._context.quotas.disk.room_bytes() <= 0:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(DISK_POLL_S)
         answer = await self._context.asking.ask(self._row.key_id, model, url, body, request_id=request_id)
         response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
         return {**_line(custom_id), "error": None, "response": response}
@@ -251,7 +247,7 @@ class Batch:
             self._answers.append(lines)
             ROWS.update(self._db, self._row.id, **columns(self._answers, "completed failed"))
 
-        await _to_its_end(write)
+        await _run_to_completion(write)
 
     async def end(self, status: BatchStatus, **changes: Any) -> None:
         """Make files of the answers and end the batch. Raises OSError."""
@@ -278,13 +274,13 @@ class Batch:
             path.unlink()
 
 
-async def _to_its_end(work: Callable[[], T]) -> T:
+async def _run_to_completion(work: Callable[[], T]) -> T:
     """Work on a file, done on a thread. A cancelled caller waits for it, so that the next to open the file is alone."""
-    doing = asyncio.create_task(asyncio.to_thread(work))
+    running = asyncio.create_task(asyncio.to_thread(work))
     try:
-        return await asyncio.shield(doing)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait([doing])  # its own error would hide that the caller is cancelled
+        await asyncio.wait([running])  # its own error would hide that the caller is cancelled
         raise
 
 
@@ -301,8 +297,8 @@ _RENAMED = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens
 
 
 class Answers:
-    """Create it and call `append` on a thread; create it again after an OSError. custom_ids: of the answered lines.
-    tokens: of those that succeeded. paths: of "output" and "error". Raises OSError, TaskFailed."""
+    """The answered lines of a batch, in its files on disk. Create it and call `append` on a thread; create it again
+    after an OSError. tokens: of lines that succeeded. paths: of "output" and "error". Raises OSError, TaskFailed."""
 
     def __init__(self, folder: Path, batch_id: str):
         self.paths = {name: folder / f"{batch_id}.{name}.jsonl" for name in ("output", "error")}
@@ -326,12 +322,12 @@ class Answers:
     def append(self, lines: list[dict[str, Any]]) -> None:
         """Each {"id", "custom_id", "response", "error"}; synced on return. Raises OSError."""
         for name, path in self.paths.items():
-            if mine := [line for line in lines if _is_good(line) == (name == "output")]:
+            if group := [line for line in lines if _is_good(line) == (name == "output")]:
                 with open(path, "ab") as file:
-                    file.writelines(orjson.dumps(line) + b"\n" for line in mine)
+                    file.writelines(orjson.dumps(line) + b"\n" for line in group)
                     file.flush()
                     os.fsync(file.fileno())
-                for line in mine:
+                for line in group:
                     self._count(line)
 
     def _count(self, line: dict[str, Any]) -> None:

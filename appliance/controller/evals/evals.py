@@ -69,11 +69,11 @@ class Answered:
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def row(self, run_id: str) -> EvalItemRow:
-        status = "pass" if all(one["passed"] for one in self.results) else "fail"
-        if self.answer.error or any("error" in one for one in self.results):
+        status = "pass" if all(result["passed"] for result in self.results) else "fail"
+        if self.answer.error or any("error" in result for result in self.results):
             status = "error"
-        made = new_id("outputitem_"), run_id, self.place, time.time()
-        return EvalItemRow(*made, status, self.item, sample_object(self.body, [self.answer]), self.results)
+        named = new_id("outputitem_"), run_id, self.place, time.time()
+        return EvalItemRow(*named, status, self.item, sample_object(self.body, [self.answer]), self.results)
 
 
 def insert_run(
@@ -162,8 +162,8 @@ class EvalRunner:
     async def _check_data(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> None:
         """Check all items by the schema, some at a time: as objects, a whole file takes 20 times its size. Raises
         TaskFailed."""
-        total, size, found = 0, 0, self._entries(row, source.source)
-        while chunk := await asyncio.to_thread(lambda: list(islice(found, _CHUNK))):
+        total, size, entries = 0, 0, self._entries(row, source.source)
+        while chunk := await asyncio.to_thread(lambda: list(islice(entries, _CHUNK))):
             size += sum(length + ITEM_BYTES for _, length in chunk)
             self._check_bytes(row, size)
             try:
@@ -200,11 +200,11 @@ class EvalRunner:
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader]
     ) -> Iterator[Coroutine[Any, Any, Answered]]:
         """Make the sample of each item that has no row, with the answers of judges. Raises TaskFailed."""
-        have = evals.passed(self._db, row.id)
+        judged = evals.passed(self._db, row.id)
         for place, (entry, _) in enumerate(self._entries(row, source.source)):
             if place % AT_ONCE == 0:
                 self._check_bytes(row)
-            if place not in have:
+            if place not in judged:
                 yield self._sampled(row, source, graders, place, entry)
 
     async def _sampled(
@@ -221,8 +221,8 @@ class EvalRunner:
         else:
             sample = shapes.sample_of(entry.sample)
             answer = ModelAnswer(sample.output_text, row.model)
-        asked = () if answer.error else graders
-        judged = [await self._grading.ask_judges(row.key_id, grader, sample, item) for grader in asked]
+        needed = () if answer.error else graders
+        judged = [await self._grading.ask_judges(row.key_id, grader, sample, item) for grader in needed]
         return Answered(place, item, sample, body, answer, judged)
 
     async def _grade(self, row: EvalRunRow, graders: list[Grader], items: list[Answered]) -> None:
@@ -277,13 +277,9 @@ def _result(grader: Grader, graded: Graded, judged: list[tuple[dict[str, Any], M
 RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", "failed"] | None, Query()]
 ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
 EVALS = Resource("eval", "/v1/evals", (FINE_TUNING,), evals.find, fields=("name",))
+_RECORDED = ("eval_id", "model", "status")
 RUNS = Resource(
-    "eval_run",
-    "/v1/evals/{eval_id}/runs",
-    (FINE_TUNING,),
-    EVAL_RUNS.find_visible,
-    param="run_id",
-    fields=("eval_id", "model", "status"),
+    "eval_run", "/v1/evals/{eval_id}/runs", (FINE_TUNING,), EVAL_RUNS.find_visible, param="run_id", fields=_RECORDED
 )
 ITEMS = Resource("output_item", f"{RUNS.prefix}/{{run_id}}/output_items", RUNS.scopes, EVAL_ITEMS.find)
 
@@ -299,7 +295,7 @@ Run = Annotated[EvalRunRow, Depends(_known_run)]
 
 
 _OF_STATUS = "(? IS NULL OR status = ?)"
-"""No scope: a row of another status is a cursor, too."""
+"""A filter, and not part of the scope, so that a row of another status is a cursor, too."""
 
 
 def _order(order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "created_at") -> dict[str, Any]:
@@ -336,8 +332,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
                 metadata=body.metadata,
                 bytes=size,
             )
-            evals.insert(db, row)
-            return row
+            return evals.insert(db, row)
 
         return shapes.eval_object(EVALS.once(request, caller, await request.body(), make))
 
@@ -367,8 +362,13 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
 
         def make() -> EvalRunRow:
-            of = EVALS.known(db, eval_id, caller)
-            _check_named(context, of, body.data_source, caller)
+            of = EVALS.known(db, eval_id, caller)  # another key may have made it
+            for model in sorted(set[str]().union(*map(judge_models, of.criteria))):
+                check_may_ask(db, caller, model)
+            if isinstance(body.data_source.source, shapes.FileId):
+                FILES.known(db, body.data_source.source.id, caller, "data_source.source.id")
+            if isinstance(body.data_source, Sampled):
+                check_may_ask(db, caller, body.data_source.model, "data_source.model")
             return insert_run(context, of, caller, source, name=body.name or "", metadata=body.metadata)
 
         return view(RUNS.once(request, caller, await request.body(), make))
@@ -401,8 +401,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
 
     @of_items.get("")
     def list_items(run: Run, part: Annotated[Part, part(20, order="asc")], status: ItemStatus = None) -> dict[str, Any]:
-        given, part["order_by"] = {"where": _OF_STATUS, "parameters": [status, status]}, "place"
-        page = EVAL_ITEMS.page(db, {"run_id": run.id}, **given, **part)
+        part["order_by"] = "place"
+        page = EVAL_ITEMS.page(db, {"run_id": run.id}, where=_OF_STATUS, parameters=[status, status], **part)
         return list_object(page, lambda row: shapes.item_object(row, run))
 
     @of_items.get("/{item_id}")
@@ -412,16 +412,6 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         return shapes.item_object(row, run)
 
     return [of_evals, of_runs, of_items]
-
-
-def _check_named(context: ControllerContext, of: EvalRow, source: Jsonl | Sampled, caller: Principal) -> None:
-    """Check the models and the file that a run needs. of: the eval; another key may have made it. Raises ApiError."""
-    for model in sorted(set[str]().union(*map(judge_models, of.criteria))):
-        check_may_ask(context.db, caller, model)
-    if isinstance(source.source, shapes.FileId):
-        FILES.known(context.db, source.source.id, caller, "data_source.source.id")
-    if isinstance(source, Sampled):
-        check_may_ask(context.db, caller, source.model, "data_source.model")
 
 
 async def _check_sampling(context: ControllerContext, source: Jsonl | Sampled, caller: Principal) -> None:
@@ -442,8 +432,8 @@ async def _check_sampling(context: ControllerContext, source: Jsonl | Sampled, c
 async def _criteria(context: ControllerContext, body: shapes.EvalCreate, caller: Principal) -> list[dict[str, Any]]:
     """The graders in their stored form. Raises BadRequest, NotFound."""
     kept: dict[str, dict[str, Any]] = {}
-    for place, given in enumerate(body.testing_criteria):
-        grader = grader_of(context, given, caller, f"testing_criteria.{place}")
+    for place, criterion in enumerate(body.testing_criteria):
+        grader = grader_of(context, criterion, caller, f"testing_criteria.{place}")
         await check_code(context.graders, grader, caller, f"testing_criteria.{place}")
         if grader.name in kept:
             message = f"Two testing criteria are called {shown(grader.name)}; results are listed by name."

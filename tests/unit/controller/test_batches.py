@@ -241,7 +241,7 @@ async def test_cancel_during_a_failing_write_is_not_lost():
         goes_on.wait()
         raise OSError
 
-    task = asyncio.create_task(batches._to_its_end(write))
+    task = asyncio.create_task(batches._run_to_completion(write))
     await asyncio.to_thread(began.wait)
     task.cancel()
     asyncio.get_running_loop().call_later(0.01, goes_on.set)
