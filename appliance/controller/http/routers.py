@@ -81,7 +81,7 @@ def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
 
 
 def takes(max_bytes: Callable[[ControllerConfig], int]) -> Callable[[Endpoint], Endpoint]:
-    """The most that the form of this route may have, which brings a file."""
+    """The most that the body of this route may have, which is stored: 507 while the disk has no room for it."""
     return _declares(max_bytes=max_bytes)
 
 

@@ -11,7 +11,6 @@ again; one waits while its key's limits are used up, a day at most.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
@@ -35,8 +34,6 @@ from appliance.store.database import HAS_PAIR, Part
 from appliance.store.records import keys
 from appliance.store.rows import RESPONSES as ROWS
 from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
-
-log = logging.getLogger("appliance.controller")
 
 TASKS = "responses"
 URL = "/v1/responses"
@@ -74,9 +71,6 @@ class StoredResponses:
         """Store copies from a gateway: each {"key", "previous", "input", "response"}; of a chat completion `input` is
         what it was asked with, an object. Returns how many were new."""
         if not self._config.responses_kept_days:
-            return 0
-        if self._quotas.disk.room_bytes() <= 0:
-            log.error("%d answered responses are not stored: the disk is short of space", len(copies))
             return 0
         return await asyncio.to_thread(lambda: sum(map(self._add, copies)))
 
