@@ -57,8 +57,8 @@ _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 @dataclass
 class Answered:
-    """An item of the data with its sample. body: that the model was asked; answer: the sample as a model's answer, or
-    the reason why there is none. judged: of each grader. results: of each grader, once it is graded."""
+    """An item of the data with its sample. body: of the request to the model; answer: the sample as a model's answer,
+    or the reason why there is none. judged, results: by grader; the second once the item is graded."""
 
     place: int
     item: dict[str, Any]
@@ -77,14 +77,14 @@ class Answered:
 
 
 def insert_run(
-    context: ControllerContext, of: EvalRow, caller: Principal, data_source: dict[str, Any], **more: Any
+    context: ControllerContext, evaluation: EvalRow, caller: Principal, data_source: dict[str, Any], **more: Any
 ) -> EvalRunRow:
-    """Makes a run within the caller's bounds and starts its task. Call it in a transaction. more: its name and
+    """Make a run within the caller's bounds and start its task. Call it in a transaction. more: its name and
     metadata. Raises ApiError."""
     context.quotas.check(caller, begins=True)
     row = EvalRunRow(
         id=new_id("evalrun_"),
-        eval_id=of.id,
+        eval_id=evaluation.id,
         created_s=time.time(),
         key_id=caller.key_id,
         owner=caller.owner,
@@ -116,21 +116,21 @@ class EvalRunner:
     async def run(self, task: TaskRow) -> None:
         """Raises TaskFailed."""
         row = evals.find_run(self._db, task.id)
-        of = evals.find(self._db, row.eval_id, viewer=None) if row is not None else None
-        if row is None or of is None or row.finished:
+        evaluation = evals.find(self._db, row.eval_id, viewer=None) if row is not None else None
+        if row is None or evaluation is None or row.finished:
             return
         source = await asyncio.to_thread(_SOURCE.validate_python, row.data_source)
         try:
-            graders = [parse(criterion) for criterion in of.criteria]
+            graders = [parse(criterion) for criterion in evaluation.criteria]
             async with asyncio.timeout(row.created_s + WINDOW_S - time.time()):
                 if row.status == "queued":
-                    await self._check_data(row, of, source)
+                    await self._check_data(row, evaluation, source)
                 # Code may take minutes for a sample: jobs grade in between, and no call gives up the rest of it.
-                together = MOST_BROKEN if any(map(sources, graders)) else AT_ONCE
+                group_size = MOST_BROKEN if any(map(sources, graders)) else AT_ONCE
                 async with aclosing(finished(self._unjudged(row, source, graders), AT_ONCE)) as groups:
                     async for answered in groups:
-                        for first in range(0, len(answered), together):
-                            items = answered[first : first + together]
+                        for first in range(0, len(answered), group_size):
+                            items = answered[first : first + group_size]
                             await self._grade(row, graders, items)
                             row = await to_thread.run_sync(self._store, row, items)
         except InvalidGrader as error:  # the box may have become stricter since the eval was made
@@ -159,7 +159,7 @@ class EvalRunner:
 
     # --- the data
 
-    async def _check_data(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> None:
+    async def _check_data(self, row: EvalRunRow, evaluation: EvalRow, source: Jsonl | Sampled) -> None:
         """Check all items by the schema, some at a time: as objects, a whole file takes 20 times its size. Raises
         TaskFailed."""
         total, size, entries = 0, 0, self._entries(row, source.source)
@@ -168,7 +168,7 @@ class EvalRunner:
             self._check_bytes(row, size)
             try:
                 items = [entry.item for entry, _ in chunk]
-                refused = await self._context.graders.refused_items(row.owner, of.item_schema, items)
+                refused = await self._context.graders.refused_items(row.owner, evaluation.item_schema, items)
             except WorkerBroke as error:
                 code = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
                 raise TaskFailed(code, f"The items could not be checked by the eval's item_schema: {error}") from None
@@ -237,8 +237,12 @@ class EvalRunner:
     def _store(self, row: EvalRunRow, items: list[Answered]) -> EvalRunRow:
         """Store judged items together with the run's counters, unless it was cancelled meanwhile. Returns the run."""
         rows = [item.row(row.id) for item in items]
-        results, counts, size = {name: Counter(of) for name, of in row.results.items()}, Counter(row.counts), row.bytes
-        usage = {model: Counter(of) for model, of in row.usage.items()}
+        results, counts, size = (
+            {name: Counter(sums) for name, sums in row.results.items()},
+            Counter(row.counts),
+            row.bytes,
+        )
+        usage = {model: Counter(sums) for model, sums in row.usage.items()}
         for item, stored in zip(items, rows, strict=True):
             counts[stored.status] += 1
             size += ITEM_BYTES + len(orjson.dumps([stored.item, stored.sample, stored.results]))
@@ -362,14 +366,14 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
 
         def make() -> EvalRunRow:
-            of = EVALS.known(db, eval_id, caller)  # another key may have made it
-            for model in sorted(set[str]().union(*map(judge_models, of.criteria))):
+            evaluation = EVALS.known(db, eval_id, caller)  # another key may have made it
+            for model in sorted(set[str]().union(*map(judge_models, evaluation.criteria))):
                 check_may_ask(db, caller, model)
             if isinstance(body.data_source.source, shapes.FileId):
                 FILES.known(db, body.data_source.source.id, caller, "data_source.source.id")
             if isinstance(body.data_source, Sampled):
                 check_may_ask(db, caller, body.data_source.model, "data_source.model")
-            return insert_run(context, of, caller, source, name=body.name or "", metadata=body.metadata)
+            return insert_run(context, evaluation, caller, source, name=body.name or "", metadata=body.metadata)
 
         return view(RUNS.once(request, caller, await request.body(), make))
 

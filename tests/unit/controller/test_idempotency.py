@@ -64,7 +64,7 @@ async def test_every_route_that_makes_something_makes_one_of_a_request_that_come
     await control.settle()
 
 
-async def test_repetition_is_answered_after_the_file_that_it_names_is_gone(control: Control):
+async def test_repeated_create_after_its_file_is_deleted_returns_the_first(control: Control):
     made = await bodies(control)
     of_batches, (runs, of_runs, _) = made["/v1/batches"][1], made["/v1/evals/{eval_id}/runs"]
     file_id = of_batches["json"]["input_file_id"]
