@@ -237,11 +237,8 @@ class EvalRunner:
     def _store(self, row: EvalRunRow, items: list[Answered]) -> EvalRunRow:
         """Store judged items together with the run's counters, unless it was cancelled meanwhile. Returns the run."""
         rows = [item.row(row.id) for item in items]
-        results, counts, size = (
-            {name: Counter(sums) for name, sums in row.results.items()},
-            Counter(row.counts),
-            row.bytes,
-        )
+        results = {name: Counter(sums) for name, sums in row.results.items()}
+        counts, size = Counter(row.counts), row.bytes
         usage = {model: Counter(sums) for model, sums in row.usage.items()}
         for item, stored in zip(items, rows, strict=True):
             counts[stored.status] += 1
