@@ -1,5 +1,5 @@
 """/v1/batches (https://platform.openai.com/docs/api-reference/batch), and the work of one batch: validating, in
-progress, finalizing, and one of five final states.
+progress, finalizing, and one of four final states.
 
 State that must outlive the controller is in the batch's row (its status) and in its answers on disk: `<folder>/<batch
 id>.output.jsonl` and `.error.jsonl` are appended to and synced before a line counts as answered. A crash can leave one
