@@ -244,7 +244,7 @@ _WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
 _NAMED = (("audit", "target"), ("model_settings", "by_whom"), ("handovers", "asked_by"))
 """Columns that say by the name of a key or an owner who did something; those of `_NAMED_IN` are JSON, in which the name
 is replaced only behind this text: a key may be called "train", as the mode is."""
-_NAMED_IN = (("audit", "detail", ""), ("box", "value", '"by":'))
+_NAMED_IN = (("audit", "detail", ""), ("box", "value", '"by":'), ("cordons", "drain", '"by":'))
 Owner = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
