@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
-SILENCE_S = 5.0  # that a connection may wait with its request; nothing is forked for others meanwhile
 # glibc reads these when a warm parent starts.
 # hugetlb: ranks allocate and free hundreds of MB in every step; with huge pages the faults cost a fifth. arena_max: one
 # arena lets the thread that loads a version reuse memory freed by a staging thread, which halves the pause.
@@ -99,39 +98,47 @@ def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
     """Forks for each request. Returns the request in the child; the parent exits at SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, as below Ray, no status could be read
+    clients: set[Connection] = set()  # that have sent no request yet
     children: dict[int, tuple[int, Connection]] = {}  # by pidfd: pid and lifeline
+    ended: dict[Connection, int] = {}  # exit status by lifeline, until it is reported
     while True:
-        ready = wait([listener, *children])
+        ready = set(wait([listener, *clients, *children], POLL_S if ended else None))
         for pidfd in children.keys() & ready:
-            _report_end(pidfd, *children.pop(pidfd))
-        if listener not in ready:
-            continue
-        channel = Connection(listener.accept()[0].detach())
-        if not wait([channel], SILENCE_S):
-            log.warning("no fork: a client sent nothing within %s s", SILENCE_S)
-            channel.close()
-            continue
-        try:
-            message = json.loads(channel.recv_bytes())
-            pid = os.fork()
-        except (EOFError, ValueError, OSError) as error:
-            log.warning("no fork: %r", error)
-            channel.close()
-            continue
-        if pid == 0:
-            for pidfd, (_, other) in children.items():  # an open end would hide the other one's death
-                os.close(pidfd)
-                other.close()
-            return channel, message
-        children[os.pidfd_open(pid)] = pid, channel
+            pid, channel = children.pop(pidfd)
+            os.close(pidfd)
+            ended[channel] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        ended = {channel: status for channel, status in ended.items() if not _report_end(channel, status)}
+        if listener in ready:
+            clients.add(Connection(listener.accept()[0].detach()))
+        for channel in clients & ready:
+            clients.remove(channel)
+            try:
+                message = json.loads(channel.recv_bytes())
+                pid = os.fork()
+            except (EOFError, ValueError, OSError) as error:
+                log.warning("no fork: %r", error)
+                channel.close()
+                continue
+            if pid == 0:
+                for pidfd in children:
+                    os.close(pidfd)
+                for other in (*clients, *ended, *(lifeline for _, lifeline in children.values())):
+                    other.close()  # an open end would hide the other child's death
+                return channel, message
+            children[os.pidfd_open(pid)] = pid, channel
 
 
-def _report_end(pidfd: int, pid: int, channel: Connection) -> None:
-    os.close(pidfd)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.set_blocking(channel.fileno(), False)  # a supervisor that reads nothing must not hold up the next fork
-    with channel, contextlib.suppress(OSError):
+def _report_end(channel: Connection, status: int) -> bool:
+    """False while the supervisor leaves so much unread that nothing more fits."""
+    os.set_blocking(channel.fileno(), False)  # it must not hold up the next fork
+    try:
         channel.send_bytes(encode({"ended": status}))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.info("nobody reads the end of a child: %r", error)
+    channel.close()
+    return True
 
 
 def _run_child(channel: Connection, message: dict[str, Any]) -> NoReturn:
