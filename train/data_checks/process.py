@@ -86,7 +86,7 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_PROF, NICE_AFTER_S)
     try:
         answer = asdict(checked(**arguments)) if function == "checked" else report_on(**arguments)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UnsupportedModel) as error:
         print(json.dumps({"error": str(error), "errno": getattr(error, "errno", None)}))
         sys.exit(2)
     print(json.dumps(answer, ensure_ascii=False))
@@ -135,7 +135,8 @@ def report_on(
     method: str | None = None,
     against: str | Path | None = None,
 ) -> dict[str, Any]:
-    """The report on a file (train.data_checks.check). Raises OSError, ValueError, InvalidSpec.
+    """The report on a file (train.data_checks.check). Raises OSError, ValueError, InvalidSpec,
+    UnsupportedModel.
 
     Args:
         name: what the report calls the file.
@@ -151,7 +152,7 @@ def report_on(
     count = None
     if model:
         if (encoder := encoder_of(Path(model))) is None:
-            raise ValueError(f"{model} has no tokenizer with a chat template that can be used to count tokens")
+            raise UnsupportedModel(f"{model} has no tokenizer with a chat template that can be used to count tokens")
         config = text_part(json.loads((Path(model) / "config.json").read_bytes()))
         max_tokens = max_tokens or size(config, "max_position_embeddings", "n_positions") or None
         count = _counter(how, encoder)

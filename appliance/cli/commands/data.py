@@ -171,13 +171,13 @@ def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The report of a file of this machine. Raises CliError."""
     look_for_all()
     from train.data_checks.process import report_on
-    from train.plan.errors import InvalidSpec
+    from train.plan.errors import InvalidSpec, UnsupportedModel
 
     names = {name: str(Path(options[name]).expanduser()) for name in ("model", "against") if name in options}
     try:
         with output.progress(f"reading {path}"):
             return report_on(path, str(path), **(options | names))
-    except InvalidSpec as error:
+    except (InvalidSpec, UnsupportedModel) as error:
         raise BadUsage(str(error)) from error
     except ValueError as error:
         raise CommandFailed(str(error)) from error

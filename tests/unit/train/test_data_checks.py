@@ -8,7 +8,7 @@ import pytest
 from tests.train_support.tiny import gsm8k
 from train.data_checks.check import Check, personal_data
 from train.data_checks.process import CheckFailed, report_apart, report_on
-from train.plan.errors import InvalidSpec
+from train.plan.errors import InvalidSpec, UnsupportedModel
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
 
@@ -105,7 +105,7 @@ def test_options_without_meaning_are_refused(tmp_path):
     path = write(tmp_path / "f.jsonl", chat("a", "b"))
     with pytest.raises(InvalidSpec, match="'poetry'"):
         checked(path, method="poetry")
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(UnsupportedModel, match="no tokenizer"):
         checked(path, model=tmp_path)
     assert lines(checked(path, method="dpo"), "bad_lines") == [1]
 
@@ -121,7 +121,7 @@ def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):
     data, model = write(tmp_path / "f.jsonl", chat("a", "b")), tmp_path / "model"
     model.mkdir()
     (model / "tokenizer_config.json").write_text(json.dumps({"vocab": str(data)}))
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(UnsupportedModel, match="no tokenizer"):
         checked(data, model=model)
 
 
