@@ -40,7 +40,8 @@ FORM_BYTES = 64 << 10
 MAX_DEPTH = 160
 """Levels: orjson reads 1,024 and writes 254."""
 _VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
-_Word, _Text = Annotated[str, StringConstraints(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]
+_Word = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+_Text = Annotated[str, Field(max_length=512)]
 
 
 def _few(pairs: Any) -> Any:
