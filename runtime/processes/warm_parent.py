@@ -27,12 +27,13 @@ import json
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -100,17 +101,19 @@ def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, as below Ray, no status could be read
     clients: set[Connection] = set()  # that have sent no request yet
     children: dict[int, tuple[int, Connection]] = {}  # by pidfd: pid and lifeline
-    ended: dict[Connection, int] = {}  # exit status by lifeline, until it is reported
+    ended: dict[Connection, int] = {}  # exit status by lifeline, until the lifeline has room for it
     while True:
-        ready = set(wait([listener, *clients, *children], POLL_S if ended else None))
-        for pidfd in children.keys() & ready:
+        readable, writable, _ = select.select([listener, *clients, *children], [*ended], [])
+        for channel in writable:
+            with channel, contextlib.suppress(OSError):
+                channel.send_bytes(encode({"ended": ended.pop(channel)}))
+        for pidfd in children.keys() & readable:
             pid, channel = children.pop(pidfd)
             os.close(pidfd)
             ended[channel] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        ended = {channel: status for channel, status in ended.items() if not _report_end(channel, status)}
-        if listener in ready:
+        if listener in readable:
             clients.add(Connection(listener.accept()[0].detach()))
-        for channel in clients & ready:
+        for channel in clients.intersection(readable):
             clients.remove(channel)
             try:
                 message = json.loads(channel.recv_bytes())
@@ -126,19 +129,6 @@ def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
                     other.close()  # an open end would hide the other child's death
                 return channel, message
             children[os.pidfd_open(pid)] = pid, channel
-
-
-def _report_end(channel: Connection, status: int) -> bool:
-    """False while the supervisor leaves so much unread that nothing more fits."""
-    os.set_blocking(channel.fileno(), False)  # it must not hold up the next fork
-    try:
-        channel.send_bytes(encode({"ended": status}))
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        log.info("nobody reads the end of a child: %r", error)
-    channel.close()
-    return True
 
 
 def _run_child(channel: Connection, message: dict[str, Any]) -> NoReturn:
@@ -206,10 +196,8 @@ class NodeAgent:
     async def start(self) -> None:
         """Start all warm parents and return at once. `wait_warm` waits for one."""
         if not self._tasks:
-            self._tasks = [
-                self._background.keep(f"warm parent: {spec.name}", partial(self._keep, spec))
-                for spec in self._specs.values()
-            ]
+            run = self._background.keep
+            self._tasks = [run(f"warm parent: {name}", partial(self._keep, spec)) for name, spec in self._specs.items()]
 
     async def wait_warm(self, name: str, timeout_s: float) -> None:
         """Return when the warm parent `name` accepts requests. Raise WarmParentError after `timeout_s` seconds, or as

@@ -199,10 +199,9 @@ def _side_by_side(evaluation: dict[str, Any]) -> Any:
         reward = graders[0].get("mean_reward") if len(graders) == 1 else None
         share = _share(counts["passed"], counts["failed"])
         rows.append({**run, **counts, "grader": "all", "share": share, "mean_reward": reward})
-        for grader in graders if len(graders) > 1 else ():
-            share = _share(grader["passed"], grader["failed"])
-            row = {"grader": grader["testing_criteria"], "mean_reward": grader.get("mean_reward")}
-            rows.append({**row, "share": share})
+        for judge in graders if len(graders) > 1 else ():
+            share = _share(judge["passed"], judge["failed"])
+            rows.append({"grader": judge["testing_criteria"], "share": share, "mean_reward": judge.get("mean_reward")})
     columns = "model=model|name status grader >passed=share ?>reward=mean_reward >items=total >errors=errored run=id "
     return output.stack(
         evaluation["id"], output.listing(columns + "?waits_for", rows, empty="no runs; `appliance eval run` starts one")
