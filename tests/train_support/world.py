@@ -278,7 +278,7 @@ class Launched:
         outcome = await self.group.wait()
         assert outcome.outcome == "failed" and outcome.error["retryable"], outcome
         # By its end, long before it would have been missed at a ping.
-        assert " died" in outcome.error["message"], outcome
+        assert " died" in outcome.error["message"] and outcome.error["rank"] in ranks, outcome
         assert not any(group_pids(pid) for pid in pids)
         return self.of("snapshot")[-1]
 
