@@ -8,7 +8,6 @@ in chunks. A place, a directory or an S3 store, has `backups/NAME.json`, the man
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -98,7 +98,7 @@ def read(place: Objects, name: str) -> Manifest:
     """Raises BackupError if there is no such backup or its manifest is damaged."""
     try:
         digest, body = place.get(_manifest_key(name)).split(b"\n", 1)
-        if _sha256(body) != digest.decode():
+        if sha256(body).hexdigest() != digest.decode():
             raise ValueError("its own checksum does not match")
         return msgspec.json.decode(body, type=Manifest)
     except ObjectDamaged as error:
@@ -127,7 +127,9 @@ def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda 
         before = read(place, known[-1]) if known else None
         copy = paths.data_dir / COPY
         try:
-            box = _box_of(paths.database)
+            with _reading(paths.database) as source:
+                row = source.execute("SELECT id FROM keys ORDER BY seq LIMIT 1").fetchone()
+                box = row[0] if row else ""
             if before is not None and before.box != box:
                 raise BackupError(f"{place.where} has backups of another box ({before.data_dir}); name another place")
             writer = _Writer(place, before, report)
@@ -141,7 +143,7 @@ def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda 
         made_s = time.time()
         manifest = Manifest(stamp(made_s), made_s, box, str(paths.data_dir), writer.new_bytes, [*files.values()])
         body = msgspec.json.encode(manifest)
-        place.put(_manifest_key(manifest.name), f"{_sha256(body)}\n".encode() + body)
+        place.put(_manifest_key(manifest.name), f"{sha256(body).hexdigest()}\n".encode() + body)
         last = LastBackup(manifest.name, made_s, place.where, manifest.bytes)
         replace_file(paths.last_backup, msgspec.json.encode(last))
         _remove_old(place, manifest.name, keep)
@@ -154,15 +156,15 @@ def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report 
     Raises BackupError, TierUnavailable."""
     if name is None and not (known := names(place)):
         raise BackupError(f"{place.where} has no backup; `appliance backup make` takes one")
-    found = read(place, name or known[-1])
+    manifest = read(place, name or known[-1])
     if data_dir.is_symlink() or (data_dir.exists() and (not data_dir.is_dir() or any(data_dir.iterdir()))):
         raise BackupError(f"{data_dir} is not an empty directory; restore into a new one")
     data_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = data_dir.with_name(f".{data_dir.name}.restoring-{secrets.token_hex(4)}")
     partial.mkdir(mode=0o700)
     try:
-        done, of = 0, found.bytes
-        for file in found.files:
+        done, of = 0, manifest.bytes
+        for file in manifest.files:
             report(done, of)
             _restore_file(place, file, partial)
             done += file.bytes
@@ -172,7 +174,7 @@ def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report 
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return found
+    return manifest
 
 
 class _Writer:
@@ -186,9 +188,9 @@ class _Writer:
 
     def save_all(self, data_dir: Path) -> Iterator[SavedFile]:
         """Saves all files but those that are deleted meanwhile."""
-        found = dict(_files(data_dir))
-        done, of = 0, sum(status.st_size for status in found.values())
-        for name, status in found.items():
+        statuses = dict(_files(data_dir))
+        done, of = 0, sum(status.st_size for status in statuses.values())
+        for name, status in statuses.items():
             self._report(done, of)
             done += status.st_size
             known = self._known.get(name)
@@ -204,9 +206,9 @@ class _Writer:
         chunks, nbytes = [], 0
         with open(path, "rb") as file:
             while piece := file.read(chunk_bytes):
-                digest = _sha256(piece)
+                digest = sha256(piece).hexdigest()
                 if digest not in self._chunks:
-                    self._place.put(_chunk_key(digest), piece)
+                    self._place.put(f"chunks/{digest[:2]}/{digest}", piece)
                     self._chunks.add(digest)
                     self.new_bytes += len(piece)
                 chunks.append(digest)
@@ -237,13 +239,6 @@ def _reading(database: Path) -> Iterator[sqlite3.Connection]:
         raise BackupError(f"{database} cannot be copied: {error}") from error
 
 
-def _box_of(database: Path) -> str:
-    """The id of the box's first key."""
-    with _reading(database) as source:
-        row = source.execute("SELECT id FROM keys ORDER BY seq LIMIT 1").fetchone()
-        return row[0] if row else ""
-
-
 def _copy_database(database: Path, copy: Path) -> None:
     """Copies the database as of one moment, without the page's logins."""
     copy.unlink(missing_ok=True)
@@ -263,10 +258,10 @@ def _restore_file(place: Objects, file: SavedFile, target: Path) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as written:
         for digest in file.chunks:
             try:
-                piece = place.get(_chunk_key(digest))
+                piece = place.get(f"chunks/{digest[:2]}/{digest}")
             except ObjectDamaged:
                 piece = b""
-            if _sha256(piece) != digest:
+            if sha256(piece).hexdigest() != digest:
                 raise BackupError(f"a chunk of {file.path} is missing or damaged at {place.where}; use another backup")
             written.write(piece)
         written.flush()
@@ -298,13 +293,5 @@ def _alone(data_dir: Path) -> Iterator[None]:
         yield
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def _manifest_key(name: str) -> str:
     return f"backups/{name}.json"
-
-
-def _chunk_key(digest: str) -> str:
-    return f"chunks/{digest[:2]}/{digest}"

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -420,3 +420,52 @@ def _environment(environ: Mapping[str, str]) -> dict[Key, _Setting]:
             location = ("box", *location)
         settings[location] = _Setting(text, "the environment", variable)
     return settings
+
+
+Schema = dict[str, Any]
+_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false", "object": "table"}
+
+
+def reference() -> str:
+    """Every key as Markdown, one table per section in the order of `BoxConfig`: `python -m appliance.config`."""
+    schema = BoxConfig.model_json_schema()
+    return "\n\n".join(_table(title, kind) for title, kind in _sections(schema["$defs"], schema, "")) + "\n"
+
+
+def _sections(known: Schema, kind: Schema, path: str) -> Iterator[tuple[str, Schema]]:
+    if path:
+        yield path, kind
+    for name, field in kind["properties"].items():
+        if "$ref" in field:
+            yield from _sections(known, known[field["$ref"].rpartition("/")[2]], f"{path}.{name}".lstrip("."))
+
+
+def _table(title: str, kind: Schema) -> str:
+    rows = []
+    for name, field in kind["properties"].items():
+        if "$ref" not in field:
+            text = " ".join(field.get("description", "").split()).replace("|", "\\|")
+            rows.append(f"| `{name}` | {_shape(field)} | {_literal(field['default'])} | {text} |")
+    about = kind["description"].split("\n\n")[0].replace("\n", " ")
+    head = [f"#### [{title}]", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows])
+
+
+def _shape(field: Schema) -> str:
+    if "anyOf" in field:
+        return " or ".join(_shape(option) for option in field["anyOf"] if option.get("type") != "null")
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
+    if field["type"] == "array":
+        return f"list of {_shape(field['items'])}s"
+    return _NAMES[field["type"]]
+
+
+def _literal(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

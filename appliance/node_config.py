@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,11 +14,10 @@ from scheduler.core.workload import Device
 from scheduler.devices.discovery import HOME_NODE
 from scheduler.ray.node import NodeConfig
 
-LOOPBACK = "127.0.0.1"
-
 
 def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) -> NodeConfig:
     at_home = devices[0].node == HOME_NODE
+    rank_env = kind_of(devices[0].kind).rank_environment()
     env = (*WARM_ENV, *device_environment(devices[0].kind, paths.caches).items())
 
     def warm(name: str, preload: str, socket_path: Path, more: Mapping[str, str]) -> WarmSpec:
@@ -26,16 +25,14 @@ def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ..
 
     return NodeConfig(
         name=devices[0].node,
-        address=config.box.node_address or LOOPBACK,
+        address=config.box.node_address or "127.0.0.1",
         devices=devices,
         run_dir=paths.run,
         log_dir=paths.logs,
         shm_root=paths.shm_root,
         warm=(
             warm("serve", "serve.engine.preload", paths.warm_serve_socket, {}),
-            warm(
-                "train", "train.trainer.preload", paths.warm_train_socket, kind_of(devices[0].kind).rank_environment()
-            ),
+            warm("train", "train.trainer.preload", paths.warm_train_socket, rank_env),
         ),
         jobs_dir=paths.jobs if at_home else paths.away_jobs,
         budget_bytes=weight_budget_bytes(config, paths),
@@ -65,7 +62,8 @@ def device_environment(kind: str, caches: Path) -> dict[str, str]:
     }
 
 
-def weight_budget_bytes(config: BoxConfig, paths: BoxPaths) -> int | None:
+def weight_budget_bytes(config: BoxConfig, paths: BoxPaths) -> int:
     """Bytes of this node's shared memory that the weight store may use."""
-    space = os.statvfs(paths.shm_root)
-    return config.weights.budget_for(space.f_blocks * space.f_frsize)
+    if config.weights.budget_bytes is not None:
+        return config.weights.budget_bytes
+    return int(shutil.disk_usage(paths.shm_root).total * config.weights.budget_share)

@@ -78,15 +78,6 @@ class BoxPaths:
             replace_file(self.ray_token, secrets.token_hex(32).encode(), durable=True)  # each later run reads it
 
 
-def write_secret(path: Path, text: str) -> None:
-    """A new file of mode 0600, on disk when this returns. Raises FileExistsError: nobody's file is written into."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(handle)
-
-
 def check_closed(folder: Path) -> None:
     """Whoever may write here can put in place what the box trusts: its token for Ray, or what engines compiled. It may
     be where everybody makes folders, so that somebody else made it first. Root's own are root's to give.

@@ -92,7 +92,9 @@ async def measure(box: Box, size: str, versions: list[Path], rounds: int, dtype:
         for turn in range(1 + rounds):
             swaps.append(await gap_around(replica, sdk, spec.model, versions[(turn + 1) % 2]))
         for _ in range(rounds):
-            asleep = await replica.sleep()
+            awake_bytes = (await replica.status())["rss_bytes"]
+            await replica.sleep()
+            asleep_bytes = (await replica.status())["rss_bytes"]
             began_s = time.perf_counter()
             await replica.wake(spec.model, versions[0].name, str(versions[0]))
             wakes_s.append(await to_first_token(began_s))
@@ -107,7 +109,7 @@ async def measure(box: Box, size: str, versions: list[Path], rounds: int, dtype:
         stated("swap: gap in a stream", size, 1e3 * gap_s, "ms"),
         stated("forked engine to its first token", size, statistics.median(starts_s), "s"),
         stated("sleeping engine to its first token", size, statistics.median(wakes_s), "s"),
-        stated("sleeping engine's memory", size, asleep["rss_after_bytes"] / asleep["rss_before_bytes"], "of awake"),
+        stated("sleeping engine's memory", size, asleep_bytes / awake_bytes, "of awake"),
     ]
 
 

@@ -42,16 +42,10 @@ def check_free(host: str, port: int) -> None:
     two boxes would get each other's requests. If a name has several addresses, one must be this machine's.
     """
     absent, usable = None, False
-    for family, kind, number, _, address in socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    ):
+    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
         try:
-            with socket.socket(family, kind, number) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a lingering connection is not a listener
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind(address)
-                usable = True
+            socket.create_server(address, family=family).close()
+            usable = True
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
@@ -87,14 +81,14 @@ def watched_socket(address: tuple[Any, ...]) -> socket.socket:
     """An unconnected socket whose connection ends seconds after the other machine is gone. `address`: a row of
     `getaddrinfo`."""
     family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
+    watched = socket.socket(family, kind, protocol)
     idle_s, every_s, attempts = KEEPALIVE_S
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, attempts)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, (idle_s + every_s * attempts) * 1000)
-    return made
+    watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, attempts)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, (idle_s + every_s * attempts) * 1000)
+    return watched
 
 
 def http_options(address: str) -> tuple[str, dict[str, Any]]:

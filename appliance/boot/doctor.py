@@ -74,9 +74,9 @@ def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
     ]
 
 
-def exit_code(found: list[Finding]) -> int:
+def exit_code(findings: list[Finding]) -> int:
     """0: all is well; 1: something fails; 2: something is to be looked at."""
-    states = {finding.state for finding in found}
+    states = {finding.state for finding in findings}
     return 1 if "fail" in states else 2 if "warn" in states else 0
 
 

@@ -29,13 +29,13 @@ import httpx
 
 import appliance
 from appliance.boot import ray_head
-from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, locked
+from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, ProcessEnded, Supervised, clear_leftovers, locked
 from appliance.cli.command import Session
 from appliance.cli.commands.box import show_ready
 from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, TrackingSettings, load_resolved
 from appliance.invitation import InvitationError, prepare
-from appliance.paths import BoxPaths, UnsafeFolder, write_secret
+from appliance.paths import BoxPaths, UnsafeFolder
 from appliance.store.database import Database
 from appliance.store.errors import StoreError
 from appliance.store.records import audit, keys
@@ -183,8 +183,7 @@ def make_first_key(paths: BoxPaths) -> bool:
             return False
         row, key = keys.create(db, "first", ["inference", "fine_tuning", "admin"])
         audit.insert(db, AuditRow("key.create", row.id, created_s=row.created_s))
-        paths.first_key.unlink(missing_ok=True)  # that of an earlier box here
-        write_secret(paths.first_key, key + "\n")
+        replace_file(paths.first_key, f"{key}\n".encode(), durable=True)
         return True
 
 
@@ -229,8 +228,7 @@ class Box:
             raise BoxError(str(error)) from error
         for message in foreign_use(self._devices):
             self._say(message)
-        self._paths.gateway_token.unlink(missing_ok=True)
-        write_secret(self._paths.gateway_token, secrets.token_hex(32))
+        replace_file(self._paths.gateway_token, secrets.token_hex(32).encode())
         try:
             has_first_key = make_first_key(self._paths)
         except (OSError, StoreError, sqlite3.Error) as error:
@@ -290,7 +288,7 @@ class Box:
 
     async def _start_controller(self) -> asyncio.subprocess.Process:
         # Each Ray has its own address: with the address of the one before the controller waits for half a minute.
-        await self._ray.running()
+        await self._ray.runs.wait()
         options = ("--config", str(self._paths.config_file), "--ray-address", self._ray_address)
         return await self._python("controller", "-P", "-m", "appliance.controller.main", *options)
 
@@ -344,15 +342,11 @@ class Box:
         log.info(message)
 
 
-class ExporterEnded(RuntimeError):
-    """The message says why."""
-
-
 async def run_exporter(
     tracker: Literal["mlflow", "wandb"], settings: TrackingSettings, paths: BoxPaths, environment: Mapping[str, str]
 ) -> None:
     """Run an exporter to an experiment tracker (`appliance/tracking.py`) in the interpreter that has its library.
-    Raises ExporterEnded or OSError when it has ended; whoever calls again starts it again.
+    Raises ProcessEnded or OSError when it has ended; whoever calls again starts it again.
 
     What the environment says of MLflow and W&B does not count: the configuration alone decides what leaves the box.
     """
@@ -373,7 +367,7 @@ async def run_exporter(
     try:
         await process.wait()
         lines = tail(log).splitlines()
-        raise ExporterEnded(lines[-1] if lines else f"its process {how_it_ended(process.returncode or 0)}")
+        raise ProcessEnded(lines[-1] if lines else f"its process {how_it_ended(process.returncode or 0)}")
     finally:
         if process.returncode is None:
             process.terminate()

@@ -64,7 +64,7 @@ class Supervised:
         self.name, self.probe = name, probe
         self._start, self._background, self._say, self._clock = start, background, say, clock
         self._process: asyncio.subprocess.Process | None = None
-        self._runs = asyncio.Event()
+        self.runs = asyncio.Event()  # it was started and is not known to have ended
         self._answered: tuple[int | None, float] = (None, 0.0)
         self.failures = 0  # restarts without a steady run in between; a slow start that fails is none
 
@@ -75,7 +75,7 @@ class Supervised:
     async def begin(self) -> None:
         """Start it; raises what the first start raises."""
         self._process = await self._start()
-        self._runs.set()
+        self.runs.set()
         self._background.keep(self.name, self._watched, _PAUSES_S)
 
     async def end(self, timeout_s: float) -> bool:
@@ -93,10 +93,6 @@ class Supervised:
                 self._say(f"{self.name} did not end within {timeout_s:.0f} s: killed")
         kill_group(process.pid)
         return await process.wait() == 0
-
-    async def running(self) -> None:
-        """Return once it was started and is not known to have ended."""
-        await self._runs.wait()
 
     def restart(self) -> None:
         """Kill it; the background starts it again."""
@@ -121,14 +117,14 @@ class Supervised:
 
     async def _watched(self) -> None:
         """Start it unless it runs, and wait for its end. Raises ProcessEnded."""
-        if not self._runs.is_set():
+        if not self.runs.is_set():
             self.failures += 1
             self._process = await self._start()
-            self._runs.set()
+            self.runs.set()
         assert self._process is not None
         started_s = self._clock()
         code = await self._process.wait()
-        self._runs.clear()
+        self.runs.clear()
         if self._clock() - started_s >= STEADY_S:
             self.failures = 0
         kill_group(self._process.pid)
@@ -136,22 +132,22 @@ class Supervised:
         raise ProcessEnded(f"{self.name} ended with {code}")
 
 
-def kill_leftovers(box_id: str) -> list[int]:
-    """SIGKILL processes of an earlier run of this box that outlived it; returns their pids.
-
-    They are known by BOX_VARIABLE. This process and its ancestors are spared.
-    """
+def clear_leftovers(paths: BoxPaths) -> list[int]:
+    """SIGKILL processes of an earlier run of this box, known by BOX_VARIABLE, and remove its shared memory and sockets;
+    return the pids. This process and its ancestors are spared."""
     spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    found = []
+    killed = []
     for process in psutil.process_iter():
         try:
-            if process.pid not in spared and process.environ().get(BOX_VARIABLE) == box_id:
+            if process.pid not in spared and process.environ().get(BOX_VARIABLE) == paths.box_id:
                 process.send_signal(signal.SIGKILL)
-                found.append(process)
+                killed.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-    psutil.wait_procs(found, timeout=10)
-    return [process.pid for process in found]
+    psutil.wait_procs(killed, timeout=10)
+    remove_segments_below(paths.replica_sockets)
+    shutil.rmtree(paths.worlds, ignore_errors=True)
+    return [process.pid for process in killed]
 
 
 @contextmanager
@@ -160,11 +156,3 @@ def locked(paths: BoxPaths) -> Iterator[None]:
     with open(paths.lock_file, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-
-
-def clear_leftovers(paths: BoxPaths) -> list[int]:
-    """End what an earlier run left, and remove its shared memory and sockets; return the pids."""
-    found = kill_leftovers(paths.box_id)
-    remove_segments_below(paths.replica_sockets)
-    shutil.rmtree(paths.worlds, ignore_errors=True)
-    return found

@@ -60,8 +60,7 @@ from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.records.box import SqliteJournal
-from appliance.tiers.flow import TierFlow
-from appliance.tiers.tiers import Tiers
+from appliance.tiers.tiers import TierFlow, Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
 from runtime.logs import adopt_libraries, configure_logging

@@ -304,8 +304,10 @@ class BoxMemory:
 
     async def look(self, status: Mapping[str, Any]) -> None:
         """Look at each host once. status: the loop's. A node that is gone affects only its own holders."""
-        away = {name: _named(reading, name) for name, reading in self._nodes.memory().items()}
-        readings = {HOME_NODE: self._read(), **away}
+        readings = {HOME_NODE: self._read()}
+        for name, reading in self._nodes.memory().items():
+            where = name if reading.where == "this machine" else f"{reading.where} of {name}"
+            readings[name] = replace(reading, where=where)
         self._hosts = {name: self._hosts.get(name) or self._host(name, reading) for name, reading in readings.items()}
         for name, host in self._hosts.items():
             try:
@@ -331,8 +333,3 @@ class BoxMemory:
     def notes(self) -> list[str]:
         """What users should know now, one sentence for each host that lacks memory."""
         return [note for host in self._hosts.values() for note in host.notes()]
-
-
-def _named(reading: MemoryReading, node: str) -> MemoryReading:
-    where = node if reading.where == "this machine" else f"{reading.where} of {node}"
-    return replace(reading, where=where)

@@ -44,33 +44,16 @@ class TrialEnded(CheckpointRefused): ...
 class AdapterRefused(CheckpointRefused): ...
 
 
-class NotEnoughDisk(ModelError):
-    def __init__(self, where: str, needed_bytes: int, free_bytes: int, kept_bytes: int):
-        super().__init__(
-            f"{where} has {free_bytes / 1e6:,.0f} MB free, this model needs {needed_bytes / 1e6:,.0f} MB and "
-            f"{kept_bytes / 1e6:,.0f} MB stay free: free some (`appliance model rm`) or use another data directory"
-        )
+class NotEnoughDisk(ModelError): ...
 
 
-class NotEnoughMemory(ModelError):
-    def __init__(self, file: str, needed_bytes: int, available_bytes: int):
-        super().__init__(
-            f"converting {file} needs {needed_bytes / 1e9:,.1f} GB of host memory, {available_bytes / 1e9:,.1f} GB are "
-            "available: stop other programs or let models sleep (`appliance mode train`), or import the safetensors"
-        )
+class NotEnoughMemory(ModelError): ...
 
 
 class HubError(ModelError): ...
 
 
-class HubDisallowed(HubError):
-    def __init__(self, repository: str, endpoint: str):
-        super().__init__(
-            f"{repository!r} is not a directory here, and this box does not talk to model hubs (offline by default). "
-            "Give the path of a checkpoint directory, or a package by its name in `appliance model catalog`, or "
-            f"allow downloads from {endpoint} with `hub_offline = false` under [box] in the configuration "
-            "(`hub_endpoint` names a mirror)"
-        )
+class HubDisallowed(HubError): ...
 
 
 class HubNotFound(HubError): ...
@@ -79,9 +62,4 @@ class HubNotFound(HubError): ...
 class HubUnreachable(HubError): ...
 
 
-class DownloadCorrupt(HubError):
-    def __init__(self, file: str, expected: str, found: str):
-        super().__init__(
-            f"{file} does not have the checksum the hub announced (expected {expected}, got {found}); "
-            "it was deleted. Run the import again; if this repeats, something between here and the hub changes files"
-        )
+class DownloadCorrupt(HubError): ...

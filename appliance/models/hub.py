@@ -78,7 +78,12 @@ def list_files(repository: str, revision: str | None, settings: HubSettings) -> 
     """The files of a repository that make a checkpoint, or an adapter. Raises HubError, PickleRefused,
     NotACheckpoint."""
     if not settings.allowed:
-        raise HubDisallowed(repository, settings.endpoint)
+        raise HubDisallowed(
+            f"{repository!r} is not a directory here, and this box does not talk to model hubs (offline by default). "
+            "Give the path of a checkpoint directory, or a package by its name in `appliance model catalog`, or "
+            f"allow downloads from {settings.endpoint} with `hub_offline = false` under [box] (`hub_endpoint` names a "
+            "mirror)"
+        )
     api = HfApi(endpoint=settings.endpoint, token=settings.token or False)
     info = _ask(settings, repository, lambda: api.model_info(repository, revision=revision, files_metadata=True))
     siblings = info.siblings or []
@@ -121,7 +126,10 @@ def download(listing: Listing, directory: Path, settings: HubSettings, on_file: 
         path = Path(_ask(settings, listing.repository, fetch))
         if (found := _digest(path, file.digest)) != file.digest:
             path.unlink()
-            raise DownloadCorrupt(file.name, file.digest, found)
+            raise DownloadCorrupt(
+                f"{file.name} does not have the checksum that the hub announced (expected {file.digest}, got {found}); "
+                "it was deleted. Run the import again; if this repeats, something on the way changes files"
+            )
         done += file.nbytes
     on_file(done, listing.files[-1].name)
 

@@ -40,7 +40,7 @@ Report = Callable[[float, float | None, str, str], None]
 """`report(done, total, unit, message)`; an exception that it raises cancels the work."""
 
 
-def silent(done: float, total: float | None, unit: str, message: str) -> None:
+def silent(*_: Any) -> None:
     """The Report that nobody reads."""
 
 
@@ -268,7 +268,11 @@ class ModelLibrary:
     def _require_space(self, needed_bytes: int) -> None:
         free = shutil.disk_usage(self._private(self._root)).free
         if needed_bytes > free - KEPT_FREE_BYTES:
-            raise NotEnoughDisk(str(self._root), needed_bytes, free, KEPT_FREE_BYTES)
+            raise NotEnoughDisk(
+                f"{self._root} has {free / 1e6:,.0f} MB free, this model needs {needed_bytes / 1e6:,.0f} MB and "
+                f"{KEPT_FREE_BYTES / 1e6:,.0f} MB stay free: free some (`appliance model rm`) or use another data "
+                "directory"
+            )
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[Path]:
@@ -314,7 +318,11 @@ def _convert_gguf(file: Path, out: Path, report: Report) -> None:
     if "refused" in result:
         raise CheckpointRefused(file.name, result["refused"])
     if "needed_bytes" in result:
-        raise NotEnoughMemory(file.name, result["needed_bytes"], result["available_bytes"])
+        raise NotEnoughMemory(
+            f"converting {file.name} needs {result['needed_bytes'] / 1e9:,.1f} GB of host memory, "
+            f"{result['available_bytes'] / 1e9:,.1f} GB are available: stop other programs or let models sleep "
+            "(`appliance mode set train`), or import the safetensors"
+        )
 
 
 def _keep_sampling(folder: Path, target: Path) -> None:

@@ -110,7 +110,10 @@ def compare(directory: Path, arch: str) -> Mapping[str, Any]:
 def try_folder(directory: Path) -> Tried:
     """Try all chat templates; return what that of plain conversations does. Raises CheckpointRefused."""
     template, others = chat_templates(directory)
-    tried, special = Tried(), special_tokens(directory)
+    tried, roles = Tried(), directory / SPECIAL_TOKENS
+    named = {**(read_json(roles, SPECIAL_TOKENS) if roles.is_file() else {}), **read_tokenizer_config(directory)}
+    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in named.items()}
+    special = {role: text for role, text in texts.items() if role in ROLES and isinstance(text, str)}
     if template is not None:
         tried = try_template(template, special)
         if (rendered := with_tools(template)) != template:  # engines and ranks render this one
@@ -140,11 +143,3 @@ def try_template(template: str, special: Mapping[str, str] | None = None) -> Tri
     if "refused" in result:
         raise TemplateRefused("chat template", result["refused"])
     return Tried(**result)
-
-
-def special_tokens(directory: Path) -> dict[str, str]:
-    """The tokens that templates may write, by role, as the files name them."""
-    roles = directory / SPECIAL_TOKENS
-    named = {**(read_json(roles, SPECIAL_TOKENS) if roles.is_file() else {}), **read_tokenizer_config(directory)}
-    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in named.items()}
-    return {role: text for role, text in texts.items() if role in ROLES and isinstance(text, str)}

@@ -243,7 +243,7 @@ def ranks(
     os.environ.update(
         {"RANK": str(rank), "WORLD_SIZE": str(of), "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     )
-    os.environ.update({"DS_ACCELERATOR": kind.name, **kind.collectives_environment("lo")})
+    os.environ.update({"DS_ACCELERATOR": kind.name, "NCCL_SOCKET_IFNAME": "lo"})
     from deepspeed import comm
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -25,9 +25,6 @@ SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10,
 """Shared memory that a block may have, by compute capability (CUDA's programming guide, technical specifications). NVML
 does not tell it. Any other has LEAST_SHARED_BYTES."""
 ONE_COMPILER = "HUMMING_DISABLE_PARALLEL_BUILD"
-LIBRARY_PATH = "LD_LIBRARY_PATH"
-NVRTC_BUILTINS = "nvidia/*/lib/libnvrtc-builtins.so.*"
-"""Below a folder of packages."""
 NEEDS_THE_OTHER = (
     "this is the CPU build, whose engines compute on no GPU: install the other one (`APPLIANCE_BUILD=cuda make setup`) "
     "or set [box] devices to a number, such as 8, for that many logical CPU devices"
@@ -37,15 +34,12 @@ _MAPS = Path("/proc/self/maps")
 _OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|cuDNN|NCCL) error")
 # Errors of theirs that the program caused.
 _OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
-RUNTIME_LIBRARY = "libcudart"  # torch loads it with itself
-THREADS_PER_WARP = 32
 MOST_ROUNDED_MB = 4  # a staging ring's buffer (train.state.copies), which is made anew for each snapshot
 
 
 # The first makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
-# ("Cannot re-initialize CUDA in forked subprocess"). The import of humming-kernels starts two compilers in the
-# background, with a thread each that waits for them, in a process that forks, and they outlive it. Whoever uses its
-# kernels compiles them when it needs them (humming/ops/utils.py).
+# ("Cannot re-initialize CUDA in forked subprocess"). The second keeps the import of humming-kernels from starting two
+# compilers and threads in a process that forks (humming/ops/utils.py).
 FORK_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", ONE_COMPILER: "1"}
 
 
@@ -81,8 +75,8 @@ class Cuda(DeviceKind):
     on_host, locks_pages = False, True
     context_bytes = 2 * 2**30
     asleep_bytes = 3 * 2**29  # 1.60 GB of them for SmolLM2-135M on an H200, its graphs moved to the host
-    # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
-    # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
+    # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for nvcc
+    # (vllm/platforms/cuda.py, _get_backend_priorities).
     compiled_attention = "FLASHINFER"
     head_sizes: frozenset[int] = frozenset()
 
@@ -94,7 +88,8 @@ class Cuda(DeviceKind):
 
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
         # NVML's numbers, not CUDA's default order, which puts the fastest first.
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        return visible | {"NCCL_SOCKET_IFNAME": "lo"}
 
     def address(self, index: int) -> str:
         return str(index)
@@ -120,16 +115,14 @@ class Cuda(DeviceKind):
             pynvml.nvmlInit()
 
     def in_worker(self) -> None:
-        # It also has kernels compiled one after the other (humming/utils/cpu.py): of a model of 30 MB in 4 bits on an
-        # H200 they had not ended after two minutes, with 16 processors of which 15 did nothing.
+        # It also has kernels compiled one after the other (humming/utils/cpu.py), which takes minutes.
         os.environ.pop(ONE_COMPILER, None)
-        # Each is compiled by a program that loads NVRTC by its path (humming/csrc/nvrtc_compile.cpp). NVRTC then looks
-        # for a second library by its name alone, which without an installed CUDA is among the packages, where nobody
-        # looks: no kernel could be compiled, and no such engine started.
-        folders = {str(file.parent) for entry in sys.path for file in Path(entry).glob(NVRTC_BUILTINS)}
-        if folders:
-            own = os.environ.pop(LIBRARY_PATH, "")
-            os.environ[LIBRARY_PATH] = ":".join(filter(None, (own, *sorted(folders))))
+        # A program that loads NVRTC by its path compiles each (humming/csrc/nvrtc_compile.cpp). NVRTC looks for another
+        # library by its name alone, which without an installed CUDA is only among the packages.
+        files = [file for entry in sys.path for file in Path(entry).glob("nvidia/*/lib/libnvrtc-builtins.so.*")]
+        if folders := {str(file.parent) for file in files}:
+            own = os.environ.pop("LD_LIBRARY_PATH", "")
+            os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, (own, *sorted(folders))))
 
     def library_environment(self, caches: Path) -> dict[str, str]:
         return {
@@ -143,8 +136,7 @@ class Cuda(DeviceKind):
 
     def device_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
         # The kernels of gated delta nets (Qwen3.5) ask, and vLLM's front end imports them with the class of a model
-        # that reads pictures before it forks its core (vllm/third_party/flash_linear_attention/ops/utils.py). What is
-        # forked by a process that has started CUDA cannot use it ("Cannot re-initialize CUDA in forked subprocess").
+        # that reads images before it forks its core (vllm/third_party/flash_linear_attention/ops/utils.py).
         import torch
 
         if torch.cuda.is_initialized():
@@ -153,23 +145,19 @@ class Cuda(DeviceKind):
         return _device_at_import(capability, name, SHARED_BYTES.get(capability, LEAST_SHARED_BYTES))
 
     def engine_arguments(self) -> list[str]:
-        # The cumem allocator's level-2 sleep frees the memory of weights and KV and keeps their addresses.
-        # Captured graphs stay on the device unless they lie in its pool; they then go to host memory.
+        # The cumem allocator's level-2 sleep frees the memory of weights and KV and keeps their addresses; captured
+        # graphs in its pool go to host memory.
         asleep = ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
-        # FlashInfer compiles its kernels by nvcc when an engine starts: minutes, and without nvcc the engine dies. If
-        # nvcc and ninja are installed, vLLM also imports it for the fusion before it forks its core, and that
-        # initialises CUDA, which no forked worker can then use (vllm/config/vllm.py, utils/flashinfer.py). Every level
-        # of optimisation leaves alone what is said here. Prompts of models with gated delta nets (Qwen3-Next, Qwen3.5)
-        # go through it from Hopper on, whether or not there is an nvcc (vllm/model_executor/layers/mamba/gdn).
+        # FlashInfer compiles its kernels by nvcc when an engine starts: minutes, and without nvcc the engine dies. With
+        # nvcc and ninja, vLLM imports it for the fusion before it forks its core, which initialises CUDA
+        # (vllm/config/vllm.py). Gated delta nets use it from Hopper on without asking for nvcc (layers/mamba/gdn).
         passes = {"pass_config": {"fuse_allreduce_rms": False}}
         without_tuning = ["--no-enable-flashinfer-autotune", "--compilation-config", json.dumps(passes)]
         return [*asleep, *without_tuning, "--gdn-prefill-backend", "triton"]
 
     def engine_environment(self) -> dict[str, str]:
-        # For the same reason. vLLM's own Triton kernel samples, its own all-reduce and NCCL join the devices, its
-        # compiled CUTLASS or Marlin kernels or Triton's multiply in FP8. The first two would be used without asking
-        # for nvcc, and so would DeepGEMM, which compiles every kernel by it: of layers quantised to FP8 in blocks, from
-        # Hopper on, where vLLM prefers it because it comes in vLLM's own package (vllm/utils/deep_gemm.py).
+        # For the same reason: vLLM would use these without asking for nvcc. DeepGEMM, which it prefers from Hopper on
+        # for layers quantised to FP8 in blocks, compiles every kernel by it (vllm/utils/deep_gemm.py).
         return {
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
@@ -178,17 +166,10 @@ class Cuda(DeviceKind):
         }
 
     def rank_environment(self) -> dict[str, str]:
-        # torch rounds what it page-locks up to a power of two, up to twice what plans count of a rank that offloads:
-        # master weights, gradients and new weights of a partition, 35 GB of a 70 B model on eight ranks and 69 then.
-        # Nothing above this size is rounded, or kept when it is freed. (The setting that only ends the rounding keeps
-        # them, and gives a smaller one of them to callers that ask for more: ATen/core/CachingHostAllocator.h,
-        # get_free_block.) When parameters are offloaded, DeepSpeed locks each rank's part of every matrix by itself, 34
-        # MB of an MLP's of 7 B on four ranks, and where all are trained it lays them end to end in another block and
-        # frees them.
+        # torch rounds what it page-locks up to a power of two, up to twice what plans count of a rank that offloads.
+        # Nothing above this size is rounded, or kept when it is freed. (The setting that only ends the rounding gives
+        # smaller blocks to callers that ask for more: ATen/core/CachingHostAllocator.h, get_free_block.)
         return {"PYTORCH_ALLOC_CONF": f"pinned_max_cached_size_mb:{MOST_ROUNDED_MB}"}
-
-    def collectives_environment(self, interface: str) -> dict[str, str]:
-        return {"NCCL_SOCKET_IFNAME": interface}
 
     def of_another_build(self) -> str:
         return NEEDS_THE_OTHER if for_processors() else ""
@@ -216,7 +197,7 @@ class Cuda(DeviceKind):
     def page_lock(self) -> RuntimePageLock:
         import torch  # noqa: F401 - loads the library
 
-        return RuntimePageLock(ctypes.CDLL(loaded(RUNTIME_LIBRARY)))
+        return RuntimePageLock(ctypes.CDLL(loaded("libcudart")))
 
     def mark(self) -> Callable[[], None]:
         import torch
@@ -274,7 +255,7 @@ def loaded(library: str) -> str:
         if rest.rpartition("/")[2].startswith((f"{library}.", f"{library}-")):
             return f"/{rest}"
     raise RuntimeError(
-        f"{library} is not loaded in this process: torch loads it where it was built for such devices "
+        f"{library} is not loaded in this process: torch was built for other devices "
         "(`python -c 'import torch; print(torch.__version__)'` names the build)"
     )
 
@@ -288,7 +269,7 @@ def _device_at_import(capability: tuple[int, int], name: str, shared_bytes: int)
     from triton.backends.compiler import GPUTarget
 
     stand_in = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 10 * capability[0] + capability[1], THREADS_PER_WARP),
+        get_current_target=lambda: GPUTarget("cuda", 10 * capability[0] + capability[1], 32),
         utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": shared_bytes}),
     )
     answers: dict[str, Callable[..., Any]] = {

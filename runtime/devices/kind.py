@@ -101,8 +101,8 @@ class DeviceKind:
     title: str = "logical CPU device"  # in sentences
     collectives: str = "gloo"  # the torch.distributed backend for its ranks
     on_host: bool = True
-    """It computes on the host's processors in the host's memory. Such devices share both: offloading saves nothing, a
-    process that leaves a device keeps nothing on it, and a death indicates no hardware fault."""
+    """It computes on the host's processors in the host's memory: offloading saves nothing, a process that leaves a
+    device keeps nothing on it, and a death indicates no hardware fault."""
     locks_pages: bool = False  # copies to it run at full rate only from page-locked memory of the host
     context_bytes: int = 0
     """Memory of a device that one process takes before its first tensor: context, collectives' buffers, math libraries'
@@ -129,8 +129,8 @@ class DeviceKind:
         return tuple(Found(index, self.title, each_bytes) for index in range(count))
 
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
-        """The environment for a process that may see only these devices, numbered from 0 in this order. It has no
-        effect after the process first touches a device."""
+        """The environment for a process that may see only these devices, numbered from 0 in this order, and whose
+        collectives stay on this machine. It has no effect after the process first touches a device."""
         return {}
 
     def address(self, index: int) -> str:
@@ -148,8 +148,7 @@ class DeviceKind:
         return {}
 
     def computes_bf16(self) -> bool:
-        """Whether they multiply matrices in bfloat16 natively. Emulated on a processor with only AVX2, products took
-        ten times as long as in float32."""
+        """Whether they multiply matrices in bfloat16 natively; emulation takes ten times as long as float32."""
         return bool(_BF16_FLAGS & host_features())
 
     def lacks_for_quantised(self) -> str:
@@ -182,20 +181,14 @@ class DeviceKind:
         """Variables for training ranks alone, which their warm parent has before it imports anything."""
         return {}
 
-    def collectives_environment(self, interface: str) -> dict[str, str]:
-        """Variables that keep the collectives of engines and ranks to this network interface of the host."""
-        return {}
-
     def device_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
-        """A context in which modules that ask for the device at import are told what it is without touching it, which a
-        process that forks must not do. `device` returns its compute capability and name; it is not called in a process
-        that has begun to compute."""
+        """A context in which modules that ask for the device at import get `device()`, its compute capability and name,
+        without touching it. Not called in a process that has begun to compute."""
         return nullcontext()
 
     def engine_arguments(self) -> list[str]:
-        """Arguments for vLLM's server. An engine's sleep is to free the devices' memory of weights and KV cache (on the
-        host the box's own worker does that), and nothing may be compiled at its start with tools that the box does not
-        install."""
+        """Arguments for vLLM's server: its sleep frees the devices' memory of weights and KV cache (on the host the
+        box's own worker does that), and nothing is compiled with tools that the box does not install."""
         return []
 
     def engine_environment(self) -> dict[str, str]:

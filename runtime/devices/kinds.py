@@ -1,9 +1,11 @@
-"""The table of all kinds of devices. A machine uses the first kind that it has; the host, which every machine has, is
-last."""
+"""The table of all kinds of devices, and that of makers' figures by the name that a driver gives.
+
+A machine uses the first kind that it has; the host, which every machine has, is last.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.devices import cuda, nvml
 from runtime.devices.kind import HOST_MEMORY, DeviceKind
@@ -34,3 +36,48 @@ def in_host_memory(device: Any) -> bool:
 def present() -> DeviceKind:
     """The kind that this machine uses, found without touching a device."""
     return next(kind for kind in KINDS.values() if kind.present())
+
+
+class Accelerator(NamedTuple):
+    """peak_flops: FLOP/s of dense bfloat16 products that add up in float32. memory_rate, link_rate, host_rate: bytes
+    per second of its memory, of collectives with others of one machine, and of copies from the host. board_w: watts.
+    product_share: of `peak_flops` that large matrix products reach, where the power limit allows it."""
+
+    peak_flops: float
+    memory_rate: float
+    link_rate: float
+    host_rate: float
+    board_w: int
+    product_share: float
+
+
+# All of the form with the most (SXM). A name is the words that a driver's name has, in any order, joined by dashes. The
+# first row that fits counts: a narrower name stands before the wider one. link_rate: bus bandwidth of NCCL over NVLink
+# (least values of Azure's node checks, reduce-scatter without NVLS); PCIe 4 and 5 with peer access 20 and 40 GB/s;
+# GeForce has none, so that every byte passes the host twice. host_rate: pinned copies, 55 GB/s of PCIe 5, 25 of PCIe 4.
+ACCELERATORS = {
+    "a10": Accelerator(125e12, 0.6e12, 20e9, 25e9, 150, 0.8),
+    "a100": Accelerator(312e12, 2.0e12, 230e9, 25e9, 400, 0.78),
+    "a800": Accelerator(312e12, 2.0e12, 160e9, 25e9, 400, 0.78),
+    "b200": Accelerator(2250e12, 8.0e12, 700e9, 55e9, 1000, 0.6),
+    "h20": Accelerator(148e12, 4.0e12, 360e9, 55e9, 400, 0.85),
+    "h100": Accelerator(989e12, 3.35e12, 360e9, 55e9, 700, 0.62),
+    "h800": Accelerator(989e12, 3.35e12, 160e9, 55e9, 700, 0.62),
+    "h200": Accelerator(989e12, 4.8e12, 360e9, 55e9, 700, 0.62),
+    "l20": Accelerator(119.5e12, 0.86e12, 20e9, 25e9, 275, 0.85),
+    "l4": Accelerator(121e12, 0.3e12, 20e9, 25e9, 72, 0.5),
+    "l40s": Accelerator(362e12, 0.86e12, 20e9, 25e9, 350, 0.6),
+    "rtx-3090": Accelerator(71e12, 0.94e12, 10e9, 25e9, 350, 0.9),
+    "rtx-4090": Accelerator(165.2e12, 1.0e12, 10e9, 25e9, 450, 0.9),
+    "rtx-4090d": Accelerator(147.1e12, 1.0e12, 10e9, 25e9, 425, 0.9),
+    "rtx-5090": Accelerator(209.5e12, 1.79e12, 20e9, 55e9, 575, 0.9),
+}
+_OTHER_FORMS = frozenset(("d", "laptop", "max", "mig", "nvl", "pcie"))
+
+
+def accelerator(name: str) -> Accelerator | None:
+    """name: as a driver gives it ("NVIDIA A100-SXM4-80GB"). None for a form that the table does not have."""
+    words = frozenset(name.lower().replace("-", " ").split())
+    if words & _OTHER_FORMS:
+        return None
+    return next((row for key, row in ACCELERATORS.items() if words.issuperset(key.split("-"))), None)

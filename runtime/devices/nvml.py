@@ -50,7 +50,6 @@ _OF_THE_APPLICATION = frozenset(
 _TO_OBSERVE = frozenset({14, 37, 38, 43, 44, 45, 63, 66, 67, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157, 160, 161})
 _CORRECTED_ERRORS = 92  # "observe" there: the driver found their rate high, and nobody observes a box by day and night
 _RESET = frozenset({46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158})
-_RESTART_THE_MACHINE = frozenset({79})
 _ON_CPU = (
     "To run on logical CPU devices meanwhile, install the CPU build (APPLIANCE_BUILD=cpu) and set [box] devices to a "
     "number, such as 8."
@@ -73,7 +72,12 @@ def probe() -> tuple[Found, ...]:
     screen."""
     try:
         with session():
-            _check_driver()
+            version = pynvml.nvmlSystemGetDriverVersion()
+            if int(version.partition(".")[0]) < LEAST_DRIVER:
+                raise DevicesRefused(
+                    f"NVIDIA driver {version} is too old: the CUDA 13 libraries of this build need {LEAST_DRIVER} or "
+                    f"newer. Update it (Debian, Ubuntu: `apt-get install nvidia-driver-{LEAST_DRIVER}`). {_ON_CPU}"
+                )
             handles = dict(enumerate(_handles()))
             old = {index: words for index, handle in handles.items() if (words := _too_old(handle))}
             peers = {index: handle for index, handle in handles.items() if index not in old}
@@ -130,17 +134,6 @@ def close() -> None:
             pynvml.nvmlShutdown()
         except pynvml.NVMLError:  # NVML counts its users; this was the last one
             return
-
-
-def _check_driver() -> None:
-    version = pynvml.nvmlSystemGetDriverVersion()
-    major = version.partition(".")[0]
-    if major.isdigit() and int(major) < LEAST_DRIVER:
-        raise DevicesRefused(
-            f"NVIDIA driver {version} is too old: the CUDA 13 libraries of this build need {LEAST_DRIVER} or newer, "
-            f"and every engine and rank would end at its start. Update the driver (Debian, Ubuntu: `apt-get install "
-            f"nvidia-driver-{LEAST_DRIVER}`). {_ON_CPU}"
-        )
 
 
 def _handles() -> Iterator[Any]:
@@ -251,11 +244,11 @@ def _linked(handle: Any, other: Any) -> bool:
     return status == pynvml.NVML_P2P_STATUS_OK
 
 
-def _ask(question: Callable[[], Any]) -> Any:
+def _ask(question: Callable[[], Any], errors: tuple[type[Exception], ...] = _NOT_REPORTED) -> Any:
     """None if this kind of GPU does not report it."""
     try:
         return question()
-    except _NOT_REPORTED:
+    except errors:
         return None
 
 
@@ -267,7 +260,7 @@ def fault_of(xid: int) -> str:
         return f"reported Xid {xid}: its memory corrects many errors; test it (`dcgmi diag -r 3`), then put it back"
     if xid in _RESET:
         return f"reported Xid {xid} and needs a reset (`nvidia-smi --gpu-reset`)"
-    if xid in _RESTART_THE_MACHINE:
+    if xid == 79:
         return f"reported Xid {xid}: it has left the bus, the machine needs a restart"
     return f"reported Xid {xid}; NVIDIA's catalogue of Xid errors says what to do"
 
@@ -347,9 +340,8 @@ def _answered(handle: Any) -> dict[str, Any]:
 
 
 def _slowdown(handle: Any, heat: int | None) -> int | None:
-    """The temperature in °C at which the GPU slows down. From Ada and Hopper on, a GPU may only tell how far it is from
-    its limit, and how far beyond the limit it slows down (NVML API, nvmlDeviceGetTemperatureThreshold; "T.Limit" in
-    nvidia-smi)."""
+    """The temperature in °C at which the GPU slows down. From Ada and Hopper on, a GPU may only report how far it is
+    from its limit, and how far beyond the limit it slows down (NVML API, nvmlDeviceGetTemperatureThreshold)."""
     threshold: int | None = _ask(
         lambda: pynvml.nvmlDeviceGetTemperatureThreshold(handle, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
     )
@@ -366,10 +358,7 @@ def _meters(handle: Any) -> dict[str, Any]:
     """Meters of the GPU, in base units. A meter that fails is None and does not make a GPU count as lost."""
 
     def ask(question: Callable[..., Any], *more: Any) -> Any:
-        try:
-            return question(handle, *more)
-        except pynvml.NVMLError:
-            return None
+        return _ask(lambda: question(handle, *more), (pynvml.NVMLError,))
 
     def scaled(value: Any, by: float) -> float | None:
         return None if value is None else value * by

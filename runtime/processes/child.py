@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
+import struct
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -13,11 +15,32 @@ from typing import Any
 from runtime.errors import ChannelClosed, ChildDied, ChildError, ChildTimeout, WarmParentError
 from runtime.logs import tail
 from runtime.processes.kernel import group_alive, how_it_ended, kill_group, kills_so_far
-from runtime.processes.lifeline import AsyncChannel
+from runtime.processes.lifeline import encode
 
 KILLS_EVERY_S = 2.0
 CORE_KILLED = "CoreKilled"  # of serve.core.errors: the front end of an engine reports a kill of its core or a worker
+LENGTH = struct.Struct(">I")
+LAST_FRAME = re.compile(rb'\{"ended":(-?\d+)\}\Z')
 KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
+
+
+async def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    """Raises ChannelClosed when the peer is gone."""
+    try:
+        body = encode(message)
+        writer.write(LENGTH.pack(len(body)) + body)
+        await writer.drain()
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise ChannelClosed("the process is gone") from error
+
+
+async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """The next message. Raises ChannelClosed at end of file, and after a failed write, whose error asyncio raises here
+    too."""
+    try:
+        return json.loads(await reader.readexactly(*LENGTH.unpack(await reader.readexactly(LENGTH.size))))
+    except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError) as error:
+        raise ChannelClosed("the process is gone") from error
 
 
 class Child:
@@ -26,12 +49,14 @@ class Child:
     Use it on one asyncio loop. If the connection closes or this process dies, the child dies.
     """
 
-    def __init__(self, channel: AsyncChannel, pid: int, name: str, log_path: str, log_begin: int):
-        self.pid, self.name, self.log_path, self._log_begin = pid, name, log_path, log_begin
+    def __init__(
+        self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], pid: int, name: str, log: str, log_begin: int
+    ):
+        self.pid, self.name, self.log_path, self._log_begin = pid, name, log, log_begin
         self.fatal: dict[str, Any] | None = None
         self.status: int | None = None
         """Its exit status (as in subprocess) once it is dead; None if its warm parent was replaced."""
-        self._channel = channel
+        self._reader, self._writer = streams
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future] = {}
         self._events: asyncio.Queue[dict | None] = asyncio.Queue()
@@ -39,7 +64,7 @@ class Child:
         self._kills = self._newest_kills = kills_so_far()
         self._killed = self.starved = False
         self._watch = asyncio.create_task(self._watch_kills(), name=f"memory of {name}")
-        self._reader = asyncio.create_task(self._read(), name=f"lifeline of {name}")
+        self._reading = asyncio.create_task(self._read(), name=f"lifeline of {name}")
 
     @classmethod
     async def spawn(
@@ -63,16 +88,16 @@ class Child:
         log_begin = Path(log_path).stat().st_size if Path(log_path).exists() else 0
         try:
             async with asyncio.timeout(timeout_s):
-                channel = await AsyncChannel.connect(str(warm_socket))
+                reader, writer = await asyncio.open_unix_connection(str(warm_socket))
                 request = {"entry": entry, "args": args, "env": env or {}, "numa_nodes": list(numa_nodes)}
-                await channel.send({**request, "log_path": str(log_path), "name": name})
-                pid = (await channel.receive())["pid"]
+                await send(writer, {**request, "log_path": str(log_path), "name": name})
+                pid = (await receive(reader))["pid"]
         except (OSError, ChannelClosed, TimeoutError, json.JSONDecodeError) as error:
             raise WarmParentError(
                 f"the warm parent at {warm_socket} did not fork {name} within {timeout_s} s "
                 f"({type(error).__name__}: {error}); see its log next to {log_path}"
             ) from error
-        return cls(channel, pid, name, str(log_path), log_begin)
+        return cls((reader, writer), pid, name, str(log_path), log_begin)
 
     @property
     def alive(self) -> bool:
@@ -89,7 +114,7 @@ class Child:
         answer = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            await self._channel.send({"id": number, "call": method, "args": args})
+            await send(self._writer, {"id": number, "call": method, "args": args})
             async with asyncio.timeout(timeout_s):
                 return await answer
         except ChannelClosed as error:
@@ -148,9 +173,11 @@ class Child:
     async def _read(self) -> None:
         try:
             while True:
-                self._dispatch(await self._channel.receive())
-        except ChannelClosed:
-            pass
+                self._dispatch(await receive(self._reader))
+        except ChannelClosed as closed:
+            # After a death within a frame, the warm parent's last one stands where the rest of that would.
+            last = LAST_FRAME.search(getattr(closed.__cause__, "partial", b"")[-32:])
+            self.status = int(last[1]) if last else self.status
         finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
             self._watch.cancel()
             # The kernel counts its kills but does not name processes: one in these seconds was this one if it was
@@ -160,7 +187,7 @@ class Child:
                 self.starved = core_killed or not self._killed and self.status == -signal.SIGKILL
             self._gone.set()
             self.kill()  # processes that the dead one started must not outlive it
-            self._channel.close()
+            self._writer.close()
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(self._death())

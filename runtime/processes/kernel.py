@@ -9,7 +9,8 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -25,10 +26,10 @@ _PR_SET_PDEATHSIG = 1
 NUMA_NODES = Path("/sys/devices/system/node")
 
 
-def last_error(what: str) -> OSError:
-    """Return the error of the call that has just failed; `what` says what failed."""
+def last_error(words: str) -> OSError:
+    """Return the error of the call that has just failed, behind these words."""
     number = ctypes.get_errno()
-    return OSError(number, f"{what}: {os.strerror(number)}")
+    return OSError(number, f"{words}: {os.strerror(number)}")
 
 
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
@@ -61,29 +62,16 @@ def kill_group(pgid: int) -> None:
 
 def group_rss_bytes(pgid: int) -> int:
     """Proportional resident memory of all processes of a group, in bytes: each shared page divided by its sharers."""
-    return sum(_measured(pid, lambda process: process.memory_full_info().pss) for pid in group_pids(pgid))
-
-
-def group_resident_bytes(pgid: int) -> int:
-    """Resident memory of all processes of a group in bytes, counting shared pages in each. It reads the kernel's
-    counters; the proportional figure makes the kernel walk every page (0.1 s for a GB)."""
-    return sum(_measured(pid, lambda process: process.memory_info().rss) for pid in group_pids(pgid))
-
-
-def _measured(pid: int, measure: Callable[[psutil.Process], int]) -> int:
-    try:
-        return measure(psutil.Process(pid))
-    except psutil.Error:  # it is gone
-        return 0
+    nbytes = 0
+    for pid in group_pids(pgid):
+        with suppress(psutil.Error):  # it is gone
+            nbytes += psutil.Process(pid).memory_full_info().pss
+    return nbytes
 
 
 def group_pids(pgid: int) -> list[int]:
-    """Pids of the living processes of a group.
-
-    A process lives as long as one of its threads does. The kernel shows a process as a zombie once its first thread
-    has ended, but memory and open files, a GPU's among them, are given back when the last one ends. A killed process
-    with a hundred threads (CUDA, NCCL, torch) is in that state for a while.
-    """
+    """Pids of the living processes of a group. A process lives as long as one of its threads does: the kernel shows it
+    as a zombie once its first thread has ended, but releases memory and files, a GPU's among them, with the last."""
     pids = []
     for pid in psutil.pids():
         try:
@@ -98,8 +86,7 @@ def group_pids(pgid: int) -> list[int]:
 
 
 def group_alive(pgid: int) -> bool:
-    """Whether the group has a living process. It tries a kernel call first, because walking /proc is
-    slow."""
+    """Whether the group has a living process. It tries a kernel call first: walking /proc is slow."""
     try:
         os.killpg(pgid, 0)
     except ProcessLookupError:
@@ -108,12 +95,8 @@ def group_alive(pgid: int) -> bool:
 
 
 def how_it_ended(status: int) -> str:
-    """Completes "the process …". status: as subprocess has it, negative for a signal.
-
-    Nothing in the box kills such a process, and the kernel leaves no other trace where we can read: a kill is most
-    likely for memory.
-    """
-    if status == -signal.SIGKILL:
+    """Completes "the process …". status: as subprocess has it, negative for a signal."""
+    if status == -signal.SIGKILL:  # nothing in the box kills such a process
         return (
             "was killed (SIGKILL), most likely by the kernel for want of memory: `appliance doctor` says who has it; "
             "try again"
@@ -150,13 +133,9 @@ def settle_garbage() -> None:
 
 
 class DiesAs(IntEnum):
-    """`oom_score_adj` of each kind of process, by which the kernel chooses whom it kills when memory runs out.
-
-    A process's score is its share of all memory in thousandths plus this number. The small steps only order the box's
-    own processes: a foreign program that uses a third of the machine still dies before all of them. The death of what
-    tries somebody's file or code (TRIAL) costs an error; that of a rank the job's steps since its last snapshot; that
-    of a sleeping engine a start, of an awake one its streams, of a supervisor what it supervises, and of the main
-    process, which keeps the value from its unit or shell, everything.
+    """`oom_score_adj` of each kind of process, by which the kernel chooses whom it kills when memory runs out: first
+    the one whose death costs least. A score is the share of all memory in thousandths plus this number; the small steps
+    only order the box's own processes. The main process keeps the value from its unit or shell.
     """
 
     TRIAL = 400
@@ -211,21 +190,13 @@ class Bounds:
         resource.setrlimit(resource.RLIMIT_DATA, (self.memory_bytes, self.memory_bytes))  # not AS: arrays are mapped
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    def how_it_ended(self, status: int, last_words: str = "") -> str:
-        """How a process ended that gave no answer, for people. status: as subprocess has it."""
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        limits = f"{self.cpu_s} s of CPU and {self.memory_bytes >> 30} GiB of memory"
-        return f"{limits} (it ended with {how}{': ' if last_words else ''}{last_words})"
-
 
 def bind_near(numa_nodes: Sequence[int | None]) -> frozenset[int] | None:
     """Bind this process, and every thread and process that it starts from now on, to the processors of these nodes.
     Returns the processors, None if nothing was bound. Call it before starting threads.
 
-    Memory follows: Linux takes a page from the node of the thread that touches it first (numa(7)). So what a bound
-    process reserves, pins and copies from is near its device; else half of the copies cross the link between sockets.
-    It binds nothing if a device's node is unknown (None), or if the process may use none of the nodes' processors (a
-    container's cpuset): a process on the wrong node is slow, one without a processor does not run.
+    Memory follows: Linux takes a page from the node of the thread that touches it first (numa(7)). It binds nothing if
+    a device's node is unknown (None), or if the process may use none of the nodes' processors (a container's cpuset).
     """
     lists = [NUMA_NODES / f"node{node}" / "cpulist" for node in numa_nodes]
     if not all(file.exists() for file in lists):

@@ -1,16 +1,14 @@
 """The lifeline: one connected AF_UNIX stream socket that joins a supervisor and the process forked for it.
 
 It carries requests to the process, and answers and events back, as frames: a 4-byte big-endian length, then that many
-bytes of UTF-8 JSON. End of file means a dead peer; the kernel delivers it even after kill -9. A supervisor holds an
-AsyncChannel, the process a Lifeline, which answers and ends the process when the supervisor dies.
+bytes of UTF-8 JSON. End of file means a dead peer; the kernel delivers it even after kill -9. A supervisor holds a
+Child, the process a Lifeline, which answers and ends the process when the supervisor dies.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import struct
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -21,8 +19,6 @@ from typing import Any
 
 from runtime.errors import ChannelClosed
 from runtime.processes.kernel import kill_group
-
-_LENGTH = struct.Struct(">I")
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -35,39 +31,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):  # numpy and torch scalars
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot travel on a lifeline; send numbers, strings, lists and dicts")
-
-
-class AsyncChannel:
-    """The supervisor's end: used inside one asyncio loop."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def connect(cls, path: str) -> AsyncChannel:
-        return cls(*await asyncio.open_unix_connection(path))
-
-    async def send(self, message: dict[str, Any]) -> None:
-        """Raises ChannelClosed when the peer is gone."""
-        try:
-            body = encode(message)
-            self._writer.write(_LENGTH.pack(len(body)) + body)
-            await self._writer.drain()
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise ChannelClosed("the process is gone") from error
-
-    async def receive(self) -> dict[str, Any]:
-        """Next message; raises ChannelClosed at end of file."""
-        try:
-            head = await self._reader.readexactly(_LENGTH.size)
-            return json.loads(await self._reader.readexactly(*_LENGTH.unpack(head)))
-        # After a failed write asyncio raises that write's error here too, not an end of file. When only
-        # ConnectionResetError was caught, the death of a child at that moment was never noticed.
-        except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError) as error:
-            raise ChannelClosed("the process is gone") from error
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class Lifeline:

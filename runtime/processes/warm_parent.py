@@ -1,6 +1,6 @@
 """A warm parent imports a heavy library once and then forks processes that already have it; `NodeAgent` keeps them.
 
-    python -m runtime.processes.warm_parent --socket PATH --preload MODULE --log FILE
+    python -m runtime.processes.warm_parent SOCKET MODULE LOG
 
 A supervisor connects to the socket and sends one frame
 `{"entry": "module:function", "args": {...}, "env": {...}, "numa_nodes": [...], "log_path": ..., "name": ...}`. The
@@ -19,7 +19,6 @@ subprocess), as the last frame of the child's lifeline, and closes it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -28,14 +27,15 @@ import json
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices import kind, kinds
@@ -49,13 +49,10 @@ log = logging.getLogger(__name__)
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
-SILENCE_S = 5.0  # that a connection may wait with its request; nothing is forked for others meanwhile
 # glibc reads these when a warm parent starts.
-# hugetlb: ranks allocate and free hundreds of MB in every step, engines when they wake. With huge pages the faults on
-# that memory cost a fifth, and a killed process ends sooner. arena_max: with several arenas, the thread that loads the
-# next version in place could not reuse memory freed by a staging thread. It faulted in each page again, which was half
-# of the pause. x86_non_temporal_threshold: copies of more than 2 MiB bypass the cache, at twice the rate. By default
-# glibc does so from three quarters of the cache size that a virtual machine reports, 192 MiB and more.
+# hugetlb: ranks allocate and free hundreds of MB in every step; with huge pages the faults cost a fifth. arena_max: one
+# arena lets the thread that loads a version reuse memory freed by a staging thread, which halves the pause.
+# x86_non_temporal_threshold: copies of more than 2 MiB bypass the cache, at twice the rate.
 _TUNABLES = {
     "glibc.malloc.hugetlb": 1,
     "glibc.malloc.arena_max": 1,
@@ -66,20 +63,17 @@ WARM_ENV = (("GLIBC_TUNABLES", ":".join(f"{name}={value}" for name, value in _TU
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="runtime.processes.warm_parent", description=__doc__)
-    parser.add_argument("--socket", required=True, help="Unix socket to listen on (mode 0600)")
-    parser.add_argument("--preload", required=True, help="module whose import makes the children warm")
-    parser.add_argument("--log", required=True, help="file for this process's own output")
-    options = parser.parse_args(argv)
-
+    """argv: the Unix socket to listen on (mode 0600), the module whose import makes the children warm, and the file for
+    this process's own output."""
+    socket_path, preload, log_path = argv or sys.argv[1:]
     die_with_parent()
     # The kernel would write out the memory of an engine or rank that a library aborts, as NCCL's watchdog does:
     # prompts and weights, gigabytes. Until that is done it holds its devices and seems to hang.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _redirect_output(options.log)
+    _redirect_output(log_path)
     configure_logging("warm parent")
     gc.disable()  # it would repeatedly walk everything imported so far and find nothing to free
-    importlib.import_module(options.preload)
+    importlib.import_module(preload)
     kinds.before_fork()
     for crash in CRASHES:
         signal.signal(crash, signal.SIG_DFL)
@@ -89,57 +83,55 @@ def main(argv: list[str] | None = None) -> int:
     gc.enable()
 
     # Bind under another name and rename once it listens, so that a client that sees the path can connect.
-    unborn = f"{options.socket}.unborn"
+    unborn = f"{socket_path}.unborn"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(unborn)
     listener = private_socket(unborn)
     listener.listen(64)
-    os.rename(unborn, options.socket)
-    log.info("warm: %s imported, listening on %s", options.preload, options.socket)
+    os.rename(unborn, socket_path)
+    log.info("warm: %s imported, listening on %s", preload, socket_path)
     channel, message = _accept_loop(listener)
     listener.close()
-    return _run_child(channel, message)
+    _run_child(channel, message)
 
 
 def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
     """Forks for each request. Returns the request in the child; the parent exits at SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, as below Ray, no status could be read
+    clients: set[Connection] = set()  # that have sent no request yet
     children: dict[int, tuple[int, Connection]] = {}  # by pidfd: pid and lifeline
+    ended: dict[Connection, int] = {}  # exit status by lifeline, until the lifeline has room for it
     while True:
-        ready = wait([listener, *children])
-        for pidfd in children.keys() & ready:
-            _report_end(pidfd, *children.pop(pidfd))
-        if listener not in ready:
-            continue
-        channel = Connection(listener.accept()[0].detach())
-        if not wait([channel], SILENCE_S):
-            log.warning("no fork: a client sent nothing within %s s", SILENCE_S)
-            channel.close()
-            continue
-        try:
-            message = json.loads(channel.recv_bytes())
-            pid = os.fork()
-        except (EOFError, ValueError, OSError) as error:
-            log.warning("no fork: %r", error)
-            channel.close()
-            continue
-        if pid == 0:
-            for pidfd, (_, other) in children.items():  # an open end would hide the other one's death
-                os.close(pidfd)
-                other.close()
-            return channel, message
-        children[os.pidfd_open(pid)] = pid, channel
+        readable, writable, _ = select.select([listener, *clients, *children], [*ended], [])
+        for channel in writable:
+            with channel, contextlib.suppress(OSError):
+                channel.send_bytes(encode({"ended": ended.pop(channel)}))
+        for pidfd in children.keys() & readable:
+            pid, channel = children.pop(pidfd)
+            os.close(pidfd)
+            ended[channel] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if listener in readable:
+            clients.add(Connection(listener.accept()[0].detach()))
+        for channel in clients.intersection(readable):
+            clients.remove(channel)
+            try:
+                message = json.loads(channel.recv_bytes())
+                pid = os.fork()
+            except (EOFError, ValueError, OSError) as error:
+                log.warning("no fork: %r", error)
+                channel.close()
+                continue
+            if pid == 0:
+                for pidfd in children:
+                    os.close(pidfd)
+                for other in (*clients, *ended, *(lifeline for _, lifeline in children.values())):
+                    other.close()  # an open end would hide the other child's death
+                return channel, message
+            children[os.pidfd_open(pid)] = pid, channel
 
 
-def _report_end(pidfd: int, pid: int, channel: Connection) -> None:
-    os.close(pidfd)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.set_blocking(channel.fileno(), False)  # a supervisor that reads nothing must not hold up the next fork
-    with channel, contextlib.suppress(OSError):
-        channel.send_bytes(encode({"ended": status}))
-
-
-def _run_child(channel: Connection, message: dict[str, Any]) -> int:
+def _run_child(channel: Connection, message: dict[str, Any]) -> NoReturn:
     # The child does not die with the warm parent: its lifeline ties it to its supervisor, and a dead warm parent is
     # restarted while engines and ranks continue.
     os.setsid()
@@ -168,7 +160,6 @@ def _run_child(channel: Connection, message: dict[str, Any]) -> int:
         sys.stderr.flush()
         # os._exit, because the teardown of a forked torch can hang on threads that exist only in the parent.
         os._exit(code)
-    return code
 
 
 def _redirect_output(path: str) -> None:
@@ -205,10 +196,8 @@ class NodeAgent:
     async def start(self) -> None:
         """Start all warm parents and return at once. `wait_warm` waits for one."""
         if not self._tasks:
-            self._tasks = [
-                self._background.keep(f"warm parent: {spec.name}", partial(self._keep, spec))
-                for spec in self._specs.values()
-            ]
+            run = self._background.keep
+            self._tasks = [run(f"warm parent: {name}", partial(self._keep, spec)) for name, spec in self._specs.items()]
 
     async def wait_warm(self, name: str, timeout_s: float) -> None:
         """Return when the warm parent `name` accepts requests. Raise WarmParentError after `timeout_s` seconds, or as
@@ -240,7 +229,7 @@ class NodeAgent:
             "-P",
             "-m",
             "runtime.processes.warm_parent",
-            *("--socket", spec.socket_path, "--preload", spec.preload, "--log", spec.log_path),
+            *(spec.socket_path, spec.preload, spec.log_path),
             env={**os.environ, **dict(spec.env)},
         )
         dead = asyncio.create_task(process.wait())

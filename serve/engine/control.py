@@ -32,7 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
+from runtime.processes.kernel import group_rss_bytes
 from serve.core.errors import (
     BY_NAME,
     EngineFailed,
@@ -141,7 +141,6 @@ class EngineControl:
         async with self._lock:
             self._require("ready", "sleep")
             await self._drained()
-            before = await asyncio.to_thread(group_resident_bytes, self._group)
             began_s = time.perf_counter()
             await self.adapters.close()
             refusal = (await self.llm.collective_rpc("shm_refusal"))[0]
@@ -152,9 +151,7 @@ class EngineControl:
                 self.state = "failed"
                 raise EngineFailed(f"the engine did not fall asleep: {error}") from error
             self.state, self._lease = "asleep", None
-            seconds = time.perf_counter() - began_s
-            after = await asyncio.to_thread(group_resident_bytes, self._group)
-            return {"seconds": seconds, "rss_before_bytes": before, "rss_after_bytes": after}
+            return {"seconds": time.perf_counter() - began_s}
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Wake with the weights of `version_path`, which may differ from the version before the sleep if those were
@@ -245,11 +242,11 @@ class EngineControl:
         """ReloadFailed for what loading into a running engine does each time; not if the engine died of it, memory ran
         out, the version itself is broken or a token differs once."""
         self.state = "failed"
-        what = f"{path} failed to load: {error}"
+        problem = f"{path} failed to load: {error}"
         if isinstance(error, VersionBroken):
-            return VersionBroken(what)
+            return VersionBroken(problem)
         by_chance = isinstance(error, EngineDeadError | FingerprintMismatch) or out_of_memory(str(error))
-        return EngineFailed(what) if by_chance else ReloadFailed(what)
+        return EngineFailed(problem) if by_chance else ReloadFailed(problem)
 
     async def _ask_token(self, path: str) -> Coroutine[Any, Any, dict[str, Any]]:
         """Ask the engine for the token after the prompt of the version's record. Awaiting the result checks it."""
@@ -270,7 +267,7 @@ class EngineControl:
             answer = dict(enumerate(ended.outputs.data.float().flatten().tolist()))
         else:
             answer = {token: found.logprob for token, found in ended.outputs[0].logprobs[0].items()}
-        return check_token(answer, record, tolerance=self._limits["fingerprint_logprob_tolerance"], what=path)
+        return check_token(answer, record, tolerance=self._limits["fingerprint_logprob_tolerance"], version=path)
 
     def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:
         """Answer under the new name. Change the list in place, because vLLM's model registry shares it."""

@@ -1,6 +1,6 @@
 """Imports modules in the serving warm parent, so that a forked engine is healthy in about 1.5 s.
 
-`python -m runtime.processes.warm_parent --preload serve.engine.preload`. vLLM imports many of its modules lazily; this
+`python -m runtime.processes.warm_parent SOCKET serve.engine.preload LOG`. vLLM imports many of its modules lazily; this
 list names what a forked engine and its core still imported up to their first chat, structured and embedding request.
 Rules: no OpenMP work, no CUDA initialisation, no running threads, because none survives a fork.
 

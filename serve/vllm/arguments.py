@@ -137,4 +137,4 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         # Runs the single CPU worker inside the engine core: one process and one hop less. vLLM uses a separate worker
         # for thread binding, which is off.
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    return env | kind.visibility(spec.devices) | kind.collectives_environment("lo") | kind.engine_environment()
+    return env | kind.visibility(spec.devices) | kind.engine_environment()

@@ -1,8 +1,6 @@
 """New weights under traffic, sleep and wake: no request is lost, answers are the version's own, a bad version changes
 nothing, and a sleeping engine gives its memory back; also where vLLM schedules one step ahead, as on GPUs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -294,10 +292,10 @@ async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, start):
     replica, sdk, *_ = await start("sleeper", large, kv_cache_bytes=96 * MIB)
     expected = await greedy(sdk, "starter")
 
-    asleep = await replica.sleep()
-    weights = (large / "model.safetensors").stat().st_size
-    assert asleep["rss_before_bytes"] - asleep["rss_after_bytes"] > 0.9 * (weights + 96 * MIB)
-    assert (await replica.status())["state"] == "asleep"
+    awake_bytes = (await replica.status())["rss_bytes"]
+    await replica.sleep()
+    weights, asleep = (large / "model.safetensors").stat().st_size, await replica.status()
+    assert asleep["state"] == "asleep" and awake_bytes - asleep["rss_bytes"] > 0.9 * (weights + 96 * MIB)
     for call in (replica.sleep(), replica.swap("starter", "b", str(other))):
         with pytest.raises(WrongState, match="asleep"):
             await call
@@ -357,8 +355,9 @@ async def test_several_engines_sleep_side_by_side_and_each_wakes_with_its_own_ve
     for path in paths:
         engines.append(await start(f"resident-{path.name}", path, kv_cache_bytes=64 * MIB))
         expected.append(await greedy(engines[-1].sdk, "starter"))
-        asleep = await engines[-1].replica.sleep()
-        assert asleep["rss_before_bytes"] - asleep["rss_after_bytes"] > 0.9 * 64 * MIB
+        awake_bytes = (await engines[-1].replica.status())["rss_bytes"]
+        await engines[-1].replica.sleep()
+        assert awake_bytes - (await engines[-1].replica.status())["rss_bytes"] > 0.9 * 64 * MIB
     assert [(await engine.replica.status())["state"] for engine in engines] == ["asleep"] * 3
     for engine, path, answer in zip(engines, paths, expected, strict=True):
         await engine.replica.wake("starter", path.name, str(path))

@@ -1,7 +1,5 @@
 """The store against a model of itself, in any order of operations; retention keeps what it must and comes to rest."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile
@@ -21,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from appliance.tiers.flow import Kept, keep
+from appliance.tiers.tiers import Kept, keep
 from weights.format.config import KeepRules
 from weights.format.errors import StoreFull, VersionExists, VersionLeased, VersionNotFound
 from weights.format.layout import Layout, TensorSpec
@@ -215,7 +213,7 @@ def test_what_is_protected_or_asked_for_stays_and_the_rest_goes(records, rules):
             newer = rank
             better = sum(other.valid_loss < record.valid_loss for other in measured) if record in measured else 99
             if not (
-                rules.keeps_everything
+                rules == KeepRules()
                 or record.protected
                 or newer < (rules.keep_last or 0)
                 or better < (rules.keep_best or 0)
@@ -224,7 +222,7 @@ def test_what_is_protected_or_asked_for_stays_and_the_rest_goes(records, rules):
         assert {r.key for r in mine[: rules.keep_last or 0]} <= kept
         if rules.keep_best and measured:
             assert min(measured, key=lambda r: r.valid_loss).valid_loss in {r.valid_loss for r in mine if r.key in kept}
-        if rules.keeps_everything:
+        if rules == KeepRules():
             assert {r.key for r in mine} <= kept
 
 

@@ -1,8 +1,6 @@
 """The rest of the box as the controller sees it, without Ray or weights: it keeps promises at once and remembers
 what it was asked."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -177,7 +175,7 @@ class SimulatedTiers:
         nothing = dict.fromkeys(("busy", "limit_bytes", "last_error", "last_error_s"))
         return [{"name": "disk", "where": "/data", "damaged": 0, **counts, **nothing}]
 
-    def tiers_of_version(self, row: object) -> list[str]:
+    def tiers_of(self, name: object) -> list[str]:
         return ["disk"]
 
     def bring_in(self, name: object) -> NoReturn:

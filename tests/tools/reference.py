@@ -3,13 +3,11 @@
 python -m tests.tools.reference DIR        # copies docs/ there and adds DIR/reference/*.md
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path
 
-from appliance import config_reference
+from appliance import config
 from appliance.cli import main as cli  # fills COMMANDS
 from appliance.cli.command import COMMANDS, Parser
 
@@ -22,7 +20,7 @@ def pages() -> dict[str, str]:
     commands = [f"## {name}\n\n```\n{Parser(COMMANDS[name]).format_help()}```\n" for name in sorted(COMMANDS)]
     return {
         "commands.md": "# Commands\n\n" + "\n".join(commands),
-        "configuration.md": "# Settings\n\n" + config_reference.reference(),
+        "configuration.md": "# Settings\n\n" + config.reference(),
     }
 
 

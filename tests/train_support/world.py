@@ -87,7 +87,7 @@ class WarmParent:
 
     def __init__(self, folder: Path, preload: str) -> None:
         self.socket, self._log = folder / "warm.sock", folder / "warm.log"
-        options = ["--socket", str(self.socket), "--preload", preload, "--log", str(self._log)]
+        options = [str(self.socket), preload, str(self._log)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "runtime.processes.warm_parent", *options],
             cwd=REPOSITORY,

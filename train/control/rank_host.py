@@ -63,7 +63,7 @@ class RankHost:
         env["GLOO_SOCKET_IFNAME"] = "lo"
         kind = kind_of(spec["device_kind"])
         # Set after the fork: the parent never touched a device.
-        env |= kind.visibility([device]) | kind.collectives_environment("lo")
+        env |= kind.visibility([device])
         arguments = {"spec": spec, "rank": rank, "world_size": world_size, "snapshot": snapshot}
         self._child = await Child.spawn(
             self._warm_socket,

@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.devices.published import Accelerator
+from runtime.devices.kinds import Accelerator
 from train.plan.estimate import ELEMENT_BYTES, ModelShape, trained_parameters
 
 NARROW = 512.0

@@ -20,10 +20,6 @@ class KeepRules(_Strict):
     keep_last: int | None = Field(default=None, ge=1, description="how many of the newest are kept")
     keep_best: int | None = Field(default=None, ge=1, description="how many with the lowest validation loss are kept")
 
-    @property
-    def keeps_everything(self) -> bool:
-        return self.keep_last is None and self.keep_best is None
-
 
 class DiskTier(_Strict):
     """The local disk: versions and snapshots as plain directories."""
@@ -71,7 +67,3 @@ class WeightsConfig(_Strict):
     budget_share: float = Field(default=0.5, gt=0, le=1, description="Bound as a share of the size of the tmpfs.")
     disk: DiskTier = Field(default_factory=DiskTier, description="the local disk")
     remote: RemoteTier = Field(default_factory=RemoteTier, description="an optional further tier")
-
-    def budget_for(self, filesystem_bytes: int) -> int:
-        """The budget in bytes on a tmpfs of `filesystem_bytes`."""
-        return self.budget_bytes if self.budget_bytes is not None else int(filesystem_bytes * self.budget_share)

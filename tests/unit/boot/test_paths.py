@@ -1,7 +1,5 @@
 """Where a box keeps what."""
 
-import asyncio
-import json
 import os
 import shutil
 from pathlib import Path
@@ -85,23 +83,6 @@ def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
     assert made.keys() >= {"box.lock", "ray.log", "box.json"} and set(made.values()) == {0o600}
 
 
-class StandInBox:
-    """It is told to stop at once, and is ready before if it `starts`."""
-
-    hopeless, starts = "", True
-
-    def __init__(self, config, paths, state, stop):
-        self._stop = stop
-
-    async def start(self):
-        self._stop()
-        while not self.starts:
-            await asyncio.sleep(1)
-
-    async def end(self):
-        return ""
-
-
 @pytest.mark.parametrize("mode", [0o700, 0o777])
 def test_start_fails_where_box_json_cannot_be_written(tmp_path, mode):
     """No command would find that box, and `up --detach` would wait for it for ever."""
@@ -115,22 +96,6 @@ def test_start_fails_where_box_json_cannot_be_written(tmp_path, mode):
     finally:
         os.umask(before)
         shutil.rmtree(BoxPaths.of(tmp_path / "box").shm_root, ignore_errors=True)
-
-
-async def test_run_shows_the_ready_box(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(main, "Box", StandInBox)
-    paths = BoxPaths.of(tmp_path / "box", shm_mount=tmp_path)
-    paths.create()
-    assert await main._run(BoxConfig(), paths, main.BoxState(paths.state_file), "json") == 0
-    assert json.loads(capsys.readouterr().out)["url"] == "http://127.0.0.1:8000/v1"
-
-
-async def test_run_stopped_while_it_starts_returns_130(tmp_path, monkeypatch):
-    monkeypatch.setattr(main, "Box", StandInBox)
-    monkeypatch.setattr(StandInBox, "starts", False)
-    paths = BoxPaths.of(tmp_path / "box", shm_mount=tmp_path)
-    paths.create()
-    assert await main._run(BoxConfig(), paths, main.BoxState(paths.state_file), None) == 130
 
 
 def test_the_first_key_goes_into_its_file_alone(tmp_path):

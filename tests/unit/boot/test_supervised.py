@@ -12,7 +12,7 @@ import pytest
 
 from appliance.boot import supervised_process
 from appliance.boot.main import HOPELESS, Box, BoxState
-from appliance.boot.supervised_process import BOX_VARIABLE, HUNG_S, Supervised, kill_leftovers
+from appliance.boot.supervised_process import BOX_VARIABLE, HUNG_S, Supervised, clear_leftovers
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
 from runtime.background_tasks import BackgroundTasks
@@ -86,15 +86,16 @@ async def test_polite_process_ends_well_and_a_stubborn_one_is_killed():
     assert group_pids(pid) == []
 
 
-def test_leftovers_of_this_box_and_of_no_other_are_killed():
+def test_clear_leftovers_kills_processes_of_this_box_alone(tmp_path):
     def sleeper(box):
         return subprocess.Popen(
             [sys.executable, "-c", SLEEPER], env={**os.environ, BOX_VARIABLE: box}, stdout=subprocess.PIPE
         )
 
-    mine, other = sleeper("cafe0001"), sleeper("cafe0002")
+    paths = BoxPaths.of(tmp_path / "data", tmp_path)
+    mine, other = sleeper(paths.box_id), sleeper("cafe0002")
     mine.stdout.readline(), other.stdout.readline()
-    assert kill_leftovers("cafe0001") == [mine.pid]
+    assert clear_leftovers(paths) == [mine.pid]
     assert not psutil.pid_exists(mine.pid) and other.poll() is None
     other.kill()
     other.wait()

@@ -9,7 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
-from appliance import config_reference
+from appliance import config
 from appliance.cli import errors
 from appliance.cli.command import COMMANDS, Parser
 from appliance.config import BoxConfig
@@ -19,7 +19,7 @@ TEXT = (ROOT / "docs" / "operations.md").read_text()
 
 
 def test_reference_of_settings_has_each_with_its_meaning():
-    sections = dict(re.findall(r"#### \[([\w.]+)\]\n(.*?)(?=\n#### |\Z)", config_reference.reference(), re.S))
+    sections = dict(re.findall(r"#### \[([\w.]+)\]\n(.*?)(?=\n#### |\Z)", config.reference(), re.S))
     for section, settings in BoxConfig().model_dump().items():
         rows = re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", sections[section], re.M)
         assert {key for key, _ in rows} == {key for key in settings if f"{section}.{key}" not in sections}, section

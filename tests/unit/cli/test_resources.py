@@ -35,15 +35,6 @@ def test_command_sends_its_request_and_prints_the_answer_as_json(prepared, row: 
     assert (request["content"] != b"") == (request["method"] == "POST")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=NAMES)
-def test_command_turns_a_refusal_into_an_exit_code(prepared, row: Row):
-    prepared.prepare(*request_of(row), (403, openai_error("because")))
-    if row.own:
-        prepared.prepare("GET", row.own.format(id="ft%3Aa%2Fb"), (403, openai_error("because")))
-    done = prepared.run(*words_of(row))
-    assert (done.exit_code, done.stdout, done.stderr) == (4, "", "error: because\n")
-
-
 LISTS = [row for row in ROWS if row.empty]
 
 

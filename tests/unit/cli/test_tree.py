@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import pytest
 
 from appliance.cli.command import COMMANDS
@@ -21,10 +19,6 @@ def is_command(words: str) -> bool:
 
 def options_of(name: str) -> set[str]:
     return {"--help", *(text for one in COMMANDS[name].all_options for text in one.flags if text.startswith("--"))}
-
-
-def test_version_is_the_release():
-    assert run("--version").stdout == f"appliance {metadata.version('appliance')}\n"
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -12,7 +12,7 @@ from tests.devices_support.nvml import eight_h100
 
 
 def test_processes_see_their_devices_as_the_driver_numbers_them():
-    shown = {"CUDA_VISIBLE_DEVICES": "5,2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    shown = {"CUDA_VISIBLE_DEVICES": "5,2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_SOCKET_IFNAME": "lo"}
     assert kind_of("cuda").visibility([5, 2]) == shown and kind_of("cpu").visibility([5]) == {}
 
 

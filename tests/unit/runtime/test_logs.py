@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ChildDied
-from runtime.logs import IDS
 from runtime.processes.child import Child
 
 from .test_warm_parent import ENTRY, warm  # noqa: F401 - a fixture
@@ -67,9 +66,3 @@ async def test_a_forked_process_writes_its_end_as_a_line(warm, tmp_path):  # noq
         await child.call("echo")
     parent = [json.loads(text) for text in (Path(warm).parent / "warm.log").read_text().splitlines()]
     assert {text["process"] for text in parent} == {"warm parent"}
-
-
-def test_every_field_is_documented():
-    text = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
-    table = text[text.index("### Logs") :]
-    assert [name for name in IDS if f"`{name}`" not in table] == []

@@ -1,6 +1,7 @@
 """The node agent keeps its warm parents alive, and their children do not need them."""
 
 import asyncio
+import contextlib
 import os
 import signal
 
@@ -8,7 +9,6 @@ import psutil
 import pytest
 
 from runtime.errors import WarmParentError
-from runtime.processes import warm_parent
 from runtime.processes.child import Child
 from runtime.processes.warm_parent import NodeAgent, WarmSpec
 
@@ -21,8 +21,11 @@ def spec(folder, preload=ENTRY):
 
 def warm_pid(folder):
     """The pid of the warm parent that serves this folder, None while there is none."""
-    children = psutil.Process().children()
-    return next((one.pid for one in children if str(folder / "w.sock") in one.cmdline()), None)
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if str(folder / "w.sock") in child.cmdline():
+                return child.pid
+    return None
 
 
 async def test_a_killed_warm_parent_comes_back_and_its_child_lives_on(tmp_path):
@@ -62,18 +65,3 @@ async def test_wait_warm_of_a_parent_that_dies_at_import_raises_at_once(tmp_path
     await agent.stop()
     first = str(refused.value).partition("\n")[0]
     assert all(part in first for part in how)
-
-
-async def test_wait_warm_reports_how_the_parent_ended_last(tmp_path, monkeypatch):
-    ways = iter(("ended once", "ended twice"))
-    monkeypatch.setattr(warm_parent, "how_it_ended", lambda _code: next(ways, "ended often"))
-    agent = NodeAgent([spec(tmp_path, "no_such_module_at_all")])
-    await agent.start()
-    reason = ""
-    async with asyncio.timeout(60):
-        while "ended twice" not in reason:
-            await asyncio.sleep(0.05)
-            with pytest.raises(WarmParentError) as refused:
-                await agent.wait_warm("t", 60)
-            reason = str(refused.value)
-    await agent.stop()

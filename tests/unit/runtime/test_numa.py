@@ -58,8 +58,8 @@ async def test_a_forked_process_and_what_it_forks_run_beside_its_device(tmp_path
         "import pathlib, sys\n"
         "from runtime.processes import kernel, warm_parent\n"
         f"kernel.NUMA_NODES = pathlib.Path({str(root)!r})\n"
-        f"sys.exit(warm_parent.main(['--socket', {str(socket_path)!r}, '--preload', 'tests.unit.runtime.entries', "
-        f"'--log', {str(log)!r}]))"
+        f"sys.exit(warm_parent.main([{str(socket_path)!r}, 'tests.unit.runtime.entries', "
+        f"{str(log)!r}]))"
     )
     parent = subprocess.Popen([sys.executable, "-c", program])
     try:

@@ -10,8 +10,7 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow, JobRow, ModelRow, VersionRow
-from appliance.tiers.flow import TierFlow
-from appliance.tiers.tiers import Tiers
+from appliance.tiers.tiers import TierFlow, Tiers
 from weights.format.config import WeightsConfig
 from weights.memory.segment import mappings
 from weights.memory.store import WeightStore

@@ -12,7 +12,7 @@ from appliance.controller.engines.versions import AdapterSource, LibraryOps, Ver
 from appliance.store.objects import jobs, models
 from appliance.store.records import tier_removals
 from appliance.store.rows import VersionRow
-from appliance.tiers.flow import TierFlow
+from appliance.tiers.tiers import TierFlow
 from serve.core.adapter_source import AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
 from weights.format.config import KeepRules

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from appliance import tracking
-from appliance.boot.main import ExporterEnded, run_exporter
+from appliance.boot.main import ProcessEnded, run_exporter
 from appliance.config import ConfigError, TrackingSettings, load_config
 from appliance.controller.jobs.events import JobEvents, fail
 from appliance.paths import BoxPaths
@@ -180,7 +180,7 @@ def paths(tmp_path: Path) -> BoxPaths:
 @pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
 async def test_exporter_without_its_library_ends_with_the_reason(paths: BoxPaths, tracker):
     settings = TrackingSettings(mlflow_uri="http://127.0.0.1:9", wandb_mode="offline", python=sys.executable)
-    with pytest.raises(ExporterEnded, match=f"{tracker}.*docs/tracking.md"):
+    with pytest.raises(ProcessEnded, match=f"{tracker}.*docs/tracking.md"):
         await run_exporter(tracker, settings, paths, {"PATH": os.environ["PATH"], "WANDB_MODE": "online"})
 
 
@@ -193,7 +193,7 @@ async def test_an_unfit_credentials_file_ends_the_exporter_with_the_reason(paths
     file.write_text(text)
     file.chmod(mode)
     settings = TrackingSettings(mlflow_uri="http://127.0.0.1:9", credentials_file=str(file))
-    with pytest.raises(ExporterEnded, match=fault):
+    with pytest.raises(ProcessEnded, match=fault):
         await run_exporter("mlflow", settings, paths, {"PATH": os.environ["PATH"]})
 
 

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import pytest
 
-from runtime.devices.published import accelerator
+from runtime.devices.kinds import accelerator
 from train.plan import estimate, speed
 from train.plan.estimate import FRAGMENTS, ModelShape
 from train.plan.speed import Load

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import re
@@ -52,19 +51,6 @@ def test_a_changed_file_has_another_url(tmp_path: Path):
     (tmp_path / "a.js").write_text("2")
     after = read_site(tmp_path)
     assert before.keys() & after.keys() == {b"/ui"} and before[b"/ui"].body != after[b"/ui"].body
-
-
-def test_a_first_visit_is_small():
-    """Until somebody may log in, and with any one page; the other pages follow behind it."""
-    catalogues = [f"i18n/{name}.json".encode() for name in LANGUAGES[1:]]
-    shown = {path: file for path, file in site().items() if not path.endswith((b".txt", *catalogues))}
-    shown = {path: file for path, file in site().items() if not path.endswith((b".txt", *catalogues))}
-    fetched = {path: len(gzip.compress(file.body)) for path, file in shown.items()}
-    before = sum(size for path, size in fetched.items() if b"/pages/" not in path)
-    assert before < FIRST_LOAD_BYTES / 1.5, "before anybody is logged in"
-    pages = [path.name for path in (STATIC / "pages").glob("*.js")]
-    assert before + max(sum(fetched[url(one)] for one in with_imports(page)) for page in pages) < FIRST_LOAD_BYTES / 1.4
-    assert sum(fetched.values()) < FIRST_LOAD_BYTES * 1.1
 
 
 def with_imports(page: str) -> set[str]:
