@@ -26,7 +26,7 @@ from appliance.controller.http.routers import StrictBody, audited, needs, unaudi
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.jobs.phases import ask, pause_jobs_of, pause_jobs_without_model
+from appliance.controller.jobs.phases import pause_jobs_of, pause_jobs_without_model, set_wanted
 from appliance.controller.openai.new_job import Priority
 from appliance.store.database import TABLES, Database, Part
 from appliance.store.objects import evals, files, jobs, models
@@ -244,7 +244,7 @@ _WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
 _NAMED = (("audit", "target"), ("model_settings", "by_whom"), ("handovers", "asked_by"))
 """Columns that say by the name of a key or an owner who did something; those of `_NAMED_IN` are JSON, in which the name
 is replaced only behind this text: a key may be called "train", as the mode is."""
-_NAMED_IN = (("audit", "detail", ""), ("box", "value", '"by":'))
+_NAMED_IN = (("audit", "detail", ""), ("box", "value", '"by":'), ("cordons", "drain", '"by":'))
 Owner = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -270,7 +270,7 @@ def forget_routes(context: ControllerContext, router: APIRouter) -> None:
             end_key(context, row.id, caller, "key.revoke")
         context.spending.publish_keys()
         for job_id in _ids(db, "jobs", owner, f"{UNFINISHED['jobs']} AND wanted != 'cancel'"):
-            ask(context, job_id, "cancel", caller)
+            set_wanted(context, job_id, "cancel", caller)
         stored = await asyncio.to_thread(_stored_of, db, owner)
         if stored["unfinished"]:
             return {"owner": owner, "done": False, **stored}

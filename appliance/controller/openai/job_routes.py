@@ -24,7 +24,7 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, Invalid
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.phases import JOBS, VALIDATIONS, ask, lines_of, pause_reason
+from appliance.controller.jobs.phases import JOBS, VALIDATIONS, lines_of, pause_reason, set_wanted
 from appliance.controller.models.capacity import Estimator
 from appliance.controller.openai.new_job import (
     Devices,
@@ -45,7 +45,7 @@ from train.data_checks.process import CheckFailed, report_apart
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
-from train.plan.errors import InvalidHyperparameter
+from train.plan.errors import InvalidHyperparameter, UnsupportedModel
 
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
 _ERROR_EVENTS = 200
@@ -111,15 +111,15 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:
-        return _view(context, ask(context, job_id, "cancel", caller), caller)
+        return _view(context, set_wanted(context, job_id, "cancel", caller), caller)
 
     @router.post("/{job_id}/pause")
     async def pause(job_id: str, caller: Caller) -> dict[str, Any]:
-        return _view(context, ask(context, job_id, "pause", caller), caller)
+        return _view(context, set_wanted(context, job_id, "pause", caller), caller)
 
     @router.post("/{job_id}/resume")
     async def resume(job_id: str, caller: Caller) -> dict[str, Any]:
-        return _view(context, ask(context, job_id, "run", caller), caller)
+        return _view(context, set_wanted(context, job_id, "run", caller), caller)
 
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
@@ -308,7 +308,7 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
         dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
     bounds = settings.DeviceBounds(max_devices=body.devices)
     try:
-        chosen = settings.Wish(context, base, method, body.hyperparameters, dataset, bounds).choose()
+        chosen = settings.SettingsRequest(context, base, method, body.hyperparameters, dataset, bounds).choose()
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     fields, best, verdict = chosen.resolved, next(iter(chosen.layouts), None), chosen.verdict
@@ -370,6 +370,8 @@ def check_routes(context: ControllerContext) -> APIRouter:
         try:
             async with context.file_threads:
                 report = await report_apart(context.files_dir / row.id, row.id, **options)
+        except UnsupportedModel as error:
+            raise BadRequest(f"{error}.", "model", "invalid_value") from error
         except CheckFailed as error:
             # Without the box's own paths.
             message = f"{error}.".replace(f"{context.files_dir}/", "")

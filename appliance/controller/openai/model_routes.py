@@ -26,7 +26,7 @@ from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflic
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.phases import pause_jobs_without_model
 from appliance.controller.models import archive
-from appliance.controller.models.lifecycle import doomed, remove
+from appliance.controller.models.lifecycle import remove, to_delete
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys
@@ -90,7 +90,7 @@ def routes(context: ControllerContext) -> APIRouter:
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
         if not caller_may_use(db, caller, name):
             raise unknown_model(name)
-        model, version = doomed(db, name)
+        model, version = to_delete(db, name)
         if model.kind == "base" and not caller.is_admin:
             raise Forbidden(ADMIN)
         _refuse_unless_own(model, caller, "delete")

@@ -200,7 +200,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         dataset = _stats_of_upload(data["training_file"])
-        resolved = settings.Wish(context, base, method, training.hyperparameters, dataset, bounds).resolve()
+        resolved = settings.SettingsRequest(context, base, method, training.hyperparameters, dataset, bounds).resolve()
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:
