@@ -69,9 +69,10 @@ class StoredResponses:
 
     async def take(self, copies: list[Any]) -> int:
         """Store copies from a gateway: each {"key", "previous", "input", "response"}; of a chat completion `input` is
-        what it was asked with, an object. Returns how many were new."""
+        what it was asked with, an object. Returns how many were new. Raises ApiError 507."""
         if not self._config.responses_kept_days:
             return 0
+        self._quotas.disk.check()  # gateways count what is refused as not stored
         return await asyncio.to_thread(lambda: sum(map(self._add, copies)))
 
     def _add(self, copy: Any) -> bool:
