@@ -189,7 +189,8 @@ class SqliteStateStore:
 
     def _deployments(self) -> tuple[DeploymentView, ...]:
         """Everything that needs engines of its own. An adapter's demand goes to its host."""
-        active = {row.id: row.active_version or "" for row in models.list_callable(self._db)}
+        # From an index alone: whole rows of 2,400 models take 50 ms.
+        active = dict(self._db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL"))
         adapters = {row.name: row for row in callable_adapters(self._db)} | self._routing.policy_adapters()
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
