@@ -142,6 +142,22 @@ EVIL = (
 AUTH = b"Host: a\r\nAuthorization: Bearer sk-test-all\r\n"
 
 
+async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+
+    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
+    wire = await box.connect()
+    await wire.send(b"POST /v1/files HTTP/1.1\r\n" + AUTH + b"Content-Length: 400000000\r\n\r\n")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            for _ in range(100):  # far more than all buffers between the two take
+                await wire.send(b"x" * 1_000_000)
+    assert all(connection.flow.read_paused for connection in box.state.connections)
+    server.close()
+
+
 async def test_relay_refuses_a_get_with_a_body(box: Box) -> None:
     controller = await box.control(ANSWERS)
     for method, target in (("GET", "/v1/files"), ("DELETE", "/v1/files/file-1"), ("GET", "/metrics")):
