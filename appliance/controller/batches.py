@@ -1,5 +1,5 @@
 """/v1/batches (https://platform.openai.com/docs/api-reference/batch), and the work of one batch: validating, in
-progress, finalizing, and one of five final states.
+progress, finalizing, and one of four final states.
 
 State that must outlive the controller is in the batch's row (its status) and in its answers on disk: `<folder>/<batch
 id>.output.jsonl` and `.error.jsonl` are appended to and synced before a line counts as answered. A crash can leave one
@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from appliance.controller.access.limits import ANSWERS_PER_INPUT
 from appliance.controller.access.model_access import caller_of, usable_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, finished
+from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.resource import Resource, object_of, part
@@ -47,7 +47,7 @@ TASKS = "batches"
 WINDOW_S = 24 * 3600.0
 AT_ONCE = 256
 """Lines of a batch whose requests run, or wait for a slot of an engine, at once."""
-LOOK_EVERY_S = 2.0
+DISK_POLL_S = 2.0
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 CONVERSING = ("/v1/chat/completions", "/v1/responses")
 """Those whose answers a client may have stored."""
@@ -75,12 +75,11 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        file = FILES.known(db, body.input_file_id, caller, "input_file_id")
-        if file.purpose != "batch":
-            message = f"The file {file.id} has the purpose {file.purpose!r}; a batch reads one of purpose 'batch'."
-            raise BadRequest(message, "input_file_id", "invalid_file_purpose")
-
         def make() -> BatchRow:
+            file = FILES.known(db, body.input_file_id, caller, "input_file_id")
+            if file.purpose != "batch":
+                message = f"The file {file.id} has the purpose {file.purpose!r}; a batch reads one of purpose 'batch'."
+                raise BadRequest(message, "input_file_id", "invalid_file_purpose")
             context.quotas.check(caller, ANSWERS_PER_INPUT * file.bytes, begins=True)
             now_s = time.time()
             row = BatchRow(
@@ -150,16 +149,21 @@ def kind(context: ControllerContext) -> Kind:
         row = ROWS.find(context.db, task.id)
         if row is None or row.finished:
             return None
-        return Batch(context, row, await _to_its_end(partial(Answers, context.batches_dir, row.id)))
+        return Batch(context, row, await _run_to_completion(partial(Answers, context.batches_dir, row.id)))
 
     async def run(task: TaskRow) -> None:
         if (batch := await opened(task)) is not None:
             await batch.run()
 
     async def fail(task: TaskRow, error: TaskFailed) -> None:
-        if (batch := await opened(task)) is not None:
-            errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
-            await batch.end("failed", errors=errors)
+        errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
+        try:
+            if (batch := await opened(task)) is not None:
+                await batch.end("failed", errors=errors)
+        except (OSError, TaskFailed) as unusable:  # its answers cannot be read or kept, so it gets no files
+            if is_full(unusable):
+                raise
+            set_status(context.db, ROWS.get(context.db, task.id), "failed", errors=errors)
 
     return Kind(TASKS, run, fail, "batch")
 
@@ -204,7 +208,7 @@ class Batch:
             def unanswered() -> list[str]:
                 return [custom_id for custom_id in lines.requests if custom_id not in self._answers.custom_ids]
 
-            requests = (self._ask(one, lines.requests[one], lines.model or "", source) for one in unanswered())
+            requests = (self._ask(name, lines.requests[name], lines.model or "", source) for name in unanswered())
             try:
                 async with (
                     asyncio.timeout(row.expires_s - time.time()),
@@ -214,21 +218,21 @@ class Batch:
                         await self._store(answered)
             except TimeoutError:
                 end = "expired"
-                await self._store([{**_line(one), "response": None, "error": _EXPIRED} for one in unanswered()])
+                await self._store([{**_line(name), "response": None, "error": _EXPIRED} for name in unanswered()])
         await self.end(end)
 
-    async def _ask(self, custom_id: str, place: tuple[int, int], model: str, source: BinaryIO) -> dict[str, Any]:
-        """The answered line."""
+    async def _ask(self, custom_id: str, span: tuple[int, int], model: str, source: BinaryIO) -> dict[str, Any]:
+        """Ask for one line of the input file; returns the line of the output. span: its offset and size in bytes."""
         url, request_id = self._row.endpoint, new_id("req_")
 
         async def body() -> dict[str, Any]:
-            source.seek(place[0])
-            request = parse_line(source.read(place[1]))["body"]
+            source.seek(span[0])
+            request = parse_line(source.read(span[1]))["body"]
             # No client knows the ids by which it could look stored answers up.
             return {**request, "store": False} if url in CONVERSING else request
 
         while self._context.quotas.disk.room_bytes() <= 0:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(DISK_POLL_S)
         answer = await self._context.asking.ask(self._row.key_id, model, url, body, request_id=request_id)
         response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
         return {**_line(custom_id), "error": None, "response": response}
@@ -239,8 +243,11 @@ class Batch:
         return storage.row_of(path, filename, "batch_output", sha256, row.owner, row.key_id, row.output_keep_s)
 
     async def _store(self, lines: list[dict[str, Any]]) -> None:
-        await _to_its_end(partial(self._answers.append, lines))
-        ROWS.update(self._db, self._row.id, completed=self._answers.completed, failed=self._answers.failed)
+        def write() -> None:
+            self._answers.append(lines)
+            ROWS.update(self._db, self._row.id, **columns(self._answers, "completed failed"))
+
+        await _run_to_completion(write)
 
     async def end(self, status: BatchStatus, **changes: Any) -> None:
         """Make files of the answers and end the batch. Raises OSError."""
@@ -267,13 +274,14 @@ class Batch:
             path.unlink()
 
 
-async def _to_its_end(work: Callable[[], T]) -> T:
+async def _run_to_completion(work: Callable[[], T]) -> T:
     """Work on a file, done on a thread. A cancelled caller waits for it, so that the next to open the file is alone."""
-    doing = asyncio.create_task(asyncio.to_thread(work))
+    running = asyncio.create_task(asyncio.to_thread(work))
     try:
-        return await asyncio.shield(doing)
-    finally:
-        await doing
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])  # its own error would hide that the caller is cancelled
+        raise
 
 
 def _line(custom_id: str) -> dict[str, Any]:
@@ -289,8 +297,8 @@ _RENAMED = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens
 
 
 class Answers:
-    """Create it and call `append` on a thread; create it again after an OSError. custom_ids: of the answered lines.
-    tokens: of those that succeeded. paths: of "output" and "error". Raises OSError."""
+    """The answered lines of a batch, in its files on disk. Create it and call `append` on a thread; create it again
+    after an OSError. tokens: of lines that succeeded. paths: of "output" and "error". Raises OSError, TaskFailed."""
 
     def __init__(self, folder: Path, batch_id: str):
         self.paths = {name: folder / f"{batch_id}.{name}.jsonl" for name in ("output", "error")}
@@ -301,21 +309,25 @@ class Answers:
             path.touch(0o600)
             with open(path, "rb+") as file:
                 whole = 0
-                for line in file:
+                for number, line in enumerate(file, 1):
                     if line.endswith(b"\n"):  # not torn
-                        self._count(orjson.loads(line))
+                        try:
+                            self._count(orjson.loads(line))
+                        except (ValueError, LookupError, TypeError, AttributeError) as error:
+                            message = f"Line {number} of {path.name}, the answers so far, is damaged on the box's disk."
+                            raise TaskFailed("answers_damaged", message) from error
                         whole += len(line)
                 file.truncate(whole)
 
     def append(self, lines: list[dict[str, Any]]) -> None:
         """Each {"id", "custom_id", "response", "error"}; synced on return. Raises OSError."""
         for name, path in self.paths.items():
-            if mine := [line for line in lines if _is_good(line) == (name == "output")]:
+            if group := [line for line in lines if _is_good(line) == (name == "output")]:
                 with open(path, "ab") as file:
-                    file.writelines(orjson.dumps(line) + b"\n" for line in mine)
+                    file.writelines(orjson.dumps(line) + b"\n" for line in group)
                     file.flush()
                     os.fsync(file.fileno())
-                for line in mine:
+                for line in group:
                     self._count(line)
 
     def _count(self, line: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -58,8 +57,8 @@ _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 @dataclass
 class Answered:
-    """An item of the data with its sample. body: that the model was asked; answer: the sample as a model's answer, or
-    the reason why there is none. judged: of each grader. results: of each grader, once it is graded."""
+    """An item of the data with its sample. body: of the request to the model; answer: the sample as a model's answer,
+    or the reason why there is none. judged, results: by grader; the second once the item is graded."""
 
     place: int
     item: dict[str, Any]
@@ -70,22 +69,22 @@ class Answered:
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def row(self, run_id: str) -> EvalItemRow:
-        status = "pass" if all(one["passed"] for one in self.results) else "fail"
-        if self.answer.error or any("error" in one for one in self.results):
+        status = "pass" if all(result["passed"] for result in self.results) else "fail"
+        if self.answer.error or any("error" in result for result in self.results):
             status = "error"
-        made = new_id("outputitem_"), run_id, self.place, time.time()
-        return EvalItemRow(*made, status, self.item, sample_object(self.body, [self.answer]), self.results)
+        named = new_id("outputitem_"), run_id, self.place, time.time()
+        return EvalItemRow(*named, status, self.item, sample_object(self.body, [self.answer]), self.results)
 
 
 def insert_run(
-    context: ControllerContext, of: EvalRow, caller: Principal, data_source: dict[str, Any], **more: Any
+    context: ControllerContext, evaluation: EvalRow, caller: Principal, data_source: dict[str, Any], **more: Any
 ) -> EvalRunRow:
-    """Makes a run within the caller's bounds and starts its task. Call it in a transaction. more: its name and
+    """Make a run within the caller's bounds and start its task. Call it in a transaction. more: its name and
     metadata. Raises ApiError."""
     context.quotas.check(caller, begins=True)
     row = EvalRunRow(
         id=new_id("evalrun_"),
-        eval_id=of.id,
+        eval_id=evaluation.id,
         created_s=time.time(),
         key_id=caller.key_id,
         owner=caller.owner,
@@ -117,21 +116,21 @@ class EvalRunner:
     async def run(self, task: TaskRow) -> None:
         """Raises TaskFailed."""
         row = evals.find_run(self._db, task.id)
-        of = evals.find(self._db, row.eval_id, viewer=None) if row is not None else None
-        if row is None or of is None or row.finished:
+        evaluation = evals.find(self._db, row.eval_id, viewer=None) if row is not None else None
+        if row is None or evaluation is None or row.finished:
             return
         source = await asyncio.to_thread(_SOURCE.validate_python, row.data_source)
         try:
-            graders = [parse(criterion) for criterion in of.criteria]
+            graders = [parse(criterion) for criterion in evaluation.criteria]
             async with asyncio.timeout(row.created_s + WINDOW_S - time.time()):
                 if row.status == "queued":
-                    await self._check_data(row, of, source)
+                    await self._check_data(row, evaluation, source)
                 # Code may take minutes for a sample: jobs grade in between, and no call gives up the rest of it.
-                together = MOST_BROKEN if any(map(sources, graders)) else AT_ONCE
+                group_size = MOST_BROKEN if any(map(sources, graders)) else AT_ONCE
                 async with aclosing(finished(self._unjudged(row, source, graders), AT_ONCE)) as groups:
                     async for answered in groups:
-                        for first in range(0, len(answered), together):
-                            items = answered[first : first + together]
+                        for first in range(0, len(answered), group_size):
+                            items = answered[first : first + group_size]
                             await self._grade(row, graders, items)
                             row = await to_thread.run_sync(self._store, row, items)
         except InvalidGrader as error:  # the box may have become stricter since the eval was made
@@ -160,16 +159,16 @@ class EvalRunner:
 
     # --- the data
 
-    async def _check_data(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> None:
+    async def _check_data(self, row: EvalRunRow, evaluation: EvalRow, source: Jsonl | Sampled) -> None:
         """Check all items by the schema, some at a time: as objects, a whole file takes 20 times its size. Raises
         TaskFailed."""
-        total, size, found = 0, 0, self._entries(row, source.source)
-        while chunk := await asyncio.to_thread(lambda: list(islice(found, _CHUNK))):
+        total, size, entries = 0, 0, self._entries(row, source.source)
+        while chunk := await asyncio.to_thread(lambda: list(islice(entries, _CHUNK))):
             size += sum(length + ITEM_BYTES for _, length in chunk)
             self._check_bytes(row, size)
             try:
                 items = [entry.item for entry, _ in chunk]
-                refused = await self._context.graders.refused_items(row.owner, of.item_schema, items)
+                refused = await self._context.graders.refused_items(row.owner, evaluation.item_schema, items)
             except WorkerBroke as error:
                 code = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
                 raise TaskFailed(code, f"The items could not be checked by the eval's item_schema: {error}") from None
@@ -201,11 +200,11 @@ class EvalRunner:
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader]
     ) -> Iterator[Coroutine[Any, Any, Answered]]:
         """Make the sample of each item that has no row, with the answers of judges. Raises TaskFailed."""
-        have = evals.passed(self._db, row.id)
+        judged = evals.passed(self._db, row.id)
         for place, (entry, _) in enumerate(self._entries(row, source.source)):
             if place % AT_ONCE == 0:
                 self._check_bytes(row)
-            if place not in have:
+            if place not in judged:
                 yield self._sampled(row, source, graders, place, entry)
 
     async def _sampled(
@@ -222,8 +221,8 @@ class EvalRunner:
         else:
             sample = shapes.sample_of(entry.sample)
             answer = ModelAnswer(sample.output_text, row.model)
-        asked = () if answer.error else graders
-        judged = [await self._grading.ask_judges(row.key_id, grader, sample, item) for grader in asked]
+        needed = () if answer.error else graders
+        judged = [await self._grading.ask_judges(row.key_id, grader, sample, item) for grader in needed]
         return Answered(place, item, sample, body, answer, judged)
 
     async def _grade(self, row: EvalRunRow, graders: list[Grader], items: list[Answered]) -> None:
@@ -238,8 +237,9 @@ class EvalRunner:
     def _store(self, row: EvalRunRow, items: list[Answered]) -> EvalRunRow:
         """Store judged items together with the run's counters, unless it was cancelled meanwhile. Returns the run."""
         rows = [item.row(row.id) for item in items]
-        results, counts, size = {name: Counter(of) for name, of in row.results.items()}, Counter(row.counts), row.bytes
-        usage = {model: Counter(of) for model, of in row.usage.items()}
+        results = {name: Counter(sums) for name, sums in row.results.items()}
+        counts, size = Counter(row.counts), row.bytes
+        usage = {model: Counter(sums) for model, sums in row.usage.items()}
         for item, stored in zip(items, rows, strict=True):
             counts[stored.status] += 1
             size += ITEM_BYTES + len(orjson.dumps([stored.item, stored.sample, stored.results]))
@@ -278,13 +278,9 @@ def _result(grader: Grader, graded: Graded, judged: list[tuple[dict[str, Any], M
 RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", "failed"] | None, Query()]
 ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
 EVALS = Resource("eval", "/v1/evals", (FINE_TUNING,), evals.find, fields=("name",))
+_RECORDED = ("eval_id", "model", "status")
 RUNS = Resource(
-    "eval_run",
-    "/v1/evals/{eval_id}/runs",
-    (FINE_TUNING,),
-    EVAL_RUNS.find_visible,
-    param="run_id",
-    fields=("eval_id", "model", "status"),
+    "eval_run", "/v1/evals/{eval_id}/runs", (FINE_TUNING,), EVAL_RUNS.find_visible, param="run_id", fields=_RECORDED
 )
 ITEMS = Resource("output_item", f"{RUNS.prefix}/{{run_id}}/output_items", RUNS.scopes, EVAL_ITEMS.find)
 
@@ -300,7 +296,7 @@ Run = Annotated[EvalRunRow, Depends(_known_run)]
 
 
 _OF_STATUS = "(? IS NULL OR status = ?)"
-"""No scope: a row of another status is a cursor, too."""
+"""A filter, and not part of the scope, so that a row of another status is a cursor, too."""
 
 
 def _order(order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "created_at") -> dict[str, Any]:
@@ -337,8 +333,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
                 metadata=body.metadata,
                 bytes=size,
             )
-            evals.insert(db, row)
-            return row
+            return evals.insert(db, row)
 
         return shapes.eval_object(EVALS.once(request, caller, await request.body(), make))
 
@@ -364,11 +359,20 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
 
     @of_runs.post("", status_code=201)
     async def create_run(eval_id: str, body: shapes.RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        of = EVALS.known(db, eval_id, caller)
-        await _check_run(context, of, body.data_source, caller)
+        await _check_sampling(context, body.data_source, caller)
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
-        insert = partial(insert_run, context, of, caller, source, name=body.name or "", metadata=body.metadata)
-        return view(RUNS.once(request, caller, await request.body(), insert))
+
+        def make() -> EvalRunRow:
+            evaluation = EVALS.known(db, eval_id, caller)  # another key may have made it
+            for model in sorted(set[str]().union(*map(judge_models, evaluation.criteria))):
+                check_may_ask(db, caller, model)
+            if isinstance(body.data_source.source, shapes.FileId):
+                FILES.known(db, body.data_source.source.id, caller, "data_source.source.id")
+            if isinstance(body.data_source, Sampled):
+                check_may_ask(db, caller, body.data_source.model, "data_source.model")
+            return insert_run(context, evaluation, caller, source, name=body.name or "", metadata=body.metadata)
+
+        return view(RUNS.once(request, caller, await request.body(), make))
 
     @of_runs.get("")
     def list_runs(
@@ -398,8 +402,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
 
     @of_items.get("")
     def list_items(run: Run, part: Annotated[Part, part(20, order="asc")], status: ItemStatus = None) -> dict[str, Any]:
-        given, part["order_by"] = {"where": _OF_STATUS, "parameters": [status, status]}, "place"
-        page = EVAL_ITEMS.page(db, {"run_id": run.id}, **given, **part)
+        part["order_by"] = "place"
+        page = EVAL_ITEMS.page(db, {"run_id": run.id}, where=_OF_STATUS, parameters=[status, status], **part)
         return list_object(page, lambda row: shapes.item_object(row, run))
 
     @of_items.get("/{item_id}")
@@ -411,32 +415,26 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
     return [of_evals, of_runs, of_items]
 
 
-async def _check_run(context: ControllerContext, of: EvalRow, given: Jsonl | Sampled, caller: Principal) -> None:
-    """of: the eval; another key may have made it. Raises ApiError."""
-    param, hosts = "data_source", context.graders
-    for model in sorted(set[str]().union(*map(judge_models, of.criteria))):
-        check_may_ask(context.db, caller, model)
-    if isinstance(given.source, shapes.FileId):
-        FILES.known(context.db, given.source.id, caller, f"{param}.source.id")
-    if isinstance(given, Jsonl):
+async def _check_sampling(context: ControllerContext, source: Jsonl | Sampled, caller: Principal) -> None:
+    """Raises ApiError."""
+    if isinstance(source, Jsonl):
         return
-    check_may_ask(context.db, caller, given.model, f"{param}.model")
     try:
-        shapes.check_sampled(given)
+        shapes.check_sampled(source)
     except InvalidGrader as error:
-        where = f"{param}.{error.param}"
+        where = f"data_source.{error.param}"
         raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
-    fields = shapes.fields_of(given)
+    fields, param = shapes.fields_of(source), "data_source.sampling_params"
     # On a thread: the schema of its answers may have 25,000 parts.
-    await asyncio.to_thread(check_completion, fields, f"{param}.sampling_params")
-    await check_form(hosts, fields.get("response_format"), caller, f"{param}.sampling_params.response_format")
+    await asyncio.to_thread(check_completion, fields, param)
+    await check_form(context.graders, fields.get("response_format"), caller, f"{param}.response_format")
 
 
 async def _criteria(context: ControllerContext, body: shapes.EvalCreate, caller: Principal) -> list[dict[str, Any]]:
     """The graders in their stored form. Raises BadRequest, NotFound."""
     kept: dict[str, dict[str, Any]] = {}
-    for place, given in enumerate(body.testing_criteria):
-        grader = grader_of(context, given, caller, f"testing_criteria.{place}")
+    for place, criterion in enumerate(body.testing_criteria):
+        grader = grader_of(context, criterion, caller, f"testing_criteria.{place}")
         await check_code(context.graders, grader, caller, f"testing_criteria.{place}")
         if grader.name in kept:
             message = f"Two testing criteria are called {shown(grader.name)}; results are listed by name."

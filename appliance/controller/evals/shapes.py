@@ -143,33 +143,33 @@ def fields_of(source: Sampled) -> dict[str, Any]:
     return fields
 
 
-def _nested(given: dict[str, Any], kind: str) -> dict[str, Any]:
+def _nested(value: dict[str, Any], kind: str) -> dict[str, Any]:
     """A tool or a format of /v1/responses, as chat completions have it."""
-    if given.get("type") != kind or kind in given:
-        return given
-    return {"type": kind, kind: {name: value for name, value in given.items() if name != "type"}}
+    if value.get("type") != kind or kind in value:
+        return value
+    return {"type": kind, kind: {name: field for name, field in value.items() if name != "type"}}
 
 
 def _messages(messages: Template | ItemReference, item: dict[str, Any]) -> list[dict[str, Any]]:
     empty = Sample("")
     if isinstance(messages, Template):
         return graders.filled(messages.template, empty, item)
-    found = templates.value(messages.item_reference, empty, item)
-    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+    turns = templates.value(messages.item_reference, empty, item)
+    if not isinstance(turns, list) or not all(isinstance(message, dict) for message in turns):
         lacks = GradingErrors(invalid_variable_error=True)
         raise GradingFailed(f"{messages.item_reference} is not a list of messages", lacks)
-    return found
+    return turns
 
 
-def sample_of(given: dict[str, Any] | None) -> Sample:
+def sample_of(fields: dict[str, Any] | None) -> Sample:
     """The sample of an entry of the data: `output_text`, or the message of its first choice."""
-    given = given or {}
-    choices = given.get("choices")
+    fields = fields or {}
+    choices = fields.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, dict) else None
     message = message if isinstance(message, dict) else {}
-    text = given.get("output_text", message.get("content"))
-    tools = given.get("output_tools", message.get("tool_calls"))
+    text = fields.get("output_text", message.get("content"))
+    tools = fields.get("output_tools", message.get("tool_calls"))
     return Sample(
         text if isinstance(text, str) else json.dumps(text) if text else "", tools if isinstance(tools, list) else []
     )
@@ -252,17 +252,17 @@ def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
 def sample_object(body: Mapping[str, Any], answers: Sequence[ModelAnswer]) -> dict[str, Any]:
     """What models were asked and answered. body: the chat completion request to the first of them. The SDK's types
     have no null."""
-    why = next((one.error for one in answers if one.error), "")
+    why = next((answer.error for answer in answers if answer.error), "")
     prompt, completion = sum(one.prompt_tokens for one in answers), sum(one.completion_tokens for one in answers)
     temperature = body.get("temperature")
     return {
-        "input": [{name: str(one.get(name) or "") for name in ("role", "content")} for one in body["messages"]],
-        "output": [{"role": "assistant", "content": one.text} for one in answers],
+        "input": [{name: str(turn.get(name) or "") for name in ("role", "content")} for turn in body["messages"]],
+        "output": [{"role": "assistant", "content": answer.text} for answer in answers],
         "model": answers[0].model,
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
-            "cached_tokens": sum(one.cached_tokens for one in answers),
+            "cached_tokens": sum(answer.cached_tokens for answer in answers),
             "total_tokens": prompt + completion,
         },
         "error": {"code": "sample_failed", "message": why} if why else NO_ERROR,

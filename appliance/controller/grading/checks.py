@@ -60,10 +60,10 @@ async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, para
     if not (code := graders.sources(grader)):
         return
     try:
-        found = await hosts.unusable(caller.owner, code)
+        faults = await hosts.unusable(caller.owner, code)
     except WorkerBroke as error:
         raise _not_checked(f"The code of {param!r}", error) from error
-    for path, why in found:
+    for path, why in faults:
         raise _invalid(f"{param}.{path}", why, "invalid_grader")
 
 
@@ -79,30 +79,30 @@ async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Pr
         raise _invalid(param, refused, "invalid_json_schema")
 
 
-async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: str) -> None:
-    """Checks the schema of a `response_format` (its kind and shape are checked elsewhere): engines and ranks read the
+async def check_form(hosts: GraderHosts, form: Any, caller: Principal, param: str) -> None:
+    """Check the schema of a `response_format` (its kind and shape are checked elsewhere): engines and ranks read the
     schema only when they write the first answer. Raises as `check_schema` does."""
-    named = given.get("json_schema") if isinstance(given, Mapping) else None
+    named = form.get("json_schema") if isinstance(form, Mapping) else None
     if isinstance(named, Mapping) and isinstance(named.get("schema"), Mapping):
         await check_schema(hosts, named["schema"], caller, f"{param}.json_schema.schema")
 
 
-def form_of(given: Any, param: str) -> dict[str, Any] | None:
+def form_of(form: Any, param: str) -> dict[str, Any] | None:
     """The form that a job's ranks hold their answers to (train.rollouts.rollouts); None for plain text. Raises
     BadRequest."""
-    if given is None or given == {"type": "text"}:
+    if form is None or form == {"type": "text"}:
         return None
-    kind = given.get("type") if isinstance(given, dict) else None
+    kind = form.get("type") if isinstance(form, dict) else None
     if kind not in ("json_object", "json_schema"):
         raise _invalid(param, "expected an object of the type text, json_object or json_schema", "invalid_value")
-    named = given.get("json_schema")
+    named = form.get("json_schema")
     if kind == "json_schema" and not (isinstance(named, dict) and isinstance(named.get("schema"), dict)):
         raise _missing(f"{param}.json_schema.schema")
-    check_completion({"response_format": given}, param)
-    if kind == "json_schema" and (place := next(unenforced_in_tools(given["json_schema"]["schema"]), "")):
+    check_completion({"response_format": form}, param)
+    if kind == "json_schema" and (place := next(unenforced_in_tools(form["json_schema"]["schema"]), "")):
         why = f"ranks do not enforce `{place}` of its schema; use a simpler form, or let the grader reward it"
         raise _invalid(param, why, "unsupported_value")
-    return dict(given)
+    return dict(form)
 
 
 def teacher_of(
@@ -142,13 +142,13 @@ def _invalid(path: str, why: str, code: str) -> BadRequest:
     return BadRequest(f"Invalid '{path}': {why}.", param=path, code=code)
 
 
-def _not_checked(what: str, error: WorkerBroke) -> ApiError:
+def _not_checked(noun: str, error: WorkerBroke) -> ApiError:
     """The worker broke by itself; the request is not at fault."""
-    return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
+    return ApiError(503, f"{noun} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
 
 
 def check_completion(fields: dict[str, Any], param: str) -> None:
-    """Checks whether an engine takes a chat completion with these fields: once, and not for each of 10,000 items,
+    """Check whether an engine takes a chat completion with these fields: once, and not for each of 10,000 items,
     because a check takes up to 50 ms. Raises BadRequest."""
     body = {"model": "m", "messages": [{"role": "user", "content": ""}], **fields}
     try:

@@ -105,8 +105,8 @@ def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
 ANSWER_WITHIN_S = 3600.0
 """How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
 person may want exactly that for a while."""
-SAY_AGAIN_S = 600.0
-"""A job says the same this often at most."""
+WARN_EVERY_S = 600.0
+"""Between two events of one kind of a job."""
 MOST_REWARD = 1e9
 """The largest reward: ranks learn in float32, where the squared gradients of larger rewards overflow and the loss
 becomes NaN."""
@@ -165,7 +165,7 @@ class Grading:
             waited_for: as `GraderHosts.grade` has it.
         """
         owner = keys.owner_of(self._db, key_id or "")
-        answers = [{name: answer for name, (_, answer) in one.items()} for one in judged]
+        answers = [{name: answer for name, (_, answer) in of_sample.items()} for of_sample in judged]
         try:
             return await self._hosts.grade(owner, grader, samples, answers, waited_for)
         except WorkerBroke as error:
@@ -175,16 +175,16 @@ class Grading:
     # --- answers of models in training
 
     async def verdict(self, row: JobRow, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
-        """On the answers to one prompt, in order: "errors", and "rewards" of a grader or "log_probs" of a teacher.
-        Raises CannotGoOn."""
-        found = jobs.find_judge(self._db, row.id)
-        if found is None:
+        """Judge the answers to one prompt: "errors" in their order, and "rewards" of a grader or "log_probs" of a
+        teacher. Raises CannotGoOn."""
+        judge_row = jobs.find_judge(self._db, row.id)
+        if judge_row is None:
             raise CannotGoOn("the judge of the job was deleted")
         if how := keys.how_ended(self._db, row.key_id):
             raise CannotGoOn(f"the API key of the job {how}, and its answers are judged on behalf of it")
-        if teacher := found.judge.get("teacher"):
+        if teacher := judge_row.judge.get("teacher"):
             return await self._teach(row, teacher, prompt, answers)
-        grader = await asyncio.to_thread(parse, found.judge["grader"])  # one of 2 MB takes seconds
+        grader = await asyncio.to_thread(parse, judge_row.judge["grader"])  # one of 2 MB takes seconds
         return await self._reward(row, grader, prompt, answers)
 
     async def _reward(self, row: JobRow, grader: Grader, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
@@ -194,7 +194,7 @@ class Grading:
         record = prompt.record
         item = {**record["item"], "messages": record["messages"]}
         sample_of = Sample.with_calls if record.get("tools") else Sample
-        samples = [(sample_of(one.text), item) for one in answers]
+        samples = [(sample_of(answer.text), item) for answer in answers]
         ask = partial(self.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
         judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))
         graded = await self.grade(row.key_id, grader, samples, judged, waited_for=True)
@@ -203,40 +203,40 @@ class Grading:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
             failed = f"{sum(map(bool, errors))} of {len(errors)} answers to a prompt, of which the first {counts}"
             kind = str([name for name, value in asdict(graded[first].errors).items() if value is True])
-            self._say(row, kind, f"the grader failed at {failed}: {errors[first]}")
+            self._warn(row, kind, f"the grader failed at {failed}: {errors[first]}")
         return {"rewards": rewards, "errors": errors}
 
     async def _teach(self, row: JobRow, teacher: str, prompt: Prompt, samples: Sequence[Sampled]) -> Verdict:
         """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
-        texts = [[*prompt.tokens, *one.ids] for one in samples]
+        texts = [[*prompt.tokens, *sample.ids] for sample in samples]
         # `prompt_logprobs` 0: of the token itself alone.
         fields = {"model": teacher, "max_tokens": MADE, "temperature": 0.0, "prompt_logprobs": 0}
         bodies = [{**fields, "prompt": tokens} for tokens in texts]
         ask = partial(self._asking.ask, row.key_id, teacher, URL, within_s=ANSWER_WITHIN_S)
         answers = await asyncio.gather(*map(ask, bodies))
-        if fatal := next((one for one in answers if one.code == ENGINES_DIED), None):
+        if fatal := next((answer for answer in answers if answer.code == ENGINES_DIED), None):
             # The same sample would make an engine die again in each step, and others would lose their requests with it.
             raise CannotGoOn(f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}")
         log_probs, errors = list[list[float] | None](), list[str]()
-        for answer, tokens, one in zip(answers, texts, samples, strict=True):
+        for answer, tokens, sample in zip(answers, texts, samples, strict=True):
             why, scores = answer.error, None
             if not why:
                 try:
-                    scores = scores_of(answer.body, tokens, len(one.ids))
+                    scores = scores_of(answer.body, tokens, len(sample.ids))
                 except ValueError as error:
                     why = f"the teacher gave {error}"
             log_probs.append(scores)
             errors.append(why)
         if counted := Counter(filter(None, errors)):
             ((why, _),) = counted.most_common(1)
-            text = f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}"
-            self._say(row, text, text)
+            text = f"some answers train nothing, because the teacher {teacher} did not score them: {why}"
+            self._warn(row, text, text)
         return {"log_probs": log_probs, "errors": errors}
 
-    def _say(self, row: JobRow, kind: str, text: str) -> None:
-        """Add an event, unless the job had one of its kind lately."""
+    def _warn(self, row: JobRow, kind: str, text: str) -> None:
+        """Add an event, unless the job had one of this kind within WARN_EVERY_S."""
         event, now_s = (row.id, kind), time.monotonic()
-        self._event_s = {key: at_s for key, at_s in self._event_s.items() if now_s - at_s < SAY_AGAIN_S}
+        self._event_s = {key: at_s for key, at_s in self._event_s.items() if now_s - at_s < WARN_EVERY_S}
         if event not in self._event_s:
             self._event_s[event] = now_s
             add_message(self._db, row.id, text, level="warn")

@@ -52,16 +52,16 @@ def bytes_of(*parts: Any) -> int:
     return len(orjson.dumps(parts))
 
 
-def _row(key_id: str, owner: str, given: Any, answer: Object, request: Object | None = None, **of: Any) -> ResponseRow:
-    """given: what it was asked with. request: of one in background."""
+def _row(key_id: str, owner: str, items: Any, answer: Object, request: Object | None = None, **of: Any) -> ResponseRow:
+    """items: of its input, or the messages of a completion. request: of one in background."""
     return ResponseRow(
         id=answer["id"],
         key_id=key_id,
         owner=owner,
         status=ended_status(answer.get("status")) if request is None else "queued",
         created_s=float(answer.get("created_at") or answer["created"]),
-        bytes=bytes_of(given, answer, request),
-        input=given,
+        bytes=bytes_of(items, answer, request),
+        input=items,
         response=answer,
         request=request,
         **of,
@@ -81,30 +81,31 @@ def copy_row(copy: Object, owner: str) -> ResponseRow:
 
 
 def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> ResponseRow:
-    made = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
-    made["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
+    completion = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
+    completion["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
     # As OpenAI's stored objects have them, null where nothing was asked.
-    made["input_user"] = request.get("user")
+    completion["input_user"] = request.get("user")
     described = {"model": answer["model"], "metadata": request.get("metadata") or None}
-    return _row(key_id, owner, request["messages"], made, kind=COMPLETION, **described)
+    return _row(key_id, owner, request["messages"], completion, kind=COMPLETION, **described)
 
 
 def queued_row(body: Object, key_id: str, owner: str) -> ResponseRow:
-    """The row of one in background, by its request."""
-    made = queued(f"resp_{secrets.token_hex(16)}", body, time.time())
+    """The row of a response in background, with the API's defaults. body: of its request."""
+    settings = {name: default if body.get(name) is None else body[name] for name, default in _DEFAULTS.items()}
+    response = {"id": f"resp_{secrets.token_hex(16)}", "created_at": int(time.time()), **_QUEUED, **settings}
     request = {name: value for name, value in body.items() if name != "input"}
     previous_id = body.get("previous_response_id")
-    return _row(key_id, owner, items_of(body["input"]), made, request, background=1, previous_id=previous_id)
+    return _row(key_id, owner, items_of(body["input"]), response, request, background=1, previous_id=previous_id)
 
 
 # --- items
 
 
-def items_of(given: Any) -> list[Object]:
+def items_of(content: Any) -> list[Object]:
     """The items of an `input`, which may be a plain string."""
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    return [item for item in given if isinstance(item, dict)]
+    if isinstance(content, str):
+        return [{"type": "message", "role": "user", "content": content}]
+    return [item for item in content if isinstance(item, dict)]
 
 
 def listed(row: ResponseRow, *, answered: bool) -> list[Object]:
@@ -124,8 +125,8 @@ def outputs(row: ResponseRow) -> Iterator[Object]:
 def _shown(item: Object, response_id: str, place: int) -> Object:
     """An input item in its full form. Its id is a function of its position, so that it is the same every time."""
     kind = item.get("type") or "message"
-    made = f"item_{response_id.removeprefix('resp_')}{place:04x}"
-    shown = {**item, "id": item.get("id") or made, "type": kind}
+    item_id = f"item_{response_id.removeprefix('resp_')}{place:04x}"
+    shown = {**item, "id": item.get("id") or item_id, "type": kind}
     if kind == "message":
         shown["status"] = item.get("status") or "completed"
         shown["content"] = _parts(item.get("content"), item.get("role") == "assistant")
@@ -143,12 +144,6 @@ def _parts(content: Any, answered: bool) -> Any:
 
 
 # --- responses in background
-
-
-def queued(response_id: str, request: Object, created_s: float) -> Object:
-    """From the request's body, with the API's defaults."""
-    settings = {name: default if request.get(name) is None else request[name] for name, default in _DEFAULTS.items()}
-    return {"id": response_id, "created_at": int(created_s), **_QUEUED, **settings}
 
 
 def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
@@ -208,5 +203,5 @@ def stored_messages(row: ResponseRow) -> Iterator[Object]:
         if parts is not None:
             texts = [part.get("text") for part in parts if isinstance(part, dict)]
             content = "\n".join(text for text in texts if isinstance(text, str))
-        made = message.get("id") or f"{row.id}-{place}"
-        yield {"name": None, **message, "id": made, "content": content, "content_parts": parts}
+        message_id = message.get("id") or f"{row.id}-{place}"
+        yield {"name": None, **message, "id": message_id, "content": content, "content_parts": parts}

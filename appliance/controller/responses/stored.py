@@ -11,11 +11,8 @@ again; one waits while its key's limits are used up, a day at most.
 from __future__ import annotations
 
 import asyncio
-import logging
-import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -37,8 +34,6 @@ from appliance.store.database import HAS_PAIR, Part
 from appliance.store.records import keys
 from appliance.store.rows import RESPONSES as ROWS
 from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
-
-log = logging.getLogger("appliance.controller")
 
 TASKS = "responses"
 URL = "/v1/responses"
@@ -77,22 +72,19 @@ class StoredResponses:
         what it was asked with, an object. Returns how many were new."""
         if not self._config.responses_kept_days:
             return 0
-        if self._quotas.disk.room_bytes() <= 0:
-            log.error("%d answered responses are not stored: the disk is short of space", len(copies))
-            return 0
         return await asyncio.to_thread(lambda: sum(map(self._add, copies)))
 
     def _add(self, copy: Any) -> bool:
         """Whether it is new. One transaction each, for a copy may have megabytes."""
+        row = objects.copy_row(copy, keys.owner_of(self._db, copy["key"]))
         with self._db.transaction():
-            owner, ended = keys.standing(self._db, copy["key"])
-            row = objects.copy_row(copy, owner)
             # A gateway keeps copies while the controller is away; they would bring back a person who was forgotten.
-            if not (ended and keys.without_key(self._db, [owner])):
-                with suppress(sqlite3.IntegrityError):  # a copy may arrive twice
-                    ROWS.insert(self._db, row)
-                    return True
-        return False
+            has_left = keys.how_ended(self._db, row.key_id) and keys.without_key(self._db, [row.owner])
+            # A copy may arrive twice.
+            if has_left or self._db.value("SELECT 1 FROM responses WHERE id = ?", [row.id]):
+                return False
+            ROWS.insert(self._db, row)
+        return True
 
     async def find(self, response_id: str, viewer: str | None, kind: AnswerKind = "response") -> ResponseRow:
         """Raises NotFound."""
@@ -185,8 +177,8 @@ class StoredResponses:
             raise TaskFailed("invalid_prompt", error.message) from error
         if answer.error:
             raise TaskFailed("server_error" if answer.status >= 500 else "invalid_prompt", answer.error)
-        made = {name: value for name, value in answer.body.items() if name not in _KEPT}
-        self._change(task.id, **made | {"status": objects.ended_status(answer.body.get("status"))})
+        fields = {name: value for name, value in answer.body.items() if name not in _KEPT}
+        self._change(task.id, **fields | {"status": objects.ended_status(answer.body.get("status"))})
 
     async def _body(self, response_id: str) -> Object:
         """Raises ApiError where the earlier turns are gone."""
@@ -211,10 +203,10 @@ class StoredResponses:
             row = ROWS.find(self._db, response_id)
             if row is None or row.finished:
                 return
-            made = row.response | fields
-            request = row.request if made["status"] == "in_progress" else None
-            changes: dict[str, Any] = {"status": made["status"], "response": made, "request": request}
-            ROWS.update(self._db, row.id, **changes, bytes=objects.bytes_of(row.input, made, request))
+            response = row.response | fields
+            request = row.request if response["status"] == "in_progress" else None
+            changes: dict[str, Any] = {"status": response["status"], "response": response, "request": request}
+            ROWS.update(self._db, row.id, **changes, bytes=objects.bytes_of(row.input, response, request))
 
 
 def _previous_not_found(response_id: str) -> ApiError:
@@ -263,9 +255,8 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         def make() -> ResponseRow:
             row = objects.queued_row(body, caller.key_id or "", caller.owner)
             context.quotas.check(caller, row.bytes, begins=True)
-            ROWS.insert(db, row)
             context.tasks.start(TASKS, row.id, row.key_id or None)
-            return row
+            return ROWS.insert(db, row)
 
         row = RESPONSES.once(request, caller, await request.body(), make)
         return _stream(stored.follow(row.id, -1)) if body.get("stream") else as_json(row.response)

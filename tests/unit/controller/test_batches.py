@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.controller import batches
 from appliance.controller.batches import Lines, parse_line, read_lines
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.files import storage
-from appliance.store.rows import BATCHES
+from appliance.store.rows import BATCHES, TASKS
 from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import Control
 
@@ -216,6 +218,35 @@ async def test_restart_repeats_only_lines_in_flight(control: Control):
     rows = await content(control, batch.output_file_id)
     assert sorted(row["custom_id"] for row in rows) == [f"r{n}" for n in range(9)]
     assert {row["custom_id"] for row in rows[:5]} == answered_before
+
+
+async def test_batch_with_damaged_answers_fails(control: Control):
+    await _hang_after(control, 2)
+    batch_id = await begun(control, [line(n) for n in range(4)])
+    await until(control, batch_id, lambda b: b.request_counts.completed == 2)
+    await control.context.tasks.stop()
+    path = control.context.batches_dir / f"{batch_id}.output.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"custom_id", b"custom\0id", 1))
+    control.context.tasks.resume()
+    batch = await ended(control, batch_id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "answers_damaged")
+    assert TASKS.list_all(control.db) == []
+
+
+async def test_cancel_during_a_failing_write_is_not_lost():
+    began, goes_on = threading.Event(), threading.Event()
+
+    def write() -> None:
+        began.set()
+        goes_on.wait()
+        raise OSError
+
+    task = asyncio.create_task(batches._run_to_completion(write))
+    await asyncio.to_thread(began.wait)
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.01, goes_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def read(tmp_path: Path, data: bytes) -> Lines:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from appliance.controller.devices import cordons
 from appliance.store.objects import jobs, models
 from appliance.store.records import audit, box, keys, usage
 from appliance.store.rows import HANDOVERS, HandoverRow
@@ -144,10 +145,12 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
         HANDOVERS.insert(db, HandoverRow(number, "demand", 1.0, by, "x", "done"))
         models.add_settings(db, "of-all", {}, str(number), by, 1.0)
     box.put(db, "mode", {"by": NAME, "policy": NAME})
-    box.put(db, "drained_devices", {"n0/1": {"by": "pager", "reason": "dust"}, "n0/2": {"by": OTHER}})
+    for device, by in (("n0/1", "pager"), ("n0/2", OTHER)):
+        cordons.drain(db, {"id": device}, "dust", by, 1.0)
     who = (await ask(control))["pseudonym"]
     assert box.get(db, "mode") == {"by": who, "policy": NAME}, "who asked, and no other word"
-    assert box.get(db, "drained_devices") == {"n0/1": {"by": who, "reason": "dust"}, "n0/2": {"by": OTHER}}
+    drains = [row.drain for row in cordons.read(db).values()]
+    assert [(drain["by"], drain["reason"]) for drain in drains if drain] == [(who, "dust"), (OTHER, "dust")]
     asked = [row.asked_by for row in HANDOVERS.page(db).data]
     changed = [row["by_whom"] for row in db.execute("SELECT by_whom FROM model_settings ORDER BY number")]
     assert asked[::-1] == changed == [who, who, OTHER]

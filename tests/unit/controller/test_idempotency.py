@@ -64,6 +64,19 @@ async def test_every_route_that_makes_something_makes_one_of_a_request_that_come
     await control.settle()
 
 
+async def test_repeated_create_after_its_file_is_deleted_returns_the_first(control: Control):
+    made = await bodies(control)
+    of_batches, (runs, of_runs, _) = made["/v1/batches"][1], made["/v1/evals/{eval_id}/runs"]
+    file_id = of_batches["json"]["input_file_id"]
+    of_runs["json"]["data_source"]["source"] = {"type": "file_id", "id": file_id}
+    requests = [("/v1/batches", of_batches), (runs, of_runs)]
+    first = [await control.http.post(url, headers=KEYED, **body) for url, body in requests]
+    await control.context.tasks.idle("batches", "eval_runs")
+    (await control.http.delete(f"/v1/files/{file_id}")).raise_for_status()
+    repeated = [await control.http.post(url, headers=KEYED, **body) for url, body in requests]
+    assert [one.json()["id"] for one in repeated] == [one.json()["id"] for one in first]
+
+
 async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
     control.as_key("ann", owner="ann", bounds={"bytes": 400})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
