@@ -1,7 +1,5 @@
 """Everything that is not inference goes to the controller, with an identity that only the gateway can give."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

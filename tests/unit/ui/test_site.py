@@ -1,7 +1,5 @@
 """The page's files: what is vendored is what npm has, the words are there in every language, and all of it is small."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
