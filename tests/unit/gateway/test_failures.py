@@ -1,7 +1,5 @@
 """Engines that die, hang, err or lie; clients that leave or never read; the two shapes of errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
