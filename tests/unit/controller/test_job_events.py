@@ -139,7 +139,6 @@ async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: 
     assert jobs.get(control.db, job_id).eta_s == 36.0, "by the ranks' clock: 18 steps of 2 s"
 
 
-@pytest.mark.parametrize("end", ["succeeded", "failed"])
 async def test_steps_that_nobody_heard_of_are_recorded_from_the_snapshot(control: Control, events: JobEvents):
     job_id = await control.job()
     reports = [metrics(step, 1.0) | {"at_s": 1e9 + step} for step in (1, 2, 3)]
@@ -151,6 +150,7 @@ async def test_steps_that_nobody_heard_of_are_recorded_from_the_snapshot(control
     assert len([event for event in told if event.type == "metrics"]) == 3
 
 
+@pytest.mark.parametrize("end", ["succeeded", "failed"])
 async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_the_model_but_the_result(
     control: Control, events: JobEvents, end: str
 ):
