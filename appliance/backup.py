@@ -156,15 +156,15 @@ def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report 
     Raises BackupError, TierUnavailable."""
     if name is None and not (known := names(place)):
         raise BackupError(f"{place.where} has no backup; `appliance backup make` takes one")
-    found = read(place, name or known[-1])
+    manifest = read(place, name or known[-1])
     if data_dir.is_symlink() or (data_dir.exists() and (not data_dir.is_dir() or any(data_dir.iterdir()))):
         raise BackupError(f"{data_dir} is not an empty directory; restore into a new one")
     data_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = data_dir.with_name(f".{data_dir.name}.restoring-{secrets.token_hex(4)}")
     partial.mkdir(mode=0o700)
     try:
-        done, of = 0, found.bytes
-        for file in found.files:
+        done, of = 0, manifest.bytes
+        for file in manifest.files:
             report(done, of)
             _restore_file(place, file, partial)
             done += file.bytes
@@ -174,7 +174,7 @@ def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report 
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return found
+    return manifest
 
 
 class _Writer:
@@ -188,9 +188,9 @@ class _Writer:
 
     def save_all(self, data_dir: Path) -> Iterator[SavedFile]:
         """Saves all files but those that are deleted meanwhile."""
-        found = dict(_files(data_dir))
-        done, of = 0, sum(status.st_size for status in found.values())
-        for name, status in found.items():
+        statuses = dict(_files(data_dir))
+        done, of = 0, sum(status.st_size for status in statuses.values())
+        for name, status in statuses.items():
             self._report(done, of)
             done += status.st_size
             known = self._known.get(name)

@@ -81,14 +81,14 @@ def watched_socket(address: tuple[Any, ...]) -> socket.socket:
     """An unconnected socket whose connection ends seconds after the other machine is gone. `address`: a row of
     `getaddrinfo`."""
     family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
+    watched = socket.socket(family, kind, protocol)
     idle_s, every_s, attempts = KEEPALIVE_S
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, attempts)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, (idle_s + every_s * attempts) * 1000)
-    return made
+    watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, attempts)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, (idle_s + every_s * attempts) * 1000)
+    return watched
 
 
 def http_options(address: str) -> tuple[str, dict[str, Any]]:

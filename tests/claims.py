@@ -1,8 +1,6 @@
 """Tells the check at the end of a test session which files are the session's own: other sessions, boxes and benchmarks
 put theirs beside them, in one folder and under names of the same kind."""
 
-from __future__ import annotations
-
 import os
 
 FILE = "TESTS_CLAIMS"  # set by tests/conftest.py

@@ -2,11 +2,9 @@
 
 Each process of a session (with pytest-xdist there are several) answers for the processes that it started: its children,
 and whatever carries its mark in the environment, which outlives the loss of a parent. Files have no such mark: the
-session answers for those that its tests claimed (tests/claims.py). Any other new file may be of a box that runs on this
-machine: it is reported and fails nothing.
+session answers for those that its tests claimed (tests/claims.py), and for every other new file unless another session
+or a box that no test started runs on this machine: then it is reported and fails nothing.
 """
-
-from __future__ import annotations
 
 import gc
 import os
@@ -14,6 +12,7 @@ import signal
 import tempfile
 import uuid
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ from runtime.processes.kernel import settle_garbage
 SHARED_MEMORY = Path("/dev/shm")
 BEFORE = pytest.StashKey[set[str]]()
 LEFT = pytest.StashKey[list[str]]()
-MARK, CLAIMS = "TESTS_RUN_BY", "TESTS_CLAIMS"
+OTHERS = pytest.StashKey[bool]()
+MARK, CLAIMS, BOX = "TESTS_RUN_BY", "TESTS_CLAIMS", "APPLIANCE_BOX"
 
 # Nothing here says anything of speed: Hypothesis's limit of 200 ms for an example, which a busy machine exceeds now and
 # then, is off, in unit tests as in those of properties. The same examples at each run: `make soak` draws new ones.
@@ -56,6 +56,7 @@ def pytest_unconfigure() -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEFORE], session.config.stash[LEFT] = _files(), []
     os.environ[MARK] = uuid.uuid4().hex
+    session.config.stash[OTHERS] = _others_run()
     if not hasattr(session.config, "workerinput"):
         descriptor, os.environ[CLAIMS] = tempfile.mkstemp(prefix="tests-claims-")
         os.close(descriptor)
@@ -74,11 +75,12 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     claimed = Path(os.environ[CLAIMS])
     parts = claimed.read_text().split()
     claimed.unlink()
+    others = config.stash[OTHERS] or _others_run()
     for name in sorted(_files() - config.stash[BEFORE]):
-        if any(part in Path(name).name for part in parts):
+        if not others or any(part in Path(name).name for part in parts):
             left.append(f"shared memory or Ray session: {name}")
         else:
-            print(f"\nnew, of these tests or of a box that runs on this machine: {name}")
+            print(f"\nnew, of these tests or of others that run on this machine: {name}")
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("\nleft behind by these tests:", *left, sep="\n  ")
@@ -102,6 +104,17 @@ def _is_marked(process: psutil.Process) -> bool:
         return process.environ().get(MARK) == os.environ[MARK]
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
         return False
+
+
+def _others_run() -> bool:
+    """Whether another session's process runs, or a box that no test started."""
+    mark = os.environ[MARK]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment = process.environ() if process.pid != os.getpid() else {}
+            if environment.get(MARK, mark) != mark or (BOX in environment and MARK not in environment):
+                return True
+    return False
 
 
 def _told_of(process: psutil.Process) -> str:

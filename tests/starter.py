@@ -6,8 +6,6 @@ It learns who it is, as ChatML, and no more, so that a job on other examples cha
 (versions, kept answers, losses) does not need more.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

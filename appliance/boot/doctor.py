@@ -29,7 +29,7 @@ from appliance.boot.main import port_taken
 from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.gateway.core.errors import ConfigInvalid
-from appliance.gateway.server.certificates import SAID_BEFORE_S, Certificate
+from appliance.gateway.server.certificates import WARN_BEFORE_S, Certificate
 from appliance.memory.memory_policy import gb
 from appliance.paths import SHM_MOUNT, BoxPaths
 from runtime.devices.kind import DevicesRefused, Reading, host_features
@@ -74,9 +74,9 @@ def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
     ]
 
 
-def exit_code(found: list[Finding]) -> int:
+def exit_code(findings: list[Finding]) -> int:
     """0: all is well; 1: something fails; 2: something is to be looked at."""
-    states = {finding.state for finding in found}
+    states = {finding.state for finding in findings}
     return 1 if "fail" in states else 2 if "warn" in states else 0
 
 
@@ -191,7 +191,7 @@ def _machine(config: BoxConfig, runs: bool) -> Iterator[Finding]:
         yield Finding("certificate", "fail", str(error), wanted, remedy)
         return
     left = f"{left_s / DAY_S:.0f} days left" if left_s > 0 else "has expired"
-    yield _judged("certificate", left_s > SAID_BEFORE_S, left, wanted, remedy, "warn" if left_s > 0 else "fail")
+    yield _judged("certificate", left_s > WARN_BEFORE_S, left, wanted, remedy, "warn" if left_s > 0 else "fail")
 
 
 def _box(data_dir: Path, runs: bool) -> Iterator[Finding]:

@@ -136,18 +136,18 @@ def clear_leftovers(paths: BoxPaths) -> list[int]:
     """SIGKILL processes of an earlier run of this box, known by BOX_VARIABLE, and remove its shared memory and sockets;
     return the pids. This process and its ancestors are spared."""
     spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    found = []
+    killed = []
     for process in psutil.process_iter():
         try:
             if process.pid not in spared and process.environ().get(BOX_VARIABLE) == paths.box_id:
                 process.send_signal(signal.SIGKILL)
-                found.append(process)
+                killed.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-    psutil.wait_procs(found, timeout=10)
+    psutil.wait_procs(killed, timeout=10)
     remove_segments_below(paths.replica_sockets)
     shutil.rmtree(paths.worlds, ignore_errors=True)
-    return [process.pid for process in found]
+    return [process.pid for process in killed]
 
 
 @contextmanager

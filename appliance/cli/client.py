@@ -63,13 +63,13 @@ class Client:
 
     def listed(self, path: str, most: int | None = None, **query: Any) -> Any:
         """A list with the rows of all its pages, or the first `most` of them: a page may end before its limit."""
-        found = self.get(path, limit=most, **query)
-        while found.get("has_more") and found["data"] and (most is None or len(found["data"]) < most):
-            rows = found["data"]
+        answer = self.get(path, limit=most, **query)
+        while answer.get("has_more") and answer["data"] and (most is None or len(answer["data"]) < most):
+            rows = answer["data"]
             left = None if most is None else most - len(rows)
-            found = self.get(path, limit=left, after=rows[-1]["id"], **query)
-            found = {**found, "data": [*rows, *found["data"]], "first_id": rows[0]["id"]}
-        return found
+            answer = self.get(path, limit=left, after=rows[-1]["id"], **query)
+            answer = {**answer, "data": [*rows, *answer["data"]], "first_id": rows[0]["id"]}
+        return answer
 
     def post(self, path: str, body: Any = None) -> Any:
         return self.send("POST", path, body=body)

@@ -97,17 +97,17 @@ def view(answer: Mapping[str, Any], named: Callable[[str], str] | None = None) -
             parts.append(stack(f"{shown(name)}:", view(value, label_of_parts(name)), gap=False))
         elif (text := by_name(name, value)) != "-":
             pairs.append((shown(name), text))
-    told = "\n".join(f"! {one}" for one in remarks) or None
-    return stack(table(("", ""), pairs) if pairs else None, *parts, told)
+    notes = "\n".join(f"! {remark}" for remark in remarks) or None
+    return stack(table(("", ""), pairs) if pairs else None, *parts, notes)
 
 
 def _rows(value: Any) -> list[Any]:
     """The rows of a list of objects, or of objects by their names."""
     if isinstance(value, dict) and "data" in value:
         value = value["data"]
-    if isinstance(value, dict) and len(value) > 1 and all(isinstance(one, dict) for one in value.values()):
-        value = [{"name": name, **one} for name, one in value.items()]
-    return value if isinstance(value, list) and all(isinstance(one, dict) for one in value) else []
+    if isinstance(value, dict) and len(value) > 1 and all(isinstance(row, dict) for row in value.values()):
+        value = [{"name": name, **row} for name, row in value.items()]
+    return value if isinstance(value, list) and all(isinstance(row, dict) for row in value) else []
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str = "") -> RenderableType:

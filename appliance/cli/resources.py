@@ -53,7 +53,7 @@ class Row:
         options = [*self.options, *((WATCH,) if self.watch else ())]
         text = inspect.cleandoc(self.help)
         if "Examples:\n" not in text:
-            line = " ".join(["  appliance", self.name, *(one.shown for one in options if one.is_positional)])
+            line = " ".join(["  appliance", self.name, *(option.shown for option in options if option.is_positional)])
             text += f"\n\nExamples:\n{line}\n{line} {'--watch' if self.watch else '-o json'}"
         return Command(self.name, text, self.run, tuple(options))
 
@@ -154,9 +154,10 @@ def draw_mode(now: Answer) -> Any:
     return output.stack(output.view(now | {"handover": None}), now["handover"] and draw_handover(now["handover"]))
 
 
-def draw_handover(one: Answer) -> Any:
+def draw_handover(handover: Answer) -> Any:
     """A hand-over, and a table of its steps."""
-    return output.stack(output.view({**one, "steps": None}), output.listing(_STEPS, one["steps"], empty="no steps"))
+    steps = output.listing(_STEPS, handover["steps"], empty="no steps")
+    return output.stack(output.view({**handover, "steps": None}), steps)
 
 
 MODEL = opt("id MODEL")

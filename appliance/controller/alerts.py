@@ -38,8 +38,8 @@ async def look(context: ControllerContext, settings: AlertSettings) -> None:
     def send_changes() -> None:
         devices = cordons.in_view(context.db, status["devices"])
         failed = JOBS.list_all(context.db, "phase = 'failed' AND finished_s >= ?", time.time() - RECENT_S)
-        found = [*problems_of(findings, devices, status, held, degraded), *map(of_job, failed)]
-        _send_changes(context, settings, {problem.id: problem for problem in found}.values())
+        problems = [*problems_of(findings, devices, status, held, degraded), *map(of_job, failed)]
+        _send_changes(context, settings, {problem.id: problem for problem in problems}.values())
 
     await asyncio.to_thread(send_changes)
 
@@ -74,11 +74,11 @@ def problems_of(
 ) -> Iterator[Problem]:
     """Failed checks of the doctor, and its WARNINGS; devices that are lost or cordoned by the box, not those
     that a person drained; models with requests and no open engine, or whose engines do not start; failing tasks."""
-    for one in findings:
-        check, state = one["check"], one["state"]
+    for finding in findings:
+        check, state = finding["check"], finding["state"]
         if state == "fail" or (state == "warn" and check.startswith(("device ", *WARNINGS))):
             name = check.replace("device ", "device:") if check.startswith("device ") else f"check:{check}"
-            yield Problem(name, f"{check}: {one['found']}", one["remedy"])
+            yield Problem(name, f"{check}: {finding['found']}", finding["remedy"])
     for device in devices:
         if device["lost"] or device["cordon"] == "box":
             text = f"device {device['id']} is not used: {device['health_reason']}"

@@ -101,12 +101,12 @@ def create_app(context: ControllerContext) -> FastAPI:
 async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
-    for what, work in (
+    for part, work in (
         ("files", partial(keep_house, context)),
         ("uploads", partial(storage.end_uploads, context)),
         ("responses", stored.keep_house),
     ):
-        with context.background.guard(f"housekeeping of {what}"):
+        with context.background.guard(f"housekeeping of {part}"):
             await asyncio.to_thread(work, now_s)
     with context.background.guard("housekeeping of logins"):
         logins.keep_house(context, now_s)
@@ -134,9 +134,11 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
         float("-inf") if days is None else now_s - days * DAY_S
         for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.usage_days, kept.audit_days)
     )
-    old = FILES.list_all(db, f"created_s < ? AND NOT coalesce({_FILE_NEEDED}, 0)", files_s)
-    for row in [*files.expired(db, now_s=now_s), *old]:
+    for row in files.expired(db, now_s=now_s):
         storage.remove(context, row)
+    old = f"created_s < ? AND NOT coalesce({_FILE_NEEDED}, 0)"
+    while (file := FILES.first(db, old, files_s)) is not None:  # not all at once: a job may begin with the next one
+        storage.remove(context, file)
     for table, where, before_s in (
         ("idempotency", "created_s < ?", now_s - IDEMPOTENCY_KEEP_S),
         ("audit", "created_s < ?", audit_s),
@@ -157,7 +159,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
             db.delete(table, "job_id = ?", [job_id])
         JOBS.delete(db, job_id)
     ended = {row["id"]: row["finished_s"] for row in db.execute("SELECT id, finished_s FROM jobs WHERE finished_s > 0")}
-    for folder in [one for one in context.jobs_dir.iterdir() if one.name in ended]:
+    for folder in [folder for folder in context.jobs_dir.iterdir() if folder.name in ended]:
         remove_copies(context, folder.name)
         if ended[folder.name] < data_s:
             shutil.rmtree(folder, ignore_errors=True)

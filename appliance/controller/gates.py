@@ -81,7 +81,7 @@ class Gates:
             return "passed", "no version answered before"
         versions = [version] if least is not None or before is None else [version, before]
         try:
-            runs = [self._run(job.id, one) for one in versions]
+            runs = [self._run(job.id, judged) for judged in versions]
         except ApiError as error:
             return None if error.status_code in (429, 507) else (_UNDECIDED, error.message)  # a bound, a full disk
         for run in runs:
@@ -143,9 +143,9 @@ Passed = Mapping[int, bool | None]
 def threshold(passed: Passed, least: float) -> Verdict:
     if unjudged := _unjudged(passed):
         return _UNDECIDED, unjudged
-    known = [one for one in passed.values() if one is not None]
-    rate = sum(known) / len(known)
-    return "passed" if rate >= least else "refused", f"{rate:.1%} of {len(known)} items passed, of {least:.1%} needed"
+    judged = [result for result in passed.values() if result is not None]
+    rate = sum(judged) / len(judged)
+    return "passed" if rate >= least else "refused", f"{rate:.1%} of {len(judged)} items passed, of {least:.1%} needed"
 
 
 def not_worse(new: Passed, old: Passed) -> Verdict:
@@ -163,5 +163,5 @@ def not_worse(new: Passed, old: Passed) -> Verdict:
 
 def _unjudged(passed: Passed) -> str:
     """Reason why a run judged too few of its items; "" if it judged enough."""
-    missing = sum(one is None for one in passed.values())
+    missing = sum(result is None for result in passed.values())
     return "" if passed and missing <= MOST_UNJUDGED * len(passed) else f"{missing} of {len(passed)} items not judged"

@@ -143,6 +143,8 @@ class Gateway:
                 state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
+            if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
+                choice = ticket.place.result()  # its coroutine has not run since
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
                 # Its replica drains; whoever sent it sends it again.
                 text = "This request of class batch gives way: its engine stops. Please retry."

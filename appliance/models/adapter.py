@@ -128,11 +128,11 @@ def _refuse_kind(config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise AdapterRefused(CONFIG_FILE, f"peft_type is {str(kind)[:40]!r}; engines serve LORA alone")
-    for key, what in _MORE_THAN_FACTORS.items():
+    for key, extra in _MORE_THAN_FACTORS.items():
         if config.get(key):
             raise AdapterRefused(
                 CONFIG_FILE,
-                f"{key} is set: the adapter has {what}, which engines do not serve. Merge it into its base "
+                f"{key} is set: the adapter has {extra}, which engines do not serve. Merge it into its base "
                 "(peft's `merge_and_unload`) and import the result",
             )
     if config.get("bias", "none") != "none":
@@ -153,12 +153,12 @@ def _refuse_kind(config: Mapping[str, Any]) -> None:
 
 def _pairs(layout: Layout, base: str, base_layout: Layout) -> list[int]:
     """The rank of each pair of factors. Raises AdapterRefused, naming the tensor that does not fit."""
-    found, ranks = {placed.spec.name: placed for placed in layout}, []
-    for name, placed in found.items():
+    by_name, ranks = {placed.spec.name: placed for placed in layout}, []
+    for name, placed in by_name.items():
         module, _, kind = name.rpartition(".lora_")
         if f".lora_{kind}" not in (_DOWN, _UP) or not module.startswith(_PREFIX):
             raise AdapterRefused(name, f"is not a factor of a layer ({_PREFIX}….lora_A.weight, ….lora_B.weight)")
-        twin = found.get(module + (_UP if f".lora_{kind}" == _DOWN else _DOWN))
+        twin = by_name.get(module + (_UP if f".lora_{kind}" == _DOWN else _DOWN))
         if twin is None:
             raise AdapterRefused(name, "the other factor of its layer is missing")
         if f".lora_{kind}" == _DOWN:

@@ -260,38 +260,38 @@ def _task(arch: str) -> Task:
 def chat_templates(directory: Path) -> tuple[str | None, tuple[str, ...]]:
     """The template of plain conversations, and all others that a tokenizer or a processor of transformers, or vLLM, may
     take from these files: by name (`tool_use`), and those of processors. Raises NotACheckpoint."""
-    found: list[str] = []
+    templates: list[str] = []
     path = directory / "chat_template.jinja"
     if path.is_file():
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read")
         try:
-            found.append(path.read_text(encoding="utf-8"))
+            templates.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise NotACheckpoint(path.name, f"not UTF-8: {error.reason} at byte {error.start}") from error
-    found += _named_templates(read_tokenizer_config(directory).get("chat_template"), "tokenizer_config.json")
+    templates += _named_templates(read_tokenizer_config(directory).get("chat_template"), "tokenizer_config.json")
     for name in PROCESSORS:
         if (directory / name).is_file():
             body = read_json(directory / name, name)
-            found += _named_templates(body.get("chat_template"), name)
-    different = list(dict.fromkeys(found))
+            templates += _named_templates(body.get("chat_template"), name)
+    different = list(dict.fromkeys(templates))
     if len(different) > MAX_TEMPLATES:
         raise NotACheckpoint("", f"there are {len(different)} chat templates; at most {MAX_TEMPLATES} are taken")
     first, others = next(iter(different), None), tuple(different[1:])
     return (first if first and first.strip() else None), others
 
 
-def _named_templates(given: Any, file: str) -> list[str]:
+def _named_templates(field: Any, file: str) -> list[str]:
     """One template, or several by name, as transformers takes them; that of plain conversations first."""
-    if given is None:
+    if field is None:
         return []
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
-        named = {str(one.get("name")): one.get("template") for one in given}
+    if isinstance(field, str):
+        return [field]
+    if isinstance(field, list) and all(isinstance(entry, dict) for entry in field):
+        named = {str(entry.get("name")): entry.get("template") for entry in field}
     else:
-        named = given if isinstance(given, dict) else {"": None}
-    texts = [text for _, text in sorted(named.items(), key=lambda one: one[0] != "default")]
+        named = field if isinstance(field, dict) else {"": None}
+    texts = [text for _, text in sorted(named.items(), key=lambda entry: entry[0] != "default")]
     if not all(isinstance(text, str) for text in texts):
         raise NotACheckpoint(file, "'chat_template' must be a text, or texts by their names")
     return texts

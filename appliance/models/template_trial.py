@@ -57,7 +57,7 @@ def try_here(template: str, special: Mapping[str, str]) -> dict[str, Any]:
     environment.globals["raise_exception"] = raise_exception
     try:
         compiled = environment.from_string(template)
-        tried = {name: _render(compiled, given, special) for name, given in PROBES.items()}
+        tried = {name: _render(compiled, conversation, special) for name, conversation in PROBES.items()}
     except jinja2.TemplateSyntaxError as error:
         return {"refused": f"line {error.lineno}: {error.message}"}
     except _Refused as error:
@@ -66,13 +66,13 @@ def try_here(template: str, special: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _render(
-    compiled: jinja2.Template, given: dict[str, Any], special: Mapping[str, str]
+    compiled: jinja2.Template, conversation: dict[str, Any], special: Mapping[str, str]
 ) -> tuple[str | None, str | None]:
     """The rendered conversation and None, or None and why the template raised an error. Raises _Refused."""
     common = {"add_generation_prompt": True, "bos_token": "", "eos_token": "", "tools": None, "documents": None}
     text = ""
     try:
-        for piece in compiled.generate(**common | special | given):
+        for piece in compiled.generate(**common | special | conversation):
             text += piece
             if len(text) > MAX_OUTPUT_CHARACTERS:
                 raise _Refused(f"makes more than {MAX_OUTPUT_CHARACTERS} characters of a short conversation")

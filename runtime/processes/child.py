@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import struct
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from runtime.processes.lifeline import encode
 KILLS_EVERY_S = 2.0
 CORE_KILLED = "CoreKilled"  # of serve.core.errors: the front end of an engine reports a kill of its core or a worker
 LENGTH = struct.Struct(">I")
+LAST_FRAME = re.compile(rb'\{"ended":(-?\d+)\}\Z')
 KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
 
 
@@ -172,8 +174,10 @@ class Child:
         try:
             while True:
                 self._dispatch(await receive(self._reader))
-        except ChannelClosed:
-            pass
+        except ChannelClosed as closed:
+            # After a death within a frame, the warm parent's last one stands where the rest of that would.
+            last = LAST_FRAME.search(getattr(closed.__cause__, "partial", b"")[-32:])
+            self.status = int(last[1]) if last else self.status
         finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
             self._watch.cancel()
             # The kernel counts its kills but does not name processes: one in these seconds was this one if it was

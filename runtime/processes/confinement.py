@@ -144,20 +144,20 @@ def _confine_files(readable: Iterable[Path]) -> None:
 @cache
 def _seccomp() -> ctypes.CDLL | None:
     try:
-        found = ctypes.CDLL("libseccomp.so.2")
+        library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
         return None
-    found.seccomp_init.restype = ctypes.c_void_p
-    found.seccomp_init.argtypes = (ctypes.c_uint32,)
-    found.seccomp_rule_add_array.argtypes = (
+    library.seccomp_init.restype = ctypes.c_void_p
+    library.seccomp_init.argtypes = (ctypes.c_uint32,)
+    library.seccomp_rule_add_array.argtypes = (
         ctypes.c_void_p,
         ctypes.c_uint32,
         ctypes.c_int,
         ctypes.c_uint,
         ctypes.POINTER(_Compared),
     )
-    found.seccomp_load.argtypes = (ctypes.c_void_p,)
-    return found
+    library.seccomp_load.argtypes = (ctypes.c_void_p,)
+    return library
 
 
 def prepare() -> None:
@@ -187,8 +187,8 @@ def _allowed_calls() -> int:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:
             return  # not a call of this architecture
-        given = (_Compared * len(conditions))(*conditions)
-        if (failed := library.seccomp_rule_add_array(rules, action, number, len(conditions), given)) != 0:
+        comparisons = (_Compared * len(conditions))(*conditions)
+        if (failed := library.seccomp_rule_add_array(rules, action, number, len(conditions), comparisons)) != 0:
             raise OSError(-failed, f"seccomp_rule_add({name}): {os.strerror(-failed)}")
 
     for name in _CALLS:

@@ -26,10 +26,10 @@ _PR_SET_PDEATHSIG = 1
 NUMA_NODES = Path("/sys/devices/system/node")
 
 
-def last_error(what: str) -> OSError:
-    """Return the error of the call that has just failed; `what` says what failed."""
+def last_error(words: str) -> OSError:
+    """Return the error of the call that has just failed, behind these words."""
     number = ctypes.get_errno()
-    return OSError(number, f"{what}: {os.strerror(number)}")
+    return OSError(number, f"{words}: {os.strerror(number)}")
 
 
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:

@@ -27,12 +27,13 @@ import json
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
-SILENCE_S = 5.0  # that a connection may wait with its request; nothing is forked for others meanwhile
 # glibc reads these when a warm parent starts.
 # hugetlb: ranks allocate and free hundreds of MB in every step; with huge pages the faults cost a fifth. arena_max: one
 # arena lets the thread that loads a version reuse memory freed by a staging thread, which halves the pause.
@@ -99,39 +99,36 @@ def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
     """Forks for each request. Returns the request in the child; the parent exits at SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, as below Ray, no status could be read
+    clients: set[Connection] = set()  # that have sent no request yet
     children: dict[int, tuple[int, Connection]] = {}  # by pidfd: pid and lifeline
+    ended: dict[Connection, int] = {}  # exit status by lifeline, until the lifeline has room for it
     while True:
-        ready = wait([listener, *children])
-        for pidfd in children.keys() & ready:
-            _report_end(pidfd, *children.pop(pidfd))
-        if listener not in ready:
-            continue
-        channel = Connection(listener.accept()[0].detach())
-        if not wait([channel], SILENCE_S):
-            log.warning("no fork: a client sent nothing within %s s", SILENCE_S)
-            channel.close()
-            continue
-        try:
-            message = json.loads(channel.recv_bytes())
-            pid = os.fork()
-        except (EOFError, ValueError, OSError) as error:
-            log.warning("no fork: %r", error)
-            channel.close()
-            continue
-        if pid == 0:
-            for pidfd, (_, other) in children.items():  # an open end would hide the other one's death
-                os.close(pidfd)
-                other.close()
-            return channel, message
-        children[os.pidfd_open(pid)] = pid, channel
-
-
-def _report_end(pidfd: int, pid: int, channel: Connection) -> None:
-    os.close(pidfd)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.set_blocking(channel.fileno(), False)  # a supervisor that reads nothing must not hold up the next fork
-    with channel, contextlib.suppress(OSError):
-        channel.send_bytes(encode({"ended": status}))
+        readable, writable, _ = select.select([listener, *clients, *children], [*ended], [])
+        for channel in writable:
+            with channel, contextlib.suppress(OSError):
+                channel.send_bytes(encode({"ended": ended.pop(channel)}))
+        for pidfd in children.keys() & readable:
+            pid, channel = children.pop(pidfd)
+            os.close(pidfd)
+            ended[channel] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if listener in readable:
+            clients.add(Connection(listener.accept()[0].detach()))
+        for channel in clients.intersection(readable):
+            clients.remove(channel)
+            try:
+                message = json.loads(channel.recv_bytes())
+                pid = os.fork()
+            except (EOFError, ValueError, OSError) as error:
+                log.warning("no fork: %r", error)
+                channel.close()
+                continue
+            if pid == 0:
+                for pidfd in children:
+                    os.close(pidfd)
+                for other in (*clients, *ended, *(lifeline for _, lifeline in children.values())):
+                    other.close()  # an open end would hide the other child's death
+                return channel, message
+            children[os.pidfd_open(pid)] = pid, channel
 
 
 def _run_child(channel: Connection, message: dict[str, Any]) -> NoReturn:
@@ -199,10 +196,8 @@ class NodeAgent:
     async def start(self) -> None:
         """Start all warm parents and return at once. `wait_warm` waits for one."""
         if not self._tasks:
-            self._tasks = [
-                self._background.keep(f"warm parent: {spec.name}", partial(self._keep, spec))
-                for spec in self._specs.values()
-            ]
+            run = self._background.keep
+            self._tasks = [run(f"warm parent: {name}", partial(self._keep, spec)) for name, spec in self._specs.items()]
 
     async def wait_warm(self, name: str, timeout_s: float) -> None:
         """Return when the warm parent `name` accepts requests. Raise WarmParentError after `timeout_s` seconds, or as

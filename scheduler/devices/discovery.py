@@ -48,7 +48,7 @@ def logical_devices(count: int, node: str = HOME_NODE) -> tuple[Device, ...]:
     return _devices(kinds.HOST, kinds.HOST.parts(count), node)
 
 
-def _devices(kind: DeviceKind, found: Iterable[Found], node: str) -> tuple[Device, ...]:
+def _devices(kind: DeviceKind, probed: Iterable[Found], node: str) -> tuple[Device, ...]:
     return tuple(
         Device(
             **asdict(device) | {"linked": frozenset(f"{node}/{other}" for other in device.linked)},
@@ -56,5 +56,5 @@ def _devices(kind: DeviceKind, found: Iterable[Found], node: str) -> tuple[Devic
             node=node,
             kind=kind.name,
         )
-        for device in found
+        for device in probed
     )

@@ -24,9 +24,9 @@ class MemoryReading:
 
 def read_memory(root: Path = Path("/")) -> MemoryReading:
     """`root`: prefix of /proc and /sys."""
-    found = dict(_fields(root / "proc/meminfo"))
-    total, available = found["MemTotal:"] * 1024, found["MemAvailable:"] * 1024
-    swap_used = (found.get("SwapTotal:", 0) - found.get("SwapFree:", 0)) * 1024
+    fields = dict(_fields(root / "proc/meminfo"))
+    total, available = fields["MemTotal:"] * 1024, fields["MemAvailable:"] * 1024
+    swap_used = (fields.get("SwapTotal:", 0) - fields.get("SwapFree:", 0)) * 1024
     where = "this machine"
     for name, limit, free in _groups(root):
         if limit < total and free < available:

@@ -316,8 +316,8 @@ async def outfit(
     """
     job_id = spec.job_id
 
-    async def bring(path: str, what: str) -> str:
-        return str(await nodes.bring(node_config, Path(path), f"job {job_id} {what}"))
+    async def bring(path: str, purpose: str) -> str:
+        return str(await nodes.bring(node_config, Path(path), f"job {job_id} {purpose}"))
 
     folder = await nodes.bring_job(node_config.name, Path(spec.run_dir))
     there = replace(

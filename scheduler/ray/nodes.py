@@ -64,7 +64,7 @@ class Nodes:
     def __init__(
         self,
         home: NodeConfig,
-        on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, what, devices: None,
+        on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, change, devices: None,
         removed: Callable[[], Collection[str]] = tuple,
     ):
         """on_change: called with each node that joined or left, and its devices. removed: names that are taken out of

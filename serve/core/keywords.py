@@ -37,12 +37,12 @@ _MAPS: Final = frozenset(("properties", "patternProperties", "$defs", "definitio
 def unenforced(schema: Any) -> Iterator[str]:
     """The places of keywords that an answer would not be held to, such as `properties.a.not`."""
     for path, node in nodes(schema):
-        found = {name for name in node.keys() & _IGNORED if node[name] is not False or name != "uniqueItems"}
+        keywords = {name for name in node.keys() & _IGNORED if node[name] is not False or name != "uniqueItems"}
         if node.get("format") in _IGNORED_FORMATS:
-            found.add("format")
+            keywords.add("format")
         if "properties" in node:  # llguidance counts properties only where all are required
-            found |= node.keys() & {"minProperties", "maxProperties"}
-        yield from (f"{path}{keyword}" for keyword in sorted(found))
+            keywords |= node.keys() & {"minProperties", "maxProperties"}
+        yield from (f"{path}{keyword}" for keyword in sorted(keywords))
 
 
 def unenforced_in_tools(schema: Any) -> Iterator[str]:
@@ -53,11 +53,11 @@ def unenforced_in_tools(schema: Any) -> Iterator[str]:
 
 def without(keywords: frozenset[str], schema: Any) -> Any:
     """A copy of the schema without these keywords, its names of properties kept."""
-    made = copy.deepcopy(schema)
-    for _, node in nodes(made):
+    copied = copy.deepcopy(schema)
+    for _, node in nodes(copied):
         for keyword in node.keys() & keywords:
             del node[keyword]
-    return made
+    return copied
 
 
 def counted(schema: Any) -> float:
@@ -70,8 +70,8 @@ def counted(schema: Any) -> float:
 def defined(schema: Any) -> int:
     """The number of definitions. llguidance follows references by recursion: a chain of 400 through lists of objects
     passed, and 500 ended its process."""
-    found = (node.get(name) for _, node in nodes(schema) for name in ("$defs", "definitions"))
-    return sum(len(named) for named in found if isinstance(named, dict))
+    definitions = (node.get(name) for _, node in nodes(schema) for name in ("$defs", "definitions"))
+    return sum(len(named) for named in definitions if isinstance(named, dict))
 
 
 def nodes(schema: Any) -> Iterator[tuple[str, Schema]]:
@@ -80,11 +80,11 @@ def nodes(schema: Any) -> Iterator[tuple[str, Schema]]:
     while stack:
         path, node = stack.pop()
         if isinstance(node, list):
-            stack.extend((f"{path}{place}.", one) for place, one in reversed(list(enumerate(node))))
+            stack.extend((f"{path}{place}.", child) for place, child in reversed(list(enumerate(node))))
         elif isinstance(node, dict):
             yield path, node
             for key, value in reversed(node.items()):
                 if key in _MAPS and isinstance(value, dict):
-                    stack.extend((f"{path}{key}.{name}.", one) for name, one in reversed(value.items()))
+                    stack.extend((f"{path}{key}.{name}.", child) for name, child in reversed(value.items()))
                 elif key not in ("enum", "const", "default", "examples"):
                     stack.append((f"{path}{key}.", value))

@@ -66,12 +66,12 @@ def answer(choice: dict[str, Any]) -> None:
     """Rewrites a choice of an answer, or of a chunk of one, in place: its first tool call becomes `function_call`."""
     part = choice["delta" if "delta" in choice else "message"]
     part.pop("function_call", None)
-    found: dict[str, str] = {}
+    call_parts: dict[str, str] = {}
     for place, call in enumerate(part.pop("tool_calls", None) or ()):
         for name in ("name", "arguments") if call.get("index", place) == 0 else ():
             if (text := (call.get("function") or {}).get(name)) is not None:
-                found[name] = found.get(name, "") + text
-    if found:
-        part["function_call"] = found
+                call_parts[name] = call_parts.get(name, "") + text
+    if call_parts:
+        part["function_call"] = call_parts
     if choice.get("finish_reason") == "tool_calls":
         choice["finish_reason"] = "function_call"

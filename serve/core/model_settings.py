@@ -100,9 +100,9 @@ class ModelSettings(BaseModel):
 
     @field_validator("engine_args")
     @classmethod
-    def _allowed(cls, given: dict[str, str]) -> dict[str, str]:
-        found = {}
-        for name, value in given.items():
+    def _allowed(cls, arguments: dict[str, str]) -> dict[str, str]:
+        allowed = {}
+        for name, value in arguments.items():
             key = name.removeprefix("--").replace("_", "-")
             if key in ELSEWHERE:
                 raise ValueError(f"{name[:100]!r} is set by {ELSEWHERE[key]}")
@@ -112,14 +112,14 @@ class ModelSettings(BaseModel):
                 )
             if len(value) > MAX_ARGUMENT_CHARACTERS or not value.isprintable():
                 raise ValueError(f"the value of {key} must be printable, at most {MAX_ARGUMENT_CHARACTERS} characters")
-            found[key] = value
-        return found
+            allowed[key] = value
+        return allowed
 
     @property
     def digest(self) -> str:
         """Names these settings; "" for none at all. Equal settings have equal names."""
-        said = self.as_json()
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12] if said else ""
+        settings = self.as_json()
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12] if settings else ""
 
     def as_json(self) -> dict[str, Any]:
         """What is set, as plain JSON."""

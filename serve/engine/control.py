@@ -242,11 +242,11 @@ class EngineControl:
         """ReloadFailed for what loading into a running engine does each time; not if the engine died of it, memory ran
         out, the version itself is broken or a token differs once."""
         self.state = "failed"
-        what = f"{path} failed to load: {error}"
+        problem = f"{path} failed to load: {error}"
         if isinstance(error, VersionBroken):
-            return VersionBroken(what)
+            return VersionBroken(problem)
         by_chance = isinstance(error, EngineDeadError | FingerprintMismatch) or out_of_memory(str(error))
-        return EngineFailed(what) if by_chance else ReloadFailed(what)
+        return EngineFailed(problem) if by_chance else ReloadFailed(problem)
 
     async def _ask_token(self, path: str) -> Coroutine[Any, Any, dict[str, Any]]:
         """Ask the engine for the token after the prompt of the version's record. Awaiting the result checks it."""
@@ -267,7 +267,7 @@ class EngineControl:
             answer = dict(enumerate(ended.outputs.data.float().flatten().tolist()))
         else:
             answer = {token: found.logprob for token, found in ended.outputs[0].logprobs[0].items()}
-        return check_token(answer, record, tolerance=self._limits["fingerprint_logprob_tolerance"], what=path)
+        return check_token(answer, record, tolerance=self._limits["fingerprint_logprob_tolerance"], version=path)
 
     def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:
         """Answer under the new name. Change the list in place, because vLLM's model registry shares it."""

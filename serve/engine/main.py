@@ -125,9 +125,9 @@ def _refusal(spec: ReplicaSpec) -> str:
 
 def in_words(error: ValidationError) -> str:
     """What is wrong, without the names of vLLM's classes, all of its arguments and an address of pydantic's."""
-    told = error.errors(include_url=False, include_context=False, include_input=False)
-    names = (".".join(map(str, one["loc"])).replace("_", "-") for one in told)
-    messages = (words_of_check(one["msg"]) for one in told)
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    names = (".".join(map(str, detail["loc"])).replace("_", "-") for detail in errors)
+    messages = (words_of_check(detail["msg"]) for detail in errors)
     return "; ".join(": ".join(filter(None, pair)) for pair in zip(names, messages, strict=True))
 
 

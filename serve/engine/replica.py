@@ -268,9 +268,9 @@ def _cause(fatal: dict[str, Any]) -> str:
     return fatal["message"] if fatal["type"] in BY_NAME else f"{fatal['type']}: {fatal['message']}"
 
 
-def _with_log(what: str, child: Child) -> str:
+def _with_log(problem: str, child: Child) -> str:
     """People are shown the first line of an error; the rest is for the log of the box."""
-    return f"{what}; its log is {child.log_path}\n{child.log_end()}"
+    return f"{problem}; its log is {child.log_path}\n{child.log_end()}"
 
 
 def _remove_leftovers(spec: ReplicaSpec) -> None:

@@ -98,21 +98,21 @@ def recorded_token(version_path: str | Path) -> Token | None:
     return Token(tuple(record["prompt"]), record["token"], record["logprob"])
 
 
-def check_token(answer: Mapping[int, float], record: Token | None, *, tolerance: float, what: str) -> dict[str, Any]:
+def check_token(answer: Mapping[int, float], record: Token | None, *, tolerance: float, version: str) -> dict[str, Any]:
     """Compare the most likely next tokens, by their log-probabilities in nats, with the record.
 
-    `tolerance` in nats: other kernels round differently. `what` names the version. Raises VersionBroken, or
+    `tolerance` in nats: other kernels round differently. Raises VersionBroken, or
     FingerprintMismatch.
     """
     if not all(map(math.isfinite, answer.values())):
-        raise VersionBroken(f"{what} does not compute finite numbers")
+        raise VersionBroken(f"{version} does not compute finite numbers")
     if record is None:
         return {"verdict": "unrecorded"}
     here = answer.get(record.token)
     if here is None or abs(here - record.logprob) > tolerance:
         result = "is not among the most likely" if here is None else f"has log-probability {here:.3f}"
         raise FingerprintMismatch(
-            f"{what} does not answer the fingerprint prompt as recorded: token {record.token} {result}, "
+            f"{version} does not answer the fingerprint prompt as recorded: token {record.token} {result}, "
             f"recorded with {record.logprob:.3f}"
         )
     return {"token": record.token, "logprob": here, "verdict": "verified"}

@@ -90,7 +90,7 @@ def of_request(error: Exception) -> Exception:
     """What a client is told about an error that was raised while its request was read."""
     if isinstance(error, ValidationError | RequestValidationError):
         faults = error.errors()
-        fault = next((one for one in faults if not one["type"].endswith(_OTHER_TYPE)), faults[0])
+        fault = next((candidate for candidate in faults if not candidate["type"].endswith(_OTHER_TYPE)), faults[0])
         # body, messages, 0, ChatCompletionUserMessageParam, content, str: the parameter is messages[0].content.
         fields = [str(name) for name in fault["loc"] if _FIELD.fullmatch(str(name)) and name not in _NO_FIELDS]
         param = re.sub(r"\.([0-9]+)", r"[\1]", ".".join(fields))

@@ -120,16 +120,16 @@ class ShmExecutor(multiproc_executor.MultiprocExecutor):
         their queues: each later call takes them for its own (vllm#57846)."""
         if non_block or unique_reply_rank is not None:
             return super().collective_rpc(method, timeout, args, kwargs, non_block, unique_reply_rank, **aggregators)
-        asked = super().collective_rpc(method, timeout, args, kwargs, True, **aggregators)
-        asked.get_response = functools.partial(_replies, self.response_mqs, method, timeout)
-        return asked.result()
+        call = super().collective_rpc(method, timeout, args, kwargs, True, **aggregators)
+        call.get_response = functools.partial(_replies, self.response_mqs, method, timeout)
+        return call.result()
 
 
 def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> list[Any]:
     """One reply of each worker. Raises RuntimeError with the first failure, TimeoutError. Ends the engine if a worker
     is silent while another has failed: it may be waiting for that one in a collective for ever."""
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
-    found: list[Any] = []
+    replies: list[Any] = []
     failed: RuntimeError | None = None
     for queue in queues:
         try:
@@ -140,10 +140,10 @@ def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> lis
             log.error("a worker is silent after another one has failed in %s: %s", method, failed)
             logging.shutdown()
             os._exit(OUT_OF_STEP)
-        found.append(result)
+        replies.append(result)
         if status != multiproc_executor.WorkerProc.ResponseStatus.SUCCESS and failed is None:
             failed = RuntimeError(f"Worker failed with error '{result}'; the stack trace is in the engine's log")
             until_s = min(filter(None, (until_s, time.monotonic() + LATE_REPLY_S)))
     if failed is not None:
         raise failed
-    return found
+    return replies

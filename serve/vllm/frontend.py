@@ -55,7 +55,7 @@ class Frontend(AsyncLLM):
         async with aclosing(super().generate(prompt, sampling_params, *args, **kwargs)) as outputs:
             async for output in outputs:
                 if sampling_params.structured_outputs is not None:
-                    if any(one.finish_reason == "error" for one in output.outputs):
+                    if any(completion.finish_reason == "error" for completion in output.outputs):
                         raise VLLMValidationError(UNFOLLOWED)
                 yield output
 
@@ -115,10 +115,10 @@ def end_turns_of(llm: Any, template: str) -> None:
 
 
 def _rendered(tokenizer: Any, template: str, probe: dict[str, Any]) -> str | None:
-    given = {"add_generation_prompt": True} | probe
-    messages = given.pop("messages")
+    options = {"add_generation_prompt": True} | probe
+    messages = options.pop("messages")
     try:
-        return tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **given)
+        return tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options)
     except Exception as error:  # noqa: BLE001 - a template raises whatever it likes, and a request hears of it
         log.debug("the chat template refuses a conversation: %s", error)
         return None

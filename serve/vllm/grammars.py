@@ -61,12 +61,12 @@ def prepared(params: SamplingParams) -> Iterator[None]:
             params.structured_outputs = form
 
 
-def _closed(given: Any) -> Any:
+def _closed(grammar: Any) -> Any:
     """Objects have only the properties that the schema names, unless it says otherwise or combines schemas, which would
     exclude each other's properties."""
-    schema = json.loads(given) if isinstance(given, str) else given
+    schema = json.loads(grammar) if isinstance(grammar, str) else grammar
     if not isinstance(schema, dict):
-        return given
+        return grammar
     combined = any(
         "allOf" in node or ("properties" in node and node.keys() & {"$ref", "anyOf", "oneOf"})
         for _, node in nodes(schema)

@@ -44,9 +44,9 @@ class LooseTensors:
         others = _loose([*self._model.named_modules(), ("runner", runner)])
         every = {id(tensor): tensor for tensor in (*self._first.values(), *(tensor for _, tensor in others))}.values()
         written = {_storage(buffer) for buffer in self._model.buffers()}  # by vLLM, before put_back runs
-        found = [t for t in every if _storage(t) not in written and _lies_in(t, discarded)]
-        self._kept = [(t, t.to(HOST_MEMORY, copy=True)) for t in found if t.nbytes <= MOST_BYTES]
-        self._emptied = [t.untyped_storage() for t in found if t.nbytes > MOST_BYTES]
+        lost = [t for t in every if _storage(t) not in written and _lies_in(t, discarded)]
+        self._kept = [(t, t.to(HOST_MEMORY, copy=True)) for t in lost if t.nbytes <= MOST_BYTES]
+        self._emptied = [t.untyped_storage() for t in lost if t.nbytes > MOST_BYTES]
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -100,9 +100,9 @@ def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:
 
     @functools.wraps(every)
     def get_valid_backends(cls: Any, device_capability: Any, attn_selector_config: Any, **more: Any) -> Any:
-        found, refused = every(cls, device_capability, attn_selector_config, **more)
-        ready = [one for one in found if kind.compiled_attention not in one.backend.name]
-        return ready or found, refused
+        backends, refused = every(cls, device_capability, attn_selector_config, **more)
+        ready = [backend for backend in backends if kind.compiled_attention not in backend.backend.name]
+        return ready or backends, refused
 
     platform.get_valid_backends = classmethod(get_valid_backends)
 

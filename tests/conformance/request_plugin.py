@@ -4,8 +4,6 @@ They name no model and no input, as OpenAI lets a stored prompt say both. A box 
 nobody asked it, so it is this harness that says them, in the SDK's own client, just before a request is sent.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from openai import _base_client

@@ -4,8 +4,6 @@ It runs inside that project's own pytest, where `tests` is that project's packag
 on PYTHONPATH), and its argument by environment: CONFORMANCE_DATA_DIR is the box's data directory.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -8,8 +8,6 @@ pip settings, and kept under build/conformance/. What the tests need to find is 
 by `seed.py` through `reset_plugin.py`. Exit code: pytest's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

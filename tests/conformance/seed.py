@@ -5,8 +5,6 @@ puts every fixture back into its first state, because those tests delete and can
 The box should be in mode `serve`, so that nothing tries to train the seeded jobs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

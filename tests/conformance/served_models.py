@@ -3,8 +3,6 @@
 They are small ones of random weights, imported with the command as any model is, so that real engines answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -6,8 +6,6 @@ and in the child reads an engine's command line up to vLLM's whole configuration
 Prints one line of JSON. The stub of libcuda ends the process at the first call (test_wheels_soak.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

@@ -3,8 +3,6 @@ becomes a configuration, and a worker compiles kernels with what is among the pa
 unless `.venv-cuda` is there: `make setup VENV=.venv-cuda` with APPLIANCE_BUILD=cuda.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ vLLM's platform for CPUs switches it off whatever the command line says ("not re
 vllm/platforms/cpu.py); `main` keeps what the command line says, and is the serving engine otherwise.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

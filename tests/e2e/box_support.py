@@ -1,7 +1,5 @@
 """A whole box for tests: started, asked and stopped as a person does it, through the command and the OpenAI SDK."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

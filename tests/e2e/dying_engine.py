@@ -5,8 +5,6 @@ engine the second worker where workers do the phase. After STEPS the second work
 of memory.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

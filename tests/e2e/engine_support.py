@@ -1,7 +1,5 @@
 """Small random checkpoints of real architectures, and a warm parent with replicas on top, for engine tests."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import uuid

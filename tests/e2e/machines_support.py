@@ -3,8 +3,6 @@
 Everything runs on one machine. `Wire` gives the node a network namespace and a cable that can be cut.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -3,8 +3,6 @@
 A real gateway and the real control app serve the page; who holds devices and how a job learns is made up here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

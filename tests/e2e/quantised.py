@@ -5,8 +5,6 @@ Sources: compressed-tensors (`pack-quantized`, `int-quantized`), AutoAWQ (GEMM),
 documentation and DeepSeek's (`weight_scale_inv`, blocks of 128 by 128) describe it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ control app, while a neighbour asks on.
 `pytest -s -m soak tests/e2e/test_attacks_soak.py` prints requests tried and the neighbour's slowest answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

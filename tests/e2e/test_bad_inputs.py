@@ -4,8 +4,6 @@ neighbours, who keep asking all the while, notice nothing.
 Imports are long work: they are accepted (202) and their operation fails.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -3,8 +3,6 @@
 The tests share one box and build on each other from top to bottom, as a person's first hour with it would.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

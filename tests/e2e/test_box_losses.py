@@ -1,7 +1,5 @@
 """A box that lost what was near: models come back from the remote tier, all from a backup on an empty machine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

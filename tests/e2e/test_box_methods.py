@@ -2,8 +2,6 @@
 controller, of the engines and of everything. No step of its job may be missing, no request of others cut off or
 answered twice; what learns from data as it is must have the losses of a job that nobody disturbed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@ all (a starter knows hardly a digit), or a teacher that has learnt to answer the
 the ranks or by turns with them; users are answered by the base alone; whatever moves the job or ends the engine or the
 controller, each step counts once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

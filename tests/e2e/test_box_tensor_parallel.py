@@ -1,7 +1,5 @@
 """A job whose devices share one copy of the model, as a person has it: asked for, moved and served through the box."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.e2e.box_support import wait_for, whole_box

@@ -1,8 +1,6 @@
 """A second box at work: settings of a model that change under load, work without a client, examples, and models that
 answer what they were trained on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

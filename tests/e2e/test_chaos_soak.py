@@ -5,8 +5,6 @@ the faults begin in a hand-over.
 and the full shared memory need root, for mounts of the test's own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

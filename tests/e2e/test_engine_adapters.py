@@ -1,7 +1,5 @@
 """LoRA adapters on a real engine: mixed with the base in one batch, loaded on demand, unloaded, bound to their base."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from pathlib import Path

@@ -2,8 +2,6 @@
 vLLM takes 12 s). What a real engine of another test would lack is not repeated here.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import threading

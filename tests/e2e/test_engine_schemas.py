@@ -1,7 +1,5 @@
 """A real engine answers every schema that the gateway lets through with a value that fits it."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

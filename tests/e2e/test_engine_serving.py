@@ -1,7 +1,5 @@
 """A forked engine serves vLLM's OpenAI surface to the unchanged SDK, on a private socket."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

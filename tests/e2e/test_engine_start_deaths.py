@@ -1,7 +1,5 @@
 """A process of an engine dies while it starts: the start ends within seconds, and says how."""
 
-from __future__ import annotations
-
 import json
 import time
 

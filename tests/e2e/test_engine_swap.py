@@ -1,8 +1,6 @@
 """New weights under traffic, sleep and wake: no request is lost, answers are the version's own, a bad version changes
 nothing, and a sleeping engine gives its memory back; also where vLLM schedules one step ahead, as on GPUs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -4,8 +4,6 @@ peft's, sharded, tied and quantised weights: imported, asked and compared with t
 A family that is refused is refused by name: what its row in docs/first-model.md says is what this asserts.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

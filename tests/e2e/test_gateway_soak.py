@@ -4,8 +4,6 @@ The real gateway process, a canned engine. Run with `make soak`, or
 `pytest -m soak -s tests/e2e/test_gateway_soak.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 

@@ -2,8 +2,6 @@
 be written, no capability, shared memory of a size. The base is made of Debian's own packages, so no image registry is
 asked."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

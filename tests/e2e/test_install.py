@@ -4,8 +4,6 @@ that what `appliance[client]` installs is enough for every command that talks to
 A fake pip records its arguments and environment; everything else of the script is real.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

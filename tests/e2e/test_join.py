@@ -1,7 +1,5 @@
 """`appliance join`: a box and its second node on one machine, each with a data directory and an address of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

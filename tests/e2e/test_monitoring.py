@@ -1,7 +1,5 @@
 """Prometheus' own tool reads the rules and the panels of images/monitoring."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

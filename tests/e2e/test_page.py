@@ -4,8 +4,6 @@ and its faults, a streamed answer; nobody's console says a word, and nothing lea
 Beside the real gateway stands the real control app with an engine from a can.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

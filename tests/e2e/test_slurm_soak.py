@@ -4,8 +4,6 @@ It needs root and `apt-get install slurmctld slurmd slurm-client munge`. The eig
 counted by Slurm alone; the box has two logical devices of the CPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

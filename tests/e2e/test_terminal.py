@@ -1,7 +1,5 @@
 """The command as a process: what only a terminal gets, Ctrl-C, and what `--help` imports."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -4,8 +4,6 @@ libraries as images/requirements/tracking.txt pins them, each in a virtual envir
 It needs the package registry. What it prints: how long the environments took, and what came of the job.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

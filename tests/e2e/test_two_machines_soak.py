@@ -4,8 +4,6 @@ clients saw of it, and how long until all was whole again. As root; skipped wher
 `NODE_FAULTS="wire cut,kill raylet" pytest -s -m soak tests/e2e/test_two_machines_soak.py` chooses faults.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Starting and stopping, with a stand-in for the main process that keeps its side of the agreement."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Starts and stops what tests/front/__init__.py names; the test itself stays on its own thread and speaks HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

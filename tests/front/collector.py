@@ -1,7 +1,5 @@
 """An OTLP/HTTP collector for tests, which keeps the spans that it is sent."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 from collections.abc import AsyncIterator

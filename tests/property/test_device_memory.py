@@ -1,7 +1,5 @@
 """Engines and jobs beside all that may sleep on their devices: what is not refused fits, on cards of any size."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given

@@ -8,8 +8,6 @@ hand-overs are bounded by turn-taking alone (no flapping), and every job that fi
 ends (no starvation).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -4,8 +4,6 @@ Each part of JSON Schema is tried alone and with others, with values that fit an
 refuse what llguidance does not enforce. `oneOf` is held to as `anyOf`.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whatever the examples are: what is called a duplicate is one, nothing is lost, each weighted answer is trained."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Files of weights: slices in = slices out for every N -> M, and any bytes at all are refused by name or load whole."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

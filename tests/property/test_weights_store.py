@@ -1,7 +1,5 @@
 """The store against a model of itself, in any order of operations; retention keeps what it must and comes to rest."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

@@ -1,8 +1,6 @@
 """The rest of the box as the controller sees it, without Ray or weights: it keeps promises at once and remembers
 what it was asked."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence

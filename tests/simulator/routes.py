@@ -1,7 +1,5 @@
 """The control app's routes, analysed once in a process: FastAPI takes 0.2 s of processor time for those of each app."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

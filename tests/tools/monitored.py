@@ -1,7 +1,5 @@
 """The series that the rules and the dashboard of images/monitoring ask for."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m tests.tools.reference DIR        # copies docs/ there and adds DIR/reference/*.md
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

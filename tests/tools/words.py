@@ -5,8 +5,6 @@
 `make lint` holds their number (tests/tools/sizes.json), which only falls.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

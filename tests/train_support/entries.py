@@ -1,7 +1,5 @@
 """Entries for forked ranks of tests, where what is to be checked exists only inside the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any

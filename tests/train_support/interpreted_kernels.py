@@ -3,8 +3,6 @@
 In float32, since the interpreter knows no bfloat16.
 """
 
-from __future__ import annotations
-
 import json
 from unittest import mock
 

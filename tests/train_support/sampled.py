@@ -1,7 +1,5 @@
 """What a box does for runs that learn from their model's own answers: it writes their files of samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

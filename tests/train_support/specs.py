@@ -1,7 +1,5 @@
 """Specs of jobs for unit tests of what ranks do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from train.plan.spec import TrainSpec

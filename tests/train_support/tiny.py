@@ -1,7 +1,5 @@
 """Tiny random models and a byte-level tokenizer with a ChatML template, made in a second, for tests of training."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,8 +1,6 @@
 """The rules that keep the packages apart, checked on the source: imports point down only, heavy libraries stay behind
 their fences, the environment is read in one place, and no error is swallowed."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

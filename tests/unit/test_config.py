@@ -1,7 +1,5 @@
 """One TOML file, variables and the command line: who wins, and what a mistake is told."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 LEAVES_ALL_KINDS = """
@@ -23,9 +24,10 @@ def test_an_orphan():
 """
 
 
-def test_session_fails_for_what_its_tests_left_and_reports_what_others_may_have(tmp_path: Path):
-    name = f"{os.getpid()}1"
-    ended = session_of(tmp_path, LEAVES_ALL_KINDS.format(name=name))
+@pytest.mark.parametrize("others", [False, True])
+def test_session_fails_for_what_its_tests_left_and_reports_what_others_may_have(tmp_path: Path, others: bool):
+    name = f"{os.getpid()}{others:d}1"
+    ended = session_of(tmp_path, LEAVES_ALL_KINDS.format(name=name), others)
     for path in (name, f"claimed-{name}"):
         Path("/dev/shm", path).unlink(missing_ok=True)
     for process in psutil.process_iter(["cmdline"]):
@@ -33,17 +35,21 @@ def test_session_fails_for_what_its_tests_left_and_reports_what_others_may_have(
             process.kill()
     unknown, _, left = ended.stdout.partition("left behind by these tests:")
     assert ended.returncode == 1 and f"/dev/shm/claimed-{name}" in left
-    assert f"/dev/shm/{name}\n" not in left and f"/dev/shm/{name}\n" in unknown
+    assert (f"/dev/shm/{name}\n" in left) != others and (f"/dev/shm/{name}\n" in unknown) == others
     assert f"sleep {name}1" in left and f"sleep {name}2" in left, left
 
 
 def test_session_that_leaves_nothing_passes(tmp_path: Path):
-    ended = session_of(tmp_path, "def test_it(): pass\n")
+    ended = session_of(tmp_path, "def test_it(): pass\n", others=False)
     assert ended.returncode == 0 and "left behind" not in ended.stdout, ended.stdout
 
 
-def session_of(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
-    (folder / "conftest.py").write_text(CONFTEST.read_text())
+def session_of(folder: Path, tests: str, others: bool) -> subprocess.CompletedProcess[str]:
+    """Run these tests alone, or as if others ran; files that others really leave meanwhile do not count."""
+    (folder / "conftest.py").write_text(
+        f"{CONFTEST.read_text()}\n\ndef _others_run():\n    return {others}\n"
+        f"\n\n_all_files = _files\n\n\ndef _files():\n    return {{f for f in _all_files() if '{os.getpid()}' in f}}\n"
+    )
     (folder / "test_it.py").write_text(tests)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", "-n", "2", str(folder)],

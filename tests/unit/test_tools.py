@@ -1,7 +1,5 @@
 """Tools of whoever works on the code: tables of measurements and of clients, sizes, words."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

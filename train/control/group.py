@@ -208,8 +208,8 @@ class Group:
             if failed.order == _CERTAIN:
                 return failed.error
             ended, _ = await asyncio.wait(self._listeners, timeout=_GRACE_S)
-            failures = [task.exception() for task in self._listeners if task in ended]
-            return min((one for one in failures if isinstance(one, _Failed)), key=lambda one: one.order).error
+            failures = [failed, *(task.exception() for task in self._listeners if task in ended)]  # it wins a tie
+            return min((error for error in failures if isinstance(error, _Failed)), key=lambda error: error.order).error
         except Exception as error:  # whatever it is: without an end, nobody would start the job again
             log.exception("its ranks cannot be followed", extra={"job_id": self._job_id})
             return _Failed(0, f"could not be followed: {error!r}").error
@@ -248,7 +248,7 @@ class Group:
             return
         self._ready[rank] = event
         if len(self._ready) == len(self._hosts) and self._started_s is not None:
-            seconds = {key: max(one["seconds"][key] for one in self._ready.values()) for key in ("join", "prepare")}
+            seconds = {key: max(ready["seconds"][key] for ready in self._ready.values()) for key in ("join", "prepare")}
             seconds["start"] = time.monotonic() - self._started_s
             self._step = self._ready[0]["step"]
             self._report("started", step=self._step, devices=len(self._hosts), seconds=seconds)

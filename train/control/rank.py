@@ -1,4 +1,5 @@
-"""What the parts of a rank share: the phase of its run, the wish of others for its device, the other ranks of a world.
+"""State that the parts of a rank share: its engine and store, the phase of its run, a request for its device; and
+messages between the ranks of a world.
 
 Between ranks go flags and JSON over the host, never pickled: torch's `broadcast_object_list` unpickles received bytes,
 which can run code from the sender, and every user of the machine may connect to loopback while a world forms.
@@ -50,8 +51,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Rank:
-    """What all parts of a run need. engine: DeepSpeed's, around train.methods.packed_objective. emit: on the first rank
-    alone anybody listens."""
+    """State that all parts of a run share. engine: DeepSpeed's, around train.methods.packed_objective. emit: reports on
+    the first rank and does nothing on others."""
 
     spec: TrainSpec
     store: WeightStore

@@ -53,11 +53,11 @@ def main() -> None:
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
-    asked = json.loads(sys.stdin.readline())
-    path = Path(asked["path"])
+    request = json.loads(sys.stdin.readline())
+    path = Path(request["path"])
     Bounds(CPU_S, MEMORY_BYTES).hold()
     try:
-        tensors = compared(path, asked["arch"])
+        tensors = compared(path, request["arch"])
         answer = {"tensors": tensors, "tokenizer": read(path, tensors["rows"])}
     except Unfit as error:
         answer = {"unfit": str(error)[:400]}
@@ -105,18 +105,18 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
     shapes = {names.get(name, name): spec.shape for name, spec in stored.items()}
     with torch.device("meta"):
         tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    found = {"unchecked": "", "rows": rows}
+    report = {"unchecked": "", "rows": rows}
     modules = list(model.named_modules())
-    found["head"] = next((name for name, module in modules if module is head and head is not None), "")
-    found["embedding"] = next((name for name, module in modules if module is embedding and embedding is not None), "")
+    report["head"] = next((name for name, module in modules if module is head and head is not None), "")
+    report["embedding"] = next((name for name, module in modules if module is embedding and embedding is not None), "")
     tied = dict(model.all_tied_weights_keys)
     differs = _loaded(model, tensors, is_whole=is_whole)
-    found |= differs | {"plain": quantised and not any(differs.values())}
+    report |= differs | {"plain": quantised and not any(differs.values())}
     for target, source in tied.items():
         if target in shapes and source not in shapes:
             names[next(name for name in stored if names.get(name, name) == target)] = source
-    found["tied"] = [[target, source] for target, source in tied.items() if target in shapes and source in shapes]
-    return found | {"renamed": {name: new for name, new in names.items() if name != new}}
+    report["tied"] = [[target, source] for target, source in tied.items() if target in shapes and source in shapes]
+    return report | {"renamed": {name: new for name, new in names.items() if name != new}}
 
 
 def _built(path: Path, arch: str) -> tuple[Any, str]:
@@ -157,8 +157,8 @@ def _conversions(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     every = get_model_conversion_mapping(model)
-    renamings = [one for one in every if isinstance(one, WeightRenaming)]
-    return every, renamings, [one for one in every if isinstance(one, WeightConverter)]
+    renamings = [entry for entry in every if isinstance(entry, WeightRenaming)]
+    return every, renamings, [entry for entry in every if isinstance(entry, WeightConverter)]
 
 
 def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, str]:
@@ -250,34 +250,34 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
         raise Unfit(f"the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
-    written, found = _as_written(path), {"differs": "", "class": type(made).__name__, "mended": False}
-    if written is not None and (text := _differs(made, written)):
-        found["differs"] = text
+    plain, report = _as_written(path), {"differs": "", "class": type(tokenizer).__name__, "mended": False}
+    if plain is not None and (text := _differs(tokenizer, plain)):
+        report["differs"] = text
         try:
             other = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            if not _differs(other, written):
-                found["mended"], made = True, other
+            if not _differs(other, plain):
+                report["mended"], tokenizer = True, other
         except Exception as error:  # noqa: BLE001 - as above
             print(f"not loaded by the plain class: {error}", file=sys.stderr)
-    ids, file = made.get_vocab(), path / "tokenizer.json"
+    ids, file = tokenizer.get_vocab(), path / "tokenizer.json"
     # tokenizers numbers an added token anew where ids before it are missing.
     claimed = json.loads(file.read_bytes()).get("added_tokens") if file.is_file() else None
-    ids |= {one["content"]: one["id"] for one in claimed or ()}
+    ids |= {token["content"]: token["id"] for token in claimed or ()}
     beyond = sorted((number, token) for token, number in ids.items() if rows and number >= rows)
     roles = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {role: str(token) for role in roles if (token := getattr(made, role, None)) is not None}
-    added = sorted(made.get_added_vocab().items(), key=lambda one: one[1])
-    first = made("a")["input_ids"][:1]
-    return found | {
+    special = {role: str(token) for role in roles if (token := getattr(tokenizer, role, None)) is not None}
+    added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1])
+    first = tokenizer("a")["input_ids"][:1]
+    return report | {
         "added": dict(added[-MOST_ADDED:]),
         "special": {role: [token[:200], ids.get(token)] for role, token in special.items()},
         "beyond": [[token[:200], number] for number, token in beyond[:MOST_BEYOND]],
         "beyond_count": len(beyond),
         "generation": _unreadable_generation(path),
-        "begins": made.bos_token_id is not None and first == [made.bos_token_id],
+        "begins": tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
     }
 
 
@@ -303,15 +303,15 @@ def _as_written(path: Path) -> Any:
         return None
 
 
-def _differs(made: Any, written: Any) -> str:
+def _differs(tokenizer: Any, plain: Any) -> str:
     """The first text whose tokens, or their text, are not what tokenizer.json says; "" without any."""
-    inner = getattr(made, "backend_tokenizer", None)
+    inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is None:
         return ""
-    special = [token.content for token in written.get_added_tokens_decoder().values()]
+    special = [token.content for token in plain.get_added_tokens_decoder().values()]
     for text in (*TEXTS, *(f"{token}user\nWhat is it?{token}\nA cat." for token in special[:2])):
-        theirs, ours = (one.encode(text, add_special_tokens=False).ids for one in (written, inner))
-        if theirs != ours or written.decode(theirs) != inner.decode(ours):
+        theirs, ours = (each.encode(text, add_special_tokens=False).ids for each in (plain, inner))
+        if theirs != ours or plain.decode(theirs) != inner.decode(ours):
             return text
     return ""
 

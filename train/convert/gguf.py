@@ -72,8 +72,8 @@ def _parameters(file: Path) -> int:
 
 def _field(reader: Any, name: str) -> Any:
     """A field of the header; None without it."""
-    found = reader.get_field(name)
-    return None if found is None else found.contents()
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
 
 
 def _convert(file: Path, out: Path) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    modeling_gguf_pytorch_utils.tqdm = _told  # its only sign of progress
+    modeling_gguf_pytorch_utils.tqdm = _with_progress  # its only sign of progress
     _read_head_sizes()
     reader = _reader(file)
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
@@ -134,21 +134,21 @@ def _scale_gemma(config: Any) -> None:
 def _llama3_rope(config: Any, factors: Sequence[float]) -> dict[str, Any]:
     """The scaled rotary embedding of Llama 3.1 and later, which GGUF keeps as one factor per frequency and transformers
     leaves out. The formula is transformers' `_compute_llama3_parameters`."""
-    given = {**config.rope_parameters}
-    rope = given | {
+    plain = {**config.rope_parameters}
+    rope = plain | {
         "rope_type": "llama3",
         "factor": max(factors),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    for i, found in enumerate(factors):
-        wavelength = 2 * math.pi * given["rope_theta"] ** (i / len(factors))
+    for i, factor in enumerate(factors):
+        wavelength = 2 * math.pi * plain["rope_theta"] ** (i / len(factors))
         smooth = min(max((8192 / wavelength - 1.0) / 3.0, 0.0), 1.0)
         expected = 1 / ((1 - smooth) / rope["factor"] + smooth)
-        if not math.isclose(found, expected, rel_tol=1e-3):
+        if not math.isclose(factor, expected, rel_tol=1e-3):
             raise _Refused(
-                f"scales its rotary embedding in a way that is not Llama 3.1's (frequency {i}: {found:g}, expected "
+                f"scales its rotary embedding in a way that is not Llama 3.1's (frequency {i}: {factor:g}, expected "
                 f"{expected:g}); import the model's safetensors instead"
             )
     return rope
@@ -160,7 +160,7 @@ def _reader(file: Path) -> Any:
     return gguf.GGUFReader(str(file))
 
 
-def _told(tensors: Iterable[Any], **_: Any) -> Iterator[Any]:
+def _with_progress(tensors: Iterable[Any], **_: Any) -> Iterator[Any]:
     tensors = list(tensors)
     for number, tensor in enumerate(tensors, 1):
         yield tensor

@@ -153,7 +153,7 @@ class ChatEncoder:
     def _in_first_form(self, example: dict[str, Any], make: Callable[[Render, list[dict[str, Any]]], Result]) -> Result:
         """The result of `make` for the example's messages, with parsed arguments of calls, in the first form of a
         message in which nothing is lost: templates differ in how they take calls. Raises BadRecord."""
-        messages = [self._without_end(index, _parsed(one)) for index, one in enumerate(example["messages"])]
+        messages = [self._without_end(index, _parsed(turn)) for index, turn in enumerate(example["messages"])]
         forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
         refusals = []
         for form in forms:

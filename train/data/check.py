@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,8 @@ def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[
     `refuses` says which; a record of another shape is unusable, and so is a file of which it takes none. Raises
     OSError."""
     with open(path, "rb") as file:
-        lines = examples(file)
-        first = list(islice(lines, _SHAPE_EXAMPLES))
-        shape = _usual_shape(first, refuses)
-        for line, raw in chain(first, lines):
+        shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
+        for line, raw in examples(file):  # read again: the first ones may take 1.6 GiB together
             read = Read(line)
             try:
                 if isinstance(raw, BadRecord):
@@ -124,13 +122,13 @@ def check_training_file(
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     refuses: Refuses | None = None,
-    look: Callable[[Read, list[list[int]]], None] = lambda read, rows: None,
+    visit: Callable[[Read, list[list[int]]], None] = lambda read, rows: None,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     `refuses`: as `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record,
     for `counted` records, BadRecord if the model's chat template or the method refuses it; without it they are
-    estimated. The chat file exists afterwards only if the report is `ok`. `look` gets each example with its tokens, or
+    estimated. The chat file exists afterwards only if the report is `ok`. `visit` gets each example with its tokens, or
     none of a bad one. Raises OSError if the file is unreadable.
     """
     report, partial = DataReport(), Path(f"{chat_path}.partial")
@@ -150,7 +148,7 @@ def check_training_file(
                         output.write(orjson.dumps(read.example.record) + b"\n")
                 except BadRecord as bad:
                     read.bad = bad
-            look(read, rows)
+            visit(read, rows)
             if read.bad is not None:
                 report.add_error(read.line, str(read.bad))
                 if isinstance(read.bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:

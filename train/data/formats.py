@@ -314,12 +314,12 @@ def _answers_to_prompt(fields: Fields, prompt: Any, name: str) -> Record:
 
 def _whole(fields: Fields, sides: list[list[Any]]) -> Record:
     """Two whole conversations, of which the turns that both begin with are the prompt."""
-    one, other = sides
-    shared = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(map(len, sides)))
+    pairs = enumerate(zip(*sides, strict=False))
+    shared = next((n for n, (a, b) in pairs if a != b), min(map(len, sides)))
     for name, side in zip(SIDES, sides, strict=True):
         if any(map(_is_prompt, side[shared:])):
             raise BadRecord(f"the prompts differ: {name}[{shared}:] has more than what the assistant answers")
-    return _preference(fields, one[:shared], SIDES[0], [side[shared:] for side in sides])
+    return _preference(fields, sides[0][:shared], SIDES[0], [side[shared:] for side in sides])
 
 
 def _two_texts(fields: Fields) -> Record:

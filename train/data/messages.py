@@ -175,13 +175,13 @@ def _message(fields: Fields, where: str, calls_before: int) -> Record:
     return message | {key: value for key, value in optional.items() if value is not None}
 
 
-def _weight(given: dict[str, Any], role: str, where: str) -> int | None:
-    for key, value in given.items():
+def _weight(fields: dict[str, Any], role: str, where: str) -> int | None:
+    for key, value in fields.items():
         is_weight = isinstance(value, (bool, int, float)) and value in (0, 1)
         if not is_weight or (value and role != "assistant"):
             raise BadRecord(f"{where}.{key} is {quoted(value)}; expected 0 or 1, on assistant messages only")
-    if len(weights := {int(value) for value in given.values()}) > 1:
-        raise BadRecord(f"{where} has two different weights: {', '.join(map(repr, given))}")
+    if len(weights := {int(value) for value in fields.values()}) > 1:
+        raise BadRecord(f"{where} has two different weights: {', '.join(map(repr, fields))}")
     return weights.pop() if weights and role == "assistant" else None
 
 
@@ -205,12 +205,12 @@ def _text(content: Any, left: set[str], where: str) -> str | None:
 
 
 def _calls_in(fields: Fields, role: str, where: str) -> list[Any]:
-    given = {key: calls for key, calls in fields.values_of(*CALLS).items() if has_value(calls)}
-    if given and role != "assistant":
-        raise BadRecord(f"{where}.{next(iter(given))} belongs to assistant messages only")
-    if len(given) > 1:
+    present = {key: calls for key, calls in fields.values_of(*CALLS).items() if has_value(calls)}
+    if present and role != "assistant":
+        raise BadRecord(f"{where}.{next(iter(present))} belongs to assistant messages only")
+    if len(present) > 1:
         raise BadRecord(f"{where} has both 'tool_calls' and 'function_call'; expected one of the two")
-    for key, calls in given.items():
+    for key, calls in present.items():
         if isinstance(calls, str):
             calls = _json(calls, f"{where}.{key}")
         if key == "tool_calls" and not isinstance(calls, list):

@@ -1,8 +1,8 @@
 """Packs examples into rows and orders the rows, which determines the tokens of each step. Pure numpy.
 
 Rules
-- Packing depends on the lengths alone, the order on (seed, epoch) alone; a step depends on
-  its number alone. Nothing depends on the world size, so a run may change it between steps.
+- Packing depends on the lengths alone, the order on (seed, epoch) alone; a step depends on its number alone. Nothing
+  depends on the world size, so a run may change it between steps.
 - A row holds whole examples only. Their sequences (one each, or as many as the training method says) never see each
   other (`Row.segments`; positions restart), so packing changes the speed and not the loss.
 """
@@ -33,8 +33,8 @@ def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True) -> l
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The endless stream of packs (epoch after epoch, each shuffled again) cut into steps of
-    `batch_size`. Only what belongs to `n_epochs` counts in the last step: an epoch is each pack once."""
+    """The endless stream of packs, shuffled for each epoch, cut into steps of `batch_size`. Only what
+    belongs to `n_epochs` counts in the last step: an epoch is each pack once."""
 
     n_packs: int
     batch_size: int

@@ -236,6 +236,8 @@ def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
     rest = text[error.pos :].strip()
     if _PYTHON.match(rest):
         return f"is written as Python prints it, expected JSON: {_PYTHON_TO_JSON}"
+    if rest[:1] in ("\u201c", "\u201d", "\u2018", "\u2019"):
+        return "is not valid JSON: its keys have curly quotes, expected straight ones"
     if text.lstrip()[:1] not in ("{", "[", '"'):
         return "is not valid JSON: expected one example in braces on each line, not a table (CSV) or plain text"
     if rest == ",":

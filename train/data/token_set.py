@@ -212,7 +212,7 @@ def _pieces(documents: np.ndarray, max_length: int) -> np.ndarray:
 def open_token_set(
     path: str | Path,
     base_path: str | Path,
-    encoder: Callable[[], ChatEncoder],
+    make_encoder: Callable[[], ChatEncoder],
     cache_dir: Path,
     method: Rows,
     *,
@@ -224,7 +224,7 @@ def open_token_set(
     """The tokens of `path` (chat JSONL), which rank 0 writes if `cache_dir` does not have them; the others wait for it.
 
     Args:
-        encoder: makes the encoder of the tokenizer in `base_path`; called only if something has to be tokenised.
+        make_encoder: makes the encoder of the tokenizer in `base_path`; called only if something has to be tokenised.
         alive: called for each example, and while a rank waits: rank 0 may need longer than the limit for a hang or for
             a collective.
 
@@ -233,18 +233,18 @@ def open_token_set(
     path, base_path = Path(path), Path(base_path)
     directory = cache_dir / set_of(path, base_path)
     if rank == 0 and not directory.exists():
-        words, errors = encoder(), []
+        encoder, errors = make_encoder(), []
         with TokenWriter(path, cache_dir) as writer, open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 alive()
                 try:
                     record = orjson.loads(line)
-                    writer.add(record, method.encode(words, record))
+                    writer.add(record, method.encode(encoder, record))
                 except BadRecord as bad:
                     errors.append((number, str(bad)))
             if errors:
                 raise InvalidTrainingData(path.name, errors[:_MAX_LISTED_ERRORS], len(errors))
-            writer.finish(words, base_path)
+            writer.finish(encoder, base_path)
     while not directory.exists():
         alive()
         time.sleep(_POLL_S)

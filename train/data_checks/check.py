@@ -54,13 +54,13 @@ class Check:
         self._lines: list[int] = []  # of all examples
         self._lengths: list[int] = []  # tokens of the usable ones
         needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
-        self.found = {name: Finding() for name in NAMES if needed.get(name, True)}
+        self.findings = {name: Finding() for name in NAMES if needed.get(name, True)}
         self._by_digest: dict[bytes, int] = {}
         self._near = NearDuplicates()
         self._validation = None
         if against is not None:
-            read = read_examples(against, refuses)
-            texts = {one.line: _texts_of(one.example.record)[0] for one in read if one.example}
+            reads = read_examples(against, refuses)
+            texts = {read.line: _texts_of(read.example.record)[0] for read in reads if read.example}
             self._validation = ValidationIndex(texts)
 
     def report(self, path: Path, name: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Check:
         with open(path, "rb") as file:
             sha256, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
         counted = 1 << 62
-        data = check_training_file(path, count=self._count, counted=counted, refuses=self._refuses, look=self._look)
+        data = check_training_file(path, count=self._count, counted=counted, refuses=self._refuses, visit=self._visit)
         tokens = np.array(self._lengths, np.int64)
         shape = None if data.shape == "empty" else data.shape
         return {
@@ -88,14 +88,14 @@ class Check:
                     **({"kinds": dict(finding.kinds.most_common())} if finding.kinds else {}),
                     "first": finding.first,
                 }
-                for name, finding in self.found.items()
+                for name, finding in self.findings.items()
             },
             "keys_left_out": dict(sorted(data.left_out.items())),
             "tokens": {"total": int(tokens.sum()), "exact": self._count is not None, "most_allowed": self._max_tokens},
             "lengths": _lengths(tokens) if len(tokens) else {},
         }
 
-    def _look(self, read: Read, rows: list[list[int]]) -> None:
+    def _visit(self, read: Read, rows: list[list[int]]) -> None:
         index = len(self._lines)
         self._lines.append(read.line)
         if isinstance(read.bad, NoAnswer):
@@ -118,12 +118,12 @@ class Check:
         if self._validation and (overlap := self._validation.overlap(words)):
             self._flag("contaminated", of=overlap[0], share=round(overlap[1], 2))
         if matches := [match for text in (body, shared) for match in personal_data(text)]:
-            self.found["personal_data"].kinds.update(match.kind for match in matches)
+            self.findings["personal_data"].kinds.update(match.kind for match in matches)
             self._flag("personal_data", kind=matches[0].kind, value=matches[0].hint())
 
     def _flag(self, check: str, **detail: Any) -> None:
         """Notes a finding in the newest example."""
-        finding = self.found[check]
+        finding = self.findings[check]
         finding.count += 1
         if len(finding.first) < _MOST_SHOWN:
             finding.first.append({"line": self._lines[-1], **detail})

@@ -42,7 +42,7 @@ class CheckFailed(Exception):
 
 
 async def report_apart(path: Path, name: str, **options: Any) -> dict[str, Any]:
-    """`report_on`, in a process that ends when this is cancelled. Raises CheckFailed."""
+    """`report_on`, in a process that ends when this is cancelled. Raises CheckFailed, UnsupportedModel."""
     try:
         report: dict[str, Any] = await _apart("report_on", path, name=name, **options)
         return report
@@ -63,7 +63,7 @@ async def check_apart(path: Path, **how: Any) -> DataReport:
 
 
 async def _apart(function: str, path: Path, **arguments: Any) -> Any:
-    """Raises CheckFailed, OSError."""
+    """Raises CheckFailed, OSError, UnsupportedModel."""
     request = json.dumps([function, {"path": path, **arguments}], default=str)
     status, out, err = await run_command(sys.executable, "-P", "-m", "train.data_checks.process", request)
     try:
@@ -76,7 +76,7 @@ async def _apart(function: str, path: Path, **arguments: Any) -> Any:
         return answer
     if number := answer["errno"]:  # it is gone, or the disk is full
         raise OSError(number, answer["error"])
-    raise CheckFailed(answer["error"])
+    raise (UnsupportedModel if answer["unsupported"] else CheckFailed)(answer["error"])
 
 
 def main() -> None:
@@ -86,8 +86,9 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_PROF, NICE_AFTER_S)
     try:
         answer = asdict(checked(**arguments)) if function == "checked" else report_on(**arguments)
-    except (OSError, ValueError) as error:
-        print(json.dumps({"error": str(error), "errno": getattr(error, "errno", None)}))
+    except (OSError, ValueError, UnsupportedModel) as error:
+        unsupported = isinstance(error, UnsupportedModel)
+        print(json.dumps({"error": str(error), "errno": getattr(error, "errno", None), "unsupported": unsupported}))
         sys.exit(2)
     print(json.dumps(answer, ensure_ascii=False))
 
@@ -102,7 +103,7 @@ def checked(
     """`check_training_file`, counting tokens if there is a tokenizer (the directory of a model): with `cut_at` those of
     every example, and ones of which the method has nothing left within so many tokens are errors too. With a method and
     `chat_path`, all tokens are written beside it for the ranks (train.data.token_set). Raises OSError."""
-    how = methods.method_of(method) if method else methods.DEFAULT
+    chosen = methods.method_of(method) if method else methods.DEFAULT
     encoder = encoder_of(Path(tokenizer)) if tokenizer else None
     with ExitStack() as stack:
         writer = None
@@ -113,9 +114,9 @@ def checked(
         report = check_training_file(
             path,
             chat_path=chat_path,
-            count=_counter(how, encoder, cut_at, writer) if encoder else None,
+            count=_counter(chosen, encoder, cut_at, writer) if encoder else None,
             counted=COUNTED_EXAMPLES if cut_at is None and writer is None else sys.maxsize,
-            refuses=how.refuses if method else None,
+            refuses=chosen.refuses if method else None,
         )
         if writer and report.ok:
             writer.finish(encoder, Path(tokenizer))
@@ -135,7 +136,7 @@ def report_on(
     method: str | None = None,
     against: str | Path | None = None,
 ) -> dict[str, Any]:
-    """The report on a file (train.data_checks.check). Raises OSError, ValueError, InvalidSpec.
+    """The report on a file (train.data_checks.check). Raises OSError, ValueError, InvalidSpec, UnsupportedModel.
 
     Args:
         name: what the report calls the file.
@@ -147,16 +148,16 @@ def report_on(
     # Compiled libraries, which take half a second: the controller imports this file too.
     from train.data_checks.check import Check
 
-    how = methods.method_of(method) if method else methods.DEFAULT
+    chosen = methods.method_of(method) if method else methods.DEFAULT
     count = None
     if model:
         if (encoder := encoder_of(Path(model))) is None:
-            raise ValueError(f"{model} has no tokenizer with a chat template that can be used to count tokens")
+            raise UnsupportedModel("the model has no tokenizer with a chat template that can be used to count tokens")
         config = text_part(json.loads((Path(model) / "config.json").read_bytes()))
         max_tokens = max_tokens or size(config, "max_position_embeddings", "n_positions") or None
-        count = _counter(how, encoder)
+        count = _counter(chosen, encoder)
     against = Path(against) if against else None
-    return Check(how.refuses if method else None, count, max_tokens, against).report(Path(path), name)
+    return Check(chosen.refuses if method else None, count, max_tokens, against).report(Path(path), name)
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

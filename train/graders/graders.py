@@ -221,9 +221,9 @@ class _ModelGrader(_Grader):
 
     def as_given(self) -> dict[str, Any]:
         """With roles that OpenAI's SDK knows."""
-        given = super().as_given()
-        roles = ({**said, "role": message.role} for said, message in zip(given["input"], self.input, strict=True))
-        return {**given, "input": list(roles)}
+        grader = super().as_given()
+        roles = ({**raw, "role": message.role} for raw, message in zip(grader["input"], self.input, strict=True))
+        return {**grader, "input": list(roles)}
 
     def texts(self, param: str) -> Iterator[tuple[str, str]]:
         for place, message in enumerate(self.input):
@@ -280,10 +280,10 @@ class ScoreModel(_ModelGrader):
     range: list[float] = Field([0.0, 1.0], min_length=2, max_length=2)
 
     def check(self, param: str) -> None:
-        super().check(param)
         low, high = self.range
         if not -1e6 <= low < high <= 1e6:
             raise InvalidGrader(f"{param}range", f"is {self.range}; expected [low, high] within ±1,000,000")
+        super().check(param)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -420,16 +420,16 @@ def _by_name(graders: Any) -> Any:
     if alone:
         graders = [graders]
     if isinstance(graders, Mapping):
-        return {name: {"name": name, **one} if isinstance(one, Mapping) else one for name, one in graders.items()}
+        return {name: {"name": name, **part} if isinstance(part, Mapping) else part for name, part in graders.items()}
     if not isinstance(graders, list):
         return graders
-    for place, one in enumerate(graders):
-        if isinstance(one, Mapping) and "name" not in one:
+    for place, part in enumerate(graders):
+        if isinstance(part, Mapping) and "name" not in part:
             raise MissingField("graders.name" if alone else f"graders.{place}.name")
-    names = [one.get("name") if isinstance(one, Mapping) else None for one in graders]
+    names = [part.get("name") if isinstance(part, Mapping) else None for part in graders]
     if len(set(map(str, names))) != len(names):
         raise InvalidGrader("graders", "two graders have the same name; the formula could not tell them apart")
-    return {str(name): one for name, one in zip(names, graders, strict=True)}
+    return {str(name): part for name, part in zip(names, graders, strict=True)}
 
 
 def _refuse(error: ValidationError) -> NoReturn:

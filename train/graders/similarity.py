@@ -30,40 +30,40 @@ of `fuzzy_match` grows with the product of both texts."""
 def similarity(metric: str, text: str, reference: str) -> tuple[float, bool]:
     """How alike they are, and whether one was cut. Raises KeyError for another metric than those of METRICS."""
     most, by_words = METRICS[metric], metric != "fuzzy_match"
-    one, other = (_WORD.findall(whole.lower()) if by_words else whole for whole in (text, reference))
-    cut = max(len(one), len(other)) > most
-    one, other = one[:most], other[:most]
-    if by_words and not (one and other):
-        return float(one == other), cut
-    return min(1.0, max(0.0, float(_measure(metric, one, other)))), cut
+    answer, expected = (_WORD.findall(whole.lower()) if by_words else whole for whole in (text, reference))
+    cut = max(len(answer), len(expected)) > most
+    answer, expected = answer[:most], expected[:most]
+    if by_words and not (answer and expected):
+        return float(answer == expected), cut
+    return min(1.0, max(0.0, float(_measure(metric, answer, expected)))), cut
 
 
-def _measure(metric: str, one: Any, other: Any) -> float:
-    """Of two texts, or lists of words. The libraries are imported as they are needed: by few graders."""
+def _measure(metric: str, answer: Any, expected: Any) -> float:
+    """Compare two texts, or lists of words. Few graders need the libraries, which are imported here."""
     match metric:
         case "fuzzy_match":
             from rapidfuzz import fuzz
 
-            return fuzz.ratio(one, other) / 100
+            return fuzz.ratio(answer, expected) / 100
         case "bleu":
             from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
-            return sentence_bleu([other], one, smoothing_function=SmoothingFunction().method1)
+            return sentence_bleu([expected], answer, smoothing_function=SmoothingFunction().method1)
         case "gleu":
             from nltk.translate.gleu_score import sentence_gleu
 
-            return sentence_gleu([other], one)
+            return sentence_gleu([expected], answer)
         case "meteor":
             from nltk.translate.meteor_score import single_meteor_score
 
-            return single_meteor_score(other, one, wordnet=SimpleNamespace(synsets=lambda word: []))
+            return single_meteor_score(expected, answer, wordnet=SimpleNamespace(synsets=lambda word: []))
         case "rouge_l":
             from rapidfuzz.distance import LCSseq
 
-            common, total = LCSseq.similarity(one, other), len(one) + len(other)
+            common, total = LCSseq.similarity(answer, expected), len(answer) + len(expected)
         case _:
-            grams, expected = (_grams(words, int(metric[-1])) for words in (one, other))
-            common, total = (grams & expected).total(), grams.total() + expected.total()
+            ours, theirs = (_grams(words, int(metric[-1])) for words in (answer, expected))
+            common, total = (ours & theirs).total(), ours.total() + theirs.total()
     return 2 * common / total if common else 0.0
 
 

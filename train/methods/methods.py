@@ -31,7 +31,7 @@ class Supervised(Method):
 
 
 DEFAULT = Supervised()
-METHODS: dict[str, Method] = {one.name: one for one in (DEFAULT, Dpo(), Kto(), Orpo(), Reinforcement(), Distillation())}
+METHODS: dict[str, Method] = {row.name: row for row in (DEFAULT, Dpo(), Kto(), Orpo(), Reinforcement(), Distillation())}
 
 
 def method_of(name: str) -> Method:

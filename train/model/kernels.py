@@ -19,7 +19,7 @@ def use_liger(model: PreTrainedModel) -> None:
     if model.config.model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UnsupportedModel(f"kernels 'liger' does not know {model.config.model_type}, only {known}: take 'torch'")
-    # It is of the CUDA build alone, and takes a second.
+    # Its import takes a second, and few jobs need it.
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance  # noqa: PLC0415
 
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)

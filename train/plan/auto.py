@@ -126,7 +126,7 @@ def resolve(
 ) -> dict:
     """Fields of a TrainSpec. `own` reads what only one training method takes. Raises InvalidHyperparameter for an
     unknown name or a value out of range. An "auto" layout is the plainest one here; the devices decide later
-    (appliance.controller.models.capacity.layouts)."""
+    (appliance.controller.models.capacity.Estimator.layouts)."""
     given = Given(hyperparameters)
     fields: dict[str, Any] = {}
     # Not fp8 as serve_dtype: it needs the largest element of a tensor before its first byte is written, and no rank
@@ -147,7 +147,7 @@ def resolve(
     small = model.shape.n_parameters < LORA_FROM_PARAMETERS and not model.quantised
     fields["full"] = given.choice("full", auto=small and not any(map(given.is_set, OF_LORA)))
     widest = min(1024, model.shape.hidden or 1024)  # a rank beyond the model's width trains more than all weights would
-    fields["lora_rank"] = given.integer("lora_rank", 1, widest, auto=min(16, widest))
+    fields["lora_rank"] = given.integer("lora_rank", 1, widest, auto=min(16, widest, model.adapter_max_rank or 16))
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_targets"] = tuple(given.names("lora_targets"))
     # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
@@ -335,7 +335,8 @@ class Given:
 
     def integer(self, name: str, low: int, high: int, *, auto: int) -> int:
         value = self.value(name, auto)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or value % 1:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not auto and (not is_number or not low <= value <= high or value % 1):
             raise InvalidHyperparameter(name, value, f"'auto' or a whole number from {low} to {high}")
         return int(value)
 

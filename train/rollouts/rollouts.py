@@ -1,5 +1,5 @@
-"""What a rank does with samples: it publishes the weights they are drawn from, waits for their file (samples.py), and
-makes the rows that are learnt from.
+"""A rank's part in sampling: it publishes the weights that answers are sampled from, waits for their file (samples.py),
+and makes rows of them to train on.
 
     weights after step s -> engines -> judge -> RUN_DIR/rollouts/train-s.json -> advantages -> rows
 
@@ -111,7 +111,7 @@ class Rollouts:
         lesson = self._lesson(samples.verdict, samples.log_probs, self._counts.valid)
         return {**lesson.of_validation, "completion_tokens_mean": sum(map(len, samples.ids)) / len(samples.ids)}
 
-    # --- how
+    # --- weights and samples
 
     def _publish(self, step: int) -> float:
         """Collective: publish the weights of this step, if a file is to be sampled from them. Returns the seconds it
@@ -124,7 +124,7 @@ class Rollouts:
         old = store.list(spec.published_kind, spec.output_model) if self._grid.rank == 0 else []
         for stored in old:
             if step_of(stored.version) < step - self._files.staleness:  # no step samples from it any more
-                with suppress(VersionLeased, VersionNotFound):  # who makes an engine unload it removes it
+                with suppress(VersionLeased, VersionNotFound):  # the controller does once an engine has unloaded it
                     store.remove(stored)
         publish(self._policy, version_name(step), {"step": step})
         self._rank.emit("policy", step=step)
@@ -189,12 +189,12 @@ class Form:
         return np.stack(masks)
 
 
-# -- what is learnt from verdicts --------------------------------------------------------------------------------------
+# --- lessons of verdicts
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What judged answers teach, in their order; answers to a prompt follow each other.
+    """Advantages and figures of judged answers, in their order; answers to a prompt follow each other.
 
     advantages: float32, how much better than expected an answer is, (1,) for all its tokens or (tokens,); None for one
     from which nothing is learnt. counted: (answers,) bool, whose tokens the loss of a step is divided by. of_step,

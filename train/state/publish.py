@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,6 @@ from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, version_name
 from weights.format.torch_views import Strided, dtype_code
 
 FINGERPRINT_PROMPT = (3, 7, 11, 13)
-
-
 Shape = tuple[int, ...]
 
 
@@ -129,8 +127,8 @@ def fingerprint(engine: Any) -> dict[str, Any] | None:
 
 
 def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
-    """What a published version holds, in the serving dtype: the base checkpoint's tensors under their stored names, or
-    LoRA's factors.
+    """The tensors of a published version, in the serving dtype: those of the base checkpoint under their stored names,
+    or LoRA's factors.
 
     In the order of the model's parameters, fused ones in their order in memory: what an engine fuses lies adjacent.
     """
@@ -185,7 +183,7 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
         for name, layer in engine.module.named_modules()
         if isinstance(layer, LoraLayer)
     }
-    owned = {one.name: one for of in (fragments.trained_fragments, fragments.frozen_fragments) for one in of(engine)}
+    owned = {f.name: f for f in chain(fragments.trained_fragments(engine), fragments.frozen_fragments(engine))}
     for parameter in fragments.parameters(engine):
         fragment = owned.get(parameter.name)
         if parameter.name in layers:  # on every rank in the same order: gathering is collective
@@ -218,8 +216,8 @@ def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
         return {CONFIG_FILE: config_json(engine.module.model.peft_config[ADAPTER], spec.base_model)}
     files = {}
     for path in sorted(Path(spec.base_path).iterdir()):
-        written_anew = path.name == MANIFEST_FILE or path.name.endswith(INDEX_SUFFIX)
-        if path.suffix in AUX_SUFFIXES and not written_anew and path.is_file():
+        is_replaced = path.name == MANIFEST_FILE or path.name.endswith(INDEX_SUFFIX)
+        if path.suffix in AUX_SUFFIXES and not is_replaced and path.is_file():
             files[path.name] = path.read_bytes()
     config = json.loads(files["config.json"])
     config.pop("torch_dtype", None)

@@ -153,9 +153,9 @@ class Snapshots:
         if self._grid.rank == 0:
             yield from ((name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in self.kept.items())
 
-    def read(self, path: str, wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, dict[str, torch.Tensor]]:
+    def read(self, path: str, kept: Mapping[str, tuple[int, ...]]) -> tuple[int, dict[str, torch.Tensor]]:
         """Fill the engine and the validations with the snapshot at `path`, written at any world size; returns its step
-        and copies of kept tensors. wanted: their shapes.
+        and copies of the tensors `kept`, by their shapes.
 
         Raises SnapshotMismatch if it is gone or belongs to another run.
         """
@@ -179,7 +179,7 @@ class Snapshots:
                 )
             shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
             trained = [parameter for parameter in fragments.parameters(engine) if parameter.trained]
-            for name, shape in {f"master.{p.name}": p.shape for p in trained}.items() | wanted.items():
+            for name, shape in {f"master.{p.name}": p.shape for p in trained}.items() | kept.items():
                 if shapes.get(name) != shape:
                     raise SnapshotMismatch(
                         f"the snapshot {path} has {shapes.get(name)} as {name}, the run {shape}; it belongs to another "
@@ -192,11 +192,11 @@ class Snapshots:
                 fragments.gather_weights(engine)
             else:  # at a fraction of what an all-gather through gloo costs
                 copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
-            kept = {name: as_tensor(lease.view(name), "F32", shape).clone() for name, shape in wanted.items()}
+            copied = {name: as_tensor(lease.view(name), "F32", shape).clone() for name, shape in kept.items()}
         engine.global_steps, engine.global_samples = step, step * spec.batch_size
         scores, self._validations.published = meta.get("validations", ([], []))  # which old ones lack
         self._validations.scores = dict(scores)
-        return step, kept
+        return step, copied
 
 
 def _state_of(owned: Iterable[Fragment]) -> Iterator[Piece]:

@@ -47,7 +47,7 @@ class DataFeed:
         self._parts = sequence_parallel
 
     def step(self, step: int) -> StepData:
-        """What this step learns from."""
+        """This rank's rows of the step after `step` steps."""
         group, part = divmod(self._grid.data_rank, self._parts)
         micro_batches = self._plan.micro_batches(step, group, self._grid.data_size // self._parts)
         rows = [(number, part_of(self._row(step, number, packs), part, self._parts)) for number, packs in micro_batches]
@@ -89,10 +89,10 @@ class Run:
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
-        wanted = {name: kept.values.shape for name, kept in self.references.items() if not kept.complete}
-        self.step, found = self.snapshots.read(path, wanted)
+        missing = {name: kept.values.shape for name, kept in self.references.items() if not kept.complete}
+        self.step, references = self.snapshots.read(path, missing)
         self.first_step = self.step
-        for name, values in found.items():
+        for name, values in references.items():
             self.references[name].take(values.numpy())
         self._resumed_from = path
 
@@ -147,7 +147,7 @@ class Run:
         loss = torch.zeros((), dtype=torch.float32, device=engine.device)
         shared = self._divergence("step", ((row, scale * row.weight) for _, row in data.rows), until_s)
         for number, row in data.rows:
-            self._keep_or_leave("step", until_s)
+            self._abort_if_wanted("step", until_s)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             batch = to_batch(row, scale * row.weight, engine.device) | shared
@@ -166,25 +166,25 @@ class Run:
     def _evaluated(
         self, phase: str, rows: Iterable[tuple[Row, float]], until_s: float, **more: Any
     ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        """Collective: the batch of each row, and what the engine says of it without gradients. Raises DevicesWanted.
+        """Collective: the batch of each row, and the engine's result without gradients. Raises DevicesWanted.
 
         Args:
             rows: each with its scale, equally many on every rank: under ZeRO-3 each forward is a collective.
-            more: of every batch.
+            more: further items of every batch.
         """
         self.engine.eval()
         try:
             for row, scale in rows:
-                self._keep_or_leave(phase, until_s)
+                self._abort_if_wanted(phase, until_s)
                 batch = to_batch(row, scale, self.engine.device) | more
                 with torch.no_grad():
-                    said = self.engine(batch)
-                yield batch, said
+                    result = self.engine(batch)
+                yield batch, result
         finally:
             self.engine.train()
 
     def _divergence(self, phase: str, rows: Iterable[tuple[Row, float]], until_s: float) -> dict[str, torch.Tensor]:
-        """Collective: what each batch has of the whole step (Method.needs_divergence). Raises DevicesWanted."""
+        """Collective: the batches' sum over the step, if the method has one. Raises DevicesWanted."""
         if not self.method.needs_divergence:
             return {}
         total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
@@ -204,8 +204,8 @@ class Run:
             raise DevicesWanted
         return due
 
-    def _keep_or_leave(self, phase: str, until_s: float) -> None:
-        """Collective: begin with a micro-batch. Raises DevicesWanted, not before time.monotonic() is `until_s`."""
+    def _abort_if_wanted(self, phase: str, until_s: float) -> None:
+        """Collective, before each micro-batch. Raises DevicesWanted, but not before time.monotonic() is `until_s`."""
         self.progress.enter(phase, self.step)  # for each: a file may take longer than the limit for a hang
         if any_rank(self.progress.suspend and time.monotonic() > until_s)[0]:
             if phase == "step":

@@ -90,9 +90,9 @@ def prepare(spec: TrainSpec, emit: Events, progress: Progress, snapshot_path: st
     progress.enter("tokenising")
     method = method_of(spec.method)
     encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path), vocabulary_of(spec.base_path)))
-    heard = emit if rank == 0 else lambda event, **data: None
+    report = emit if rank == 0 else lambda event, **data: None
 
-    def opened(path: str) -> TokenSet:
+    def open_set(path: str) -> TokenSet:
         return open_token_set(
             path,
             spec.base_path,
@@ -105,9 +105,9 @@ def prepare(spec: TrainSpec, emit: Events, progress: Progress, snapshot_path: st
             alive=partial(progress.enter, "tokenising"),
         )
 
-    train, valid = opened(spec.train_path), opened(spec.valid_path) if spec.valid_path else None
+    train, valid = open_set(spec.train_path), open_set(spec.valid_path) if spec.valid_path else None
     if snapshot_path is None:
-        _report_data(heard, spec, train)
+        _report_data(report, spec, train)
 
     progress.enter("loading")
     # Under ZeRO-3 the first rank (each of the first group) sends every parameter to all (zero.Init). The others would
@@ -119,7 +119,7 @@ def prepare(spec: TrainSpec, emit: Events, progress: Progress, snapshot_path: st
     engine = build_engine(PackedObjective(model, method, spec.options), spec)
     if snapshot_path is None and spec.published_kind == "version":
         base_names(engine, spec.base_path)  # before any step
-    run = Run(Rank(spec, store, engine, fragments.grid(engine), heard, progress), train, valid)
+    run = Run(Rank(spec, store, engine, fragments.grid(engine), report, progress), train, valid)
     if snapshot_path:
         run.resume_from(snapshot_path)
     return run

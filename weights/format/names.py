@@ -141,7 +141,7 @@ def write_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Writes a small file, 0600; a reader sees the old one or the new one, also if two processes write it. durable: it
     is on the medium on return. Raises OSError: the old file stays."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{path.name.removeprefix('.')}.{uuid.uuid4().hex}")  # found by a hidden one's prefix
     try:
         write_file(temporary, data)
         if durable:

@@ -443,11 +443,11 @@ def _place(args: Namespace) -> Iterator[tuple[BoxConfig, Objects]]:
         raise CommandFailed(str(error)) from error
 
 
-def _backup_fields(found: Manifest) -> dict[str, Any]:
-    return {**asdict(found), "files": len(found.files), "bytes": found.bytes}
+def _backup_fields(manifest: Manifest) -> dict[str, Any]:
+    return {**asdict(manifest), "files": len(manifest.files), "bytes": manifest.bytes}
 
 
-def _show_backup(session: Session, found: Manifest, where: str, done: str, more: str) -> None:
-    size = f"{len(found.files):,} files, {output.size(found.bytes)}"
-    text = f"{found.name} at {where} is {done}: {size}; {more}"
-    session.show({**_backup_fields(found), "where": where}, lambda _: text)
+def _show_backup(session: Session, manifest: Manifest, where: str, done: str, more: str) -> None:
+    size = f"{len(manifest.files):,} files, {output.size(manifest.bytes)}"
+    text = f"{manifest.name} at {where} is {done}: {size}; {more}"
+    session.show({**_backup_fields(manifest), "where": where}, lambda _: text)

@@ -30,18 +30,18 @@ def file_path(file_id: str) -> str:
     return f"/v1/files/{segment(file_id)}"
 
 
-def uploaded_id(session: Session, option: str, given: str, made: list[str]) -> str:
+def uploaded_id(session: Session, option: str, argument: str, made: list[str]) -> str:
     """The id of a file of the box, or of one that is uploaded now and added to `made`. One with bad lines is left on
     the box, which knows why. Raises BadUsage and CommandFailed."""
-    path = Path(given).expanduser()
+    path = Path(argument).expanduser()
     if path.is_file():
         sent = session.client.upload(path, "fine-tune")
         _refuse_bad(sent)
         made.append(sent["id"])
         return sent["id"]
-    if given.startswith("file-"):
-        return given
-    raise BadUsage(f"{option} is {given!r}; expected a file on this machine, or the id of an uploaded one (file-…)")
+    if argument.startswith("file-"):
+        return argument
+    raise BadUsage(f"{option} is {argument!r}; expected a file on this machine, or the id of an uploaded one (file-…)")
 
 
 @contextmanager
@@ -171,13 +171,13 @@ def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The report of a file of this machine. Raises CliError."""
     look_for_all()
     from train.data_checks.process import report_on
-    from train.plan.errors import InvalidSpec
+    from train.plan.errors import TrainError
 
     names = {name: str(Path(options[name]).expanduser()) for name in ("model", "against") if name in options}
     try:
         with output.progress(f"reading {path}"):
             return report_on(path, str(path), **(options | names))
-    except InvalidSpec as error:
+    except TrainError as error:
         raise BadUsage(str(error)) from error
     except ValueError as error:
         raise CommandFailed(str(error)) from error

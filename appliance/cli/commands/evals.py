@@ -141,8 +141,8 @@ def run(session: Session, args: Namespace) -> None:
 
     def doing(runs: list[dict[str, Any]]) -> Doing:
         counts = [run["result_counts"] for run in runs]
-        done = sum(one["passed"] + one["failed"] + one["errored"] for one in counts)
-        return f"{len(runs)} runs", done, sum(one["total"] for one in counts) or None
+        done = sum(count["passed"] + count["failed"] + count["errored"] for count in counts)
+        return f"{len(runs)} runs", done, sum(count["total"] for count in counts) or None
 
     ended: list[dict[str, Any]] = []
     if args.wait:
@@ -172,8 +172,8 @@ def show(session: Session, args: Namespace) -> None:
         path = f"{_path(args.id)}/runs/{segment(args.items)}/output_items"
         session.show(session.client.listed(path, _ITEMS_SHOWN, order="asc"), _items)
         return
-    found = session.client.get(_path(args.id))
-    session.show({**found, "runs": _runs(session, args.id)}, _side_by_side)
+    evaluation = session.client.get(_path(args.id))
+    session.show({**evaluation, "runs": _runs(session, args.id)}, _side_by_side)
 
 
 def interval(passed: int, judged: int) -> tuple[float, float]:
@@ -191,20 +191,20 @@ def _share(passed: int, failed: int) -> str:
     return f"{passed / (passed + failed):.1%} ({low:.1%} to {high:.1%})" if passed + failed else "-"
 
 
-def _side_by_side(found: dict[str, Any]) -> Any:
+def _side_by_side(evaluation: dict[str, Any]) -> Any:
     """A line for each run, and for each of its graders."""
     rows = []
-    for run in found["runs"]:
+    for run in evaluation["runs"]:
         counts, graders = run["result_counts"], run["per_testing_criteria_results"]
         reward = graders[0].get("mean_reward") if len(graders) == 1 else None
         share = _share(counts["passed"], counts["failed"])
         rows.append({**run, **counts, "grader": "all", "share": share, "mean_reward": reward})
-        for one in graders if len(graders) > 1 else ():
-            share = _share(one["passed"], one["failed"])
-            rows.append({"grader": one["testing_criteria"], "share": share, "mean_reward": one.get("mean_reward")})
+        for judge in graders if len(graders) > 1 else ():
+            share = _share(judge["passed"], judge["failed"])
+            rows.append({"grader": judge["testing_criteria"], "share": share, "mean_reward": judge.get("mean_reward")})
     columns = "model=model|name status grader >passed=share ?>reward=mean_reward >items=total >errors=errored run=id "
     return output.stack(
-        found["id"], output.listing(columns + "?waits_for", rows, empty="no runs; `appliance eval run` starts one")
+        evaluation["id"], output.listing(columns + "?waits_for", rows, empty="no runs; `appliance eval run` starts one")
     )
 
 

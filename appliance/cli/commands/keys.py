@@ -39,7 +39,7 @@ _LIMITS = (
     opt(
         "--bound NAME=N",
         "A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: unfinished, "
-        "models, bytes, responses, responses_bytes.",
+        "bytes, responses, responses_bytes.",
         dest="bounds",
         type=or_null(named(number(int, 0))),
         action="append",
@@ -50,11 +50,11 @@ _LIMITS = (
 
 def _limits(args: Namespace) -> dict[str, Any]:
     """Of the request; None for a limit that goes."""
-    found = picked(args, _LIMITS)
+    limits = picked(args, _LIMITS)
     for name, kind in (("models", list), ("bounds", dict)):
-        if name in found:
-            found[name] = None if NULL in found[name] else kind(found[name])
-    return found
+        if name in limits:
+            limits[name] = None if NULL in limits[name] else kind(limits[name])
+    return limits
 
 
 @command(

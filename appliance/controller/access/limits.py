@@ -2,7 +2,7 @@
 tracks what keys may spend and have spent: the gateways' sums are written to the store, used-up quotas sent back.
 
 Limits apply to the owner, not to the key: ten keys do not allow ten times as much. Admins and the box itself are not
-limited. A file is checked when it is announced and, in the transaction that keeps it, once it has arrived.
+limited. A file is checked once it has arrived, in the transaction that keeps it; an upload when it is announced.
 
 A full disk stops everything, including what would free space: SQLite cannot revoke a key, a job cannot save its state.
 So the last bytes are reserved for the box itself.
@@ -136,13 +136,13 @@ def _over(status: int, text: str, bound: str, headers: dict[str, str] = NEVER_RE
 
 
 USAGE_EVERY_S = 5.0
-EXPIRED_TOLD_S = 90 * 86_400.0
-"""How long gateways tell an expired key from one that never was."""
+EXPIRED_KEPT_S = 90 * 86_400.0
+"""How long gateways know an expired key, and do not call it unknown."""
 _NAMED_BY = ("key", "model", "version")
 
 
 class Spending:
-    """Handles the "usage" messages of the bus, and publishes the keys.
+    """Adds up the "usage" messages of the bus, and publishes the keys.
 
     The gateways restart their counts from zero after sending: sums that cannot be written now (a full disk) are kept
     here until they can."""
@@ -153,7 +153,7 @@ class Spending:
         bus.on_usage = self.take
 
     def publish_keys(self) -> None:
-        """Permissions or quotas of keys changed: the gateways get the keys of now."""
+        """Send the gateways the keys as they are now; call it after a change of permissions, quotas or logins."""
         self._bus.publish(keys=key_table(self._db, time.time()))
 
     def take(self, rows: list[dict[str, Any]]) -> None:
@@ -207,9 +207,9 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     for login in keys.list_sessions(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
     trained = cache(partial(jobs.names_made_by, db))  # an owner may have many keys, each with a list
-    ended_itself = "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s"
-    ended = keys.list_all(db, ended_itself, now_s - EXPIRED_TOLD_S)
-    table: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in ended}
+    where = "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s"
+    expired = keys.list_all(db, where, now_s - EXPIRED_KEPT_S)
+    table: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in expired}
     for row in keys.list_live(db):
         (spent_until_s, spent), owner = spent_quota(db, row, now_s), row.owner or row.id
         limits = {

@@ -17,17 +17,7 @@ from starlette.responses import PlainTextResponse
 
 from appliance.controller.admin.metrics import ControllerCollector, read_engines
 from appliance.controller.context.context import ControllerContext, name_of, record
-from appliance.controller.devices import cordons
-from appliance.controller.devices.mode import (
-    Mode,
-    floor_notes,
-    mode_in_force,
-    of_job,
-    policy_of,
-    read_mode,
-    window_of,
-    write_mode,
-)
+from appliance.controller.devices import cordons, mode
 from appliance.controller.http.resource import RECENT, list_object, listed, part
 from appliance.controller.http.routers import Readings, Status, StrictBody, answer, audited, needs, unaudited
 from appliance.controller.interfaces.errors import (
@@ -70,23 +60,23 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "box": {**context.box, **of_box, "backup": None if last is None else asdict(last)},
             "power": context.power.status(),
             "requests": {
-                name: {"inflight": one.inflight, "held": one.held}
-                for name, one in load.models.items()
-                if one.inflight or one.held
+                name: {"inflight": model.inflight, "held": model.held}
+                for name, model in load.models.items()
+                if model.inflight or model.held
             },
             "degraded": [*context.background.degraded(), *context.main_troubles()],
             **{name: now[name] for name in ("replicas", "memory", "troubles")},
         }
 
         def of_store() -> dict[str, Any]:
-            holds = mode_in_force(db, now["serving_floor"], time.time()).policy
+            holds = mode.mode_in_force(db, now["serving_floor"], time.time()).policy
             return {
                 **of_loop,
                 "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
                 "devices": cordons.metered(cordons.in_view(db, now["devices"]), readings),
                 "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished(db)],
                 "handover": handover_by_id(db, now["handover"]),
-                "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],
+                "notes": [*now["notes"], *mode.floor_notes(holds, len(now["devices"])), *load.notes],
             }
 
         return await answer(of_store)
@@ -264,11 +254,11 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
         return {
             "object": "list",
             "limits": context.power.status(),
-            "meters": sum(one.energy_j is not None for one in readings.values()),
+            "meters": sum(reading.energy_j is not None for reading in readings.values()),
             "since_s": since_s,
             "until_s": now_s,
             "data": [
-                {"job": row.id, "metered_s": row.metered_s, **(of_job(db, row, now_s) or {})}
+                {"job": row.id, "metered_s": row.metered_s, **(mode.of_job(db, row, now_s) or {})}
                 for row in jobs.list_metered(db, since_s)
             ],
         }
@@ -317,19 +307,19 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
         return context.scheduler.status()["serving_floor"]
 
     def row_view(row: WindowRow) -> dict[str, Any]:
-        window = window_of(row, floor())
+        window = mode.window_of(row, floor())
         return {**_window(window), "created_s": row.created_s, "next_s": window.next_s(time.time())}
 
     def mode_view() -> dict[str, Any]:
-        holds = mode_in_force(db, floor(), time.time())
+        holds = mode.mode_in_force(db, floor(), time.time())
         return {
             **_policy(holds.policy),
             **columns(holds, "since_s until_s"),
             "set_by": "window" if holds.window else "hand",
             "window": holds.window and _window(holds.window),
             "overridden": holds.overridden and _window(holds.overridden),
-            "by_hand": asdict(read_mode(db)),
-            "notes": floor_notes(holds.policy, len(context.scheduler.status()["devices"])),
+            "by_hand": asdict(mode.read_mode(db)),
+            "notes": mode.floor_notes(holds.policy, len(context.scheduler.status()["devices"])),
         }
 
     @router.get("/mode")
@@ -342,15 +332,15 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
     ) -> dict[str, Any]:
         _check(context, body)
         with db.transaction():
-            wanted = write_mode(db, Mode(**body.model_dump(), by=name_of(context, caller)))
+            by_hand = mode.write_mode(db, mode.Mode(**body.model_dump(), by=name_of(context, caller)))
             # Now, for the answer may wait for minutes.
             record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
         limit_s = min(timeout_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
         try:
             async with asyncio.timeout(limit_s):
-                handover_id = await context.scheduler.set_mode(wanted, wait=wait)
+                handover_id = await context.scheduler.set_mode(by_hand, wait=wait)
         except TimeoutError as error:
-            text = f"The mode is set; the hand-over to it goes on, and did not end within {limit_s:.0f} s."
+            text = f"The mode is set, but its hand-over did not end within {limit_s:.0f} s; it continues."
             message = f"{text} `appliance mode history` shows how far it is."
             raise ApiError(504, message, code="wait_timeout", kind="server_error", headers=NEVER_RETRY) from error
         return mode_view() | {"handover": handover_by_id(db, handover_id)}
@@ -358,10 +348,10 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/mode/plan")
     @unaudited  # a preview
     async def plan(body: ModeSet | None = None) -> dict[str, Any]:
-        """What this mode would do now (without a body: the current mode), and why. Changes nothing."""
+        """Show what this mode (without a body: the current one) would do now, and why. Changes nothing."""
         if body is not None:
             _check(context, body)
-        return context.scheduler.explain(body and policy_of(Mode(**body.model_dump()), floor()))
+        return context.scheduler.explain(body and mode.policy_of(mode.Mode(**body.model_dump()), floor()))
 
     @router.get("/mode/schedule")
     async def list_windows() -> dict[str, Any]:
@@ -373,7 +363,7 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
         _check(context, body)
         row = WindowRow(id=new_id("win_", 8), created_s=time.time(), **body.model_dump())
         try:
-            window_of(row, floor())
+            mode.window_of(row, floor())
         except InvalidSchedule as error:
             raise BadRequest(f"{error}.", error.param, "invalid_schedule") from error
         windows.insert(db, row)

@@ -1,4 +1,4 @@
-"""/admin/v1/keys: create, list, revoke; /admin/v1/me: the asker's own; /admin/v1/usage: what they spent; and
+"""/admin/v1/keys: create, list, revoke; /admin/v1/me: the caller's own; /admin/v1/usage: what they spent; and
 /admin/v1/forget: deletes the data of a person who leaves. A new key is shown once; revoking reaches the gateways at
 once. One that expires is revoked by the box."""
 
@@ -26,7 +26,7 @@ from appliance.controller.http.routers import StrictBody, audited, needs, unaudi
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.jobs.phases import ask, pause_jobs_of, pause_jobs_without_model
+from appliance.controller.jobs.phases import pause_jobs_of, pause_jobs_without_model, set_wanted
 from appliance.controller.openai.new_job import Priority
 from appliance.store.database import TABLES, Database, Part
 from appliance.store.objects import evals, files, jobs, models
@@ -86,7 +86,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/me")
     @needs(*ANY)
     def me(caller: Caller) -> dict[str, Any]:
-        """The key that asks, as `/keys` shows it. For the box itself: `id` and `owner` null, its scopes."""
+        """The caller's key, as `/keys` shows it. For the box itself: `id` and `owner` null, its scopes."""
         row = keys.find(db, caller.key_id or "")
         return key_view(row) if row else {"id": None, "name": "box", "owner": None, "scopes": sorted(caller.scopes)}
 
@@ -105,7 +105,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/keys")
     @audited("key.create", "scopes", "owner")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
-        # A key for certain models is for using them; who may also train says so.
+        # A key for certain models is for using them; one for training too names its scopes.
         scopes: Sequence[str] = body.scopes or [INFERENCE, *([FINE_TUNING] if body.models is None else [])]
         if (owner := body.owner or body.name) in RESERVED_OWNERS:
             param = "owner" if body.owner else "name"
@@ -121,7 +121,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
-        row = _found(context, id_or_name)
+        row = _known(context, id_or_name)
         _check(context, body, known=row.models or ())
         if row.subject and body.expires_s is not None:
             raise InvalidValue(f"{row.name} comes by the login provider, whose groups end that key.", "expires_s")
@@ -141,7 +141,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
         the page that came by it; jobs, batches, usage and limits stay."""
         await request.body()  # gateways cut off what still arrives by the old one, and nobody would see the new one
-        row = _found(context, id_or_name)
+        row = _known(context, id_or_name)
         if row.subject:
             message = f"{row.name} comes by the login provider, and nobody holds that key; make one of the same owner."
             raise BadRequest(message, "id", "key_of_a_login")
@@ -155,11 +155,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
         """Stops the key's work: fails its background responses, batches, runs of evals and operations, pauses its jobs.
         Revoking it again has no further effect, and says so."""
-        before = _found(context, id_or_name, alive=False)
+        before = _known(context, id_or_name, live=False)
         stopped = end_key(context, before.id, caller, "key.revoke")
         context.spending.publish_keys()
         context.scheduler.nudge(f"{before.id} was revoked")
-        admins = sum(ADMIN in one.scopes for one in keys.list_live(db))
+        admins = sum(ADMIN in key.scopes for key in keys.list_live(db))
         more = {"stopped": stopped, "already_revoked": before.revoked_s is not None, "admin_keys": admins}
         return key_view(keys.find(db, before.id) or before) | more
 
@@ -184,11 +184,11 @@ def key_view(row: KeyRow) -> dict[str, Any]:
     return columns(row, f"id name scopes owner prefix created_s revoked_s {limits} max_priority")
 
 
-def _found(context: ControllerContext, id_or_name: str, *, alive: bool = True) -> KeyRow:
-    """Raises NotFound."""
+def _known(context: ControllerContext, id_or_name: str, *, live: bool = True) -> KeyRow:
+    """live: not a revoked key. Raises NotFound."""
     row = keys.find(context.db, id_or_name)
-    if row is None or (alive and row.revoked_s is not None):
-        raise NotFound(f"No {'live ' * alive}key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
+    if row is None or (live and row.revoked_s is not None):
+        raise NotFound(f"No {'live ' * live}key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
     return row
 
 
@@ -200,7 +200,7 @@ def _check(context: ControllerContext, body: KeyLimits, known: Collection[str] =
             raise BadRequest(message, "models", "model_not_found")
     if body.expires_s is not None and body.expires_s <= time.time():
         past = f"expires_s is {body.expires_s:.0f}, {minute(body.expires_s)}, which is past"
-        raise InvalidValue(f"{past}; revoke a key that is to end now.", "expires_s")
+        raise InvalidValue(f"{past}; to end a key now, revoke it.", "expires_s")
 
 
 # --- what ends with a key, however it ends: its logins and its tasks; its jobs are paused
@@ -265,12 +265,12 @@ def forget_routes(context: ControllerContext, router: APIRouter) -> None:
         """End an owner's work, delete what is stored of it, and take its name out of what stays. `done` false: the work
         in `unfinished` has not ended yet; ask again."""
         db, owner = context.db, body.owner
-        # Once each: a client that asks every half second would restart what ends the work of a key over and over.
+        # Once each: a client that polls would restart, every half second, what ends the work of a key.
         for row in keys.list_all(db, "owner = ? AND revoked_s IS NULL", owner):
             end_key(context, row.id, caller, "key.revoke")
         context.spending.publish_keys()
         for job_id in _ids(db, "jobs", owner, f"{UNFINISHED['jobs']} AND wanted != 'cancel'"):
-            ask(context, job_id, "cancel", caller)
+            set_wanted(context, job_id, "cancel", caller)
         stored = await asyncio.to_thread(_stored_of, db, owner)
         if stored["unfinished"]:
             return {"owner": owner, "done": False, **stored}

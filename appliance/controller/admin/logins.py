@@ -67,9 +67,9 @@ def routes(context: ControllerContext, router: APIRouter) -> APIRouter:
         if caller.key_id is None or caller.session is not None or keys.find(db, caller.key_id) is None:
             message = "A login of the page begins with an API key of its own."
             raise ApiError(403, message, code="insufficient_permissions")
-        made = _begin(context, caller.key_id, request, response, secure=body.secure)
-        record(context, caller, "session.create", made["id"], key=made["key"], agent=made["agent"])
-        return made
+        login = _begin(context, caller.key_id, request, response, secure=body.secure)
+        record(context, caller, "session.create", login["id"], key=login["key"], agent=login["agent"])
+        return login
 
     @router.get("/sessions")
     @needs(*ANY)
@@ -118,7 +118,7 @@ def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Forget those whose time is over, also at gateways, which then cut off what they still ask."""
+    """Delete logins whose time is over, also at gateways, which then end their requests."""
     if context.db.execute("DELETE FROM page_sessions WHERE until_s <= ?", [now_s]).rowcount:
         context.spending.publish_keys()
 
@@ -177,18 +177,18 @@ def _oidc_routes(context: ControllerContext) -> APIRouter:
             detail = {"provider": settings.issuer, "subject": subject[:_SHOWN_CHARACTERS], "why": error.message}
             record(context, caller, "session.create", "", outcome="refused", **detail)
             raise
-        made, who = _begin(context, key.id, request, response, secure=body.secure), replace(caller, key_id=key.id)
-        record(context, who, "session.create", key.id, provider=settings.issuer, key=key.name, scopes=key.scopes)
-        return made
+        login, person = _begin(context, key.id, request, response, secure=body.secure), replace(caller, key_id=key.id)
+        record(context, person, "session.create", key.id, provider=settings.issuer, key=key.name, scopes=key.scopes)
+        return login
 
     return router
 
 
-# --- the provider: a code for a token, and who the token says came
+# --- the provider: a code for a token, and the person that the token names
 
 
 def refused(why: str) -> ApiError:
-    """What a provider, or somebody in its place, said is not what it has to be."""
+    """An answer of the provider, or of somebody in its place, is not acceptable."""
     return ApiError(403, f"The login was not accepted: {why}.", code="login_refused")
 
 
@@ -220,14 +220,14 @@ class _Client(StarletteOAuth2App):  # type: ignore[misc]
         )
 
     async def load_server_metadata(self) -> dict[str, Any]:
-        found: dict[str, Any] = await super().load_server_metadata()
-        if found.get("issuer") != self.name:
+        metadata: dict[str, Any] = await super().load_server_metadata()
+        if metadata.get("issuer") != self.name:
             self.server_metadata = {}
-            raise unavailable(f"it calls itself {found.get('issuer')!r}, the settings {self.name!r}")
-        found["id_token_signing_alg_values_supported"] = ALGORITHMS
-        if "client_secret_post" in found.get("token_endpoint_auth_methods_supported", ()) and self.client_secret:
-            found["token_endpoint_auth_method"] = "client_secret_post"
-        return found
+            raise unavailable(f"it calls itself {metadata.get('issuer')!r}, the settings {self.name!r}")
+        metadata["id_token_signing_alg_values_supported"] = ALGORITHMS
+        if "client_secret_post" in metadata.get("token_endpoint_auth_methods_supported", ()) and self.client_secret:
+            metadata["token_endpoint_auth_method"] = "client_secret_post"
+        return metadata
 
 
 async def _claims(
@@ -269,9 +269,9 @@ def _refusals() -> Iterator[None]:
 
 
 def _key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any], subject: str) -> KeyRow:
-    """The live key of who these claims are of, with the scopes of their groups. subject: SHA-256 of who it is there, in
-    hex. Raises ApiError 403 for whose key was revoked, and for a person in no group that may do anything, or in none
-    any more: their earlier logins end, and what they have asked for goes on without a scope."""
+    """The person's live key, made at the first login, with the scopes of the groups in these claims. subject: SHA-256
+    of the provider and the person's id there, in hex. Raises ApiError 403 for a person whose key was revoked, or whose
+    groups have no scope (any more): earlier logins end, and earlier work goes on without a scope."""
     db, claim = context.db, claims.get(settings.groups_claim)
     groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
     granted = {scope for group in groups if isinstance(group, str) for scope in settings.groups.get(group, ())}
@@ -279,7 +279,7 @@ def _key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[
     with db.transaction():
         row = keys.first(db, "subject = ? AND subject != ''", subject, last=True)
         if row is None and scopes:
-            claim = next((claims[one] for one in (settings.name_claim, "email", "sub") if claims.get(one)), "")
+            claim = next((claims[field] for field in (settings.name_claim, "email", "sub") if claims.get(field)), "")
             name = re.sub(r"[^A-Za-z0-9._@-]+", "-", str(claim))[:48].strip("-._@") or "person"
             name = f"{name}-{subject[:_SHOWN_CHARACTERS]}"
             return keys.create(db, name, scopes, name, subject=subject)[0]

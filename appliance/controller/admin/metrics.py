@@ -78,21 +78,21 @@ def series(name: str, text: str, labels: str, samples: Iterable[tuple[Sequence[s
     """name: without `appliance_`; a counter's ends in `_total`. labels: separated by spaces. samples: the values of the
     labels, and the measured value; None is left out."""
     kind: Any = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    found: Metric = kind(f"appliance_{name}", text, labels=labels.split())
-    for of, value in samples:
+    family: Metric = kind(f"appliance_{name}", text, labels=labels.split())
+    for label_values, value in samples:
         if value is not None:
-            found.add_metric(list(of), float(value))  # type: ignore[attr-defined]
-    return found
+            family.add_metric(list(label_values), float(value))  # type: ignore[attr-defined]
+    return family
 
 
-def _counted(name: str, text: str, labels: str, found: Iterable[Sequence[str]]) -> Metric:
-    return series(name, text, labels, sorted(Counter(tuple(one) for one in found).items()))
+def _counted(name: str, text: str, labels: str, rows: Iterable[Sequence[str]]) -> Metric:
+    return series(name, text, labels, sorted(Counter(map(tuple, rows)).items()))
 
 
 async def read_engines(engines: Mapping[str, tuple[str, str]]) -> Engines:
     """What engines say of themselves, those that answer in time. engines: (model, address) by replica."""
-    found = await asyncio.gather(*(_figures(address) for _, address in engines.values()))
-    return {(replica, model): figures for (replica, (model, _)), figures in zip(engines.items(), found, strict=True)}
+    answers = await asyncio.gather(*(_figures(address) for _, address in engines.values()))
+    return {(replica, model): figures for (replica, (model, _)), figures in zip(engines.items(), answers, strict=True)}
 
 
 async def _figures(address: str) -> Counter[str]:
@@ -134,23 +134,24 @@ class ControllerCollector(Collector):
     def _of_scheduler(self) -> Iterator[Metric]:
         now, replicas = self._now, self._now["replicas"]
         holds = mode_in_force(self._db, now["serving_floor"], time.time()).policy.kind
-        yield series("mode", "1 for the mode in force.", "policy", [([one], one == holds) for one in POLICIES])
+        yield series("mode", "1 for the mode in force.", "policy", [([policy], policy == holds) for policy in POLICIES])
         running = self._db.value("SELECT count(*) FROM handovers WHERE ended_s IS NULL")
         yield series("handovers_running", "Hand-overs in progress.", "", [((), running)])
         yield series("scheduler_plan_seconds", "How long the last plan took.", "", [((), now["plan_s"])])
-        named = ((one["model"], one["version"], one["state"]) for one in replicas)
+        named = ((replica["model"], replica["version"], replica["state"]) for replica in replicas)
         yield _counted("replicas", "Replicas by model, version and state.", "model version state", named)
-        resident = [((one["id"], one["model"]), one["rss_bytes"]) for one in replicas]
+        resident = [((replica["id"], replica["model"]), replica["rss_bytes"]) for replica in replicas]
         yield series("replica_resident_bytes", "Resident memory of a replica's processes.", "replica model", resident)
         text = "1 while a part of the box fails and is tried again; the part is no longer told once it is well."
         yield series("degraded", text, "part", [([part], 1) for part in sorted(self._degraded)])
 
     def _of_engines(self) -> Iterator[Metric]:
         for name, text, figure in _ENGINE_METERS:
-            yield series(name, text, "replica model", [(one, said.get(figure)) for one, said in self._engines.items()])
+            samples = [(engine, figures.get(figure)) for engine, figures in self._engines.items()]
+            yield series(name, text, "replica model", samples)
         queue = [
-            ((*one, state), said.get(f"num_requests_{state}"))
-            for one, said in self._engines.items()
+            ((*engine, state), figures.get(f"num_requests_{state}"))
+            for engine, figures in self._engines.items()
             for state in ("running", "waiting")
         ]
         text = "Requests that an engine computes, and those in its queue."
@@ -158,20 +159,20 @@ class ControllerCollector(Collector):
 
     def _of_devices(self) -> Iterator[Metric]:
         devices = cordons.in_view(self._db, self._now["devices"])
-        held = ((one["holder"]["kind"] if one["holder"] else "none", one["health"]) for one in devices)
+        held = ((device["holder"]["kind"] if device["holder"] else "none", device["health"]) for device in devices)
         yield _counted("devices", "Devices by who holds them (job, replica, none) and health.", "holder health", held)
-        labels = [(one["id"], one["kind"]) for one in devices]
-        healthy = zip(labels, (one["health"] == "ok" for one in devices), strict=True)
+        labels = [(device["id"], device["kind"]) for device in devices]
+        healthy = zip(labels, (device["health"] == "ok" for device in devices), strict=True)
         yield series("device_healthy", "1 while a device may get new work.", "device kind", healthy)
-        memory = zip(labels, (one["memory_bytes"] for one in devices), strict=True)
+        memory = zip(labels, (device["memory_bytes"] for device in devices), strict=True)
         yield series("device_memory_bytes", "Memory of a device.", "device kind", memory)
         readings = self._readings.items()
         for name, text, field in _DEVICE_METERS:
-            yield series(name, text, "device", [([device], getattr(one, field)) for device, one in readings])
+            yield series(name, text, "device", [([device], getattr(reading, field)) for device, reading in readings])
         throttled = [
-            ((device, reason), reason in one.throttled)
-            for device, one in readings
-            if one.power_w is not None
+            ((device, reason), reason in reading.throttled)
+            for device, reading in readings
+            if reading.power_w is not None
             for reason in THROTTLES
         ]
         yield series("device_throttled", "1 while a device is slower for this reason.", "device reason", throttled)
@@ -210,7 +211,7 @@ class ControllerCollector(Collector):
         """The share of the device's peak that the arithmetic of the weights takes: six operations of each weight for
         each token (four with adapters, because what is frozen needs no gradient). None where other arithmetic counts
         too: other methods ask other models, a token meets only some experts, and float32 has other rates."""
-        name = next((one["name"] for one in self._now["devices"] if one["id"] in row.devices), "")
+        name = next((device["name"] for device in self._now["devices"] if device["id"] in row.devices), "")
         device, model, chosen = accelerator(name), models.find(self._db, row.model), row.resolved or {}
         if device is None or model is None or row.tokens_per_s is None or chosen.get("precision") != "bf16":
             return None

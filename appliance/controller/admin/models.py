@@ -121,12 +121,12 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         if "idle_sleep_s" in changes:
             idle_s = changes.pop("idle_sleep_s")
             changes["idle"] = {} if idle_s is None else {"idle_sleep_s": idle_s}
-        wanted = replace(row, **changes)
-        _check(context, wanted, changes.keys())
-        deployments.put(db, wanted)
-        context.scheduler.reset_failures(name)  # what failed with the old settings may work with the new ones
+        changed = replace(row, **changes)
+        _check(context, changed, changes.keys())
+        deployments.put(db, changed)
+        context.scheduler.reset_failures(name)  # engines that failed with the old settings may start with the new ones
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
-        return deployment_view(wanted, context.scheduler.status())
+        return deployment_view(changed, context.scheduler.status())
 
     @router.get("/models/{name:path}", response_model=dict[str, Any])
     async def show(name: str, caller: Caller, now: Status) -> Response:
@@ -188,11 +188,11 @@ def deployment_view(row: DeploymentRow, status: SchedulerStatus) -> dict[str, An
     }
 
 
-def _refuse_of_adapter(context: ControllerContext, name: str, given: Mapping[str, Any]) -> None:
+def _refuse_of_adapter(context: ControllerContext, name: str, changes: Mapping[str, Any]) -> None:
     """Raises BadRequest for what an adapter, which has no engines, would never use. Null is taken: it removes what was
     set while the name had whole weights."""
     base = next((row.base for row in models.callable_adapters(context.db) if row.name == name), None)
-    field = next((field for field, value in given.items() if field not in _OF_ADAPTERS and value is not None), None)
+    field = next((field for field, value in changes.items() if field not in _OF_ADAPTERS and value is not None), None)
     if base is not None and field is not None:
         why = f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}."
         raise InvalidValue(f"{why} An adapter's own are {' and '.join(_OF_ADAPTERS)}.", field)
@@ -302,29 +302,30 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
         before, devices = _settings(db, name), context.sizes.devices(name)
         if body.number is not None and body.set:
             raise InvalidValue("Give either 'set' or 'number'.", "number")
-        asked = merged(before, body.set) if body.number is None else _settings(db, name, body.number)
+        after = merged(before, body.set) if body.number is None else _settings(db, name, body.number)
         try:
-            wanted = ModelSettings.model_validate(asked)
+            settings = ModelSettings.model_validate(after)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise InvalidValue(f"{where}: {words_of_check(first['msg'])}", f"set.{where}") from error
-        _check_size(context, model, version, devices, wanted)
-        if wanted.chat_template is not None:
-            text = with_system_prompt(with_tools(wanted.chat_template), wanted.system_prompt or "")
+        _check_size(context, model, version, devices, settings)
+        if settings.chat_template is not None:
+            text = with_system_prompt(with_tools(settings.chat_template), settings.system_prompt or "")
             try:
                 await asyncio.to_thread(try_template, str(text))
             except TemplateRefused as error:
                 raise InvalidValue(str(error), "set.chat_template") from error
-        if refused := await context.settings_check.refused(model, version, devices, wanted):
+        if refused := await context.settings_check.refused(model, version, devices, settings):
             raise InvalidValue(f"vLLM does not start {name} with these settings: {refused[:2000]}", "set")
         with db.transaction():
             if _settings(db, name) != before:
                 text = f"The settings of {name} changed meanwhile; look at them and try again."
                 raise BadRequest(text, "set", "conflict")
-            if wanted.as_json() != before:
-                models.add_settings(db, name, wanted.as_json(), wanted.digest, name_of(context, caller), time.time())
-        context.scheduler.reset_failures(name)  # what failed with the old settings may work with the new ones
+            if settings.as_json() != before:
+                by = name_of(context, caller)
+                models.add_settings(db, name, settings.as_json(), settings.digest, by, time.time())
+        context.scheduler.reset_failures(name)  # engines that failed with the old settings may start with the new ones
         context.routing.models_changed()  # the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
         return await asyncio.to_thread(show_settings, name)
@@ -348,14 +349,15 @@ def merged(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_size(
-    context: ControllerContext, model: ModelRow, version: VersionRow, devices: int, wanted: ModelSettings
+    context: ControllerContext, model: ModelRow, version: VersionRow, devices: int, settings: ModelSettings
 ) -> None:
-    size = context.sizes.size(model, version, devices, wanted)
+    size = context.sizes.size(model, version, devices, settings)
     if size.problem:
         raise InvalidValue(f"{model.id} cannot be served: {size.problem}.", "set")
-    if wanted.max_model_len is not None and (size.max_model_len or wanted.max_model_len) < wanted.max_model_len:
+    requested = settings.max_model_len
+    if requested is not None and (size.max_model_len or requested) < requested:
         own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
-        raise InvalidValue(f"max_model_len {wanted.max_model_len:,} does not fit: {own}.", "set.max_model_len")
+        raise InvalidValue(f"max_model_len {requested:,} does not fit: {own}.", "set.max_model_len")
 
 
 # --- imports; after a restart one starts over from what is on disk
@@ -431,11 +433,11 @@ async def _adapter(context: ControllerContext, body: Import) -> dict[str, Any] |
     """The arguments of `ModelLibrary.import_adapter`; None for a whole model. Raises BadRequest, Conflict."""
     try:
         ops = context.model_ops
-        found = await ops.run(ops.library.find_adapter, body.source, name=body.name, revision=body.revision)
+        adapter = await ops.run(ops.library.find_adapter, body.source, name=body.name, revision=body.revision)
     except OperationFailed as error:
         raise BadRequest(str(error), "source", error.code) from error
-    if found is not None:
-        name, trained_on, revision = found
+    if adapter is not None:
+        name, trained_on, revision = adapter
         return {"name": name, "revision": revision, **adapter_base(context, name, trained_on, body.base)}
     if body.base is not None:
         why = f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one."
@@ -463,17 +465,17 @@ def import_kind(context: ControllerContext) -> Kind:
                 operations.update(db, task.id, progress=progress)
                 write_s = time.monotonic() + PROGRESS_EVERY_S
 
-        given = task.arguments
-        source, adapter, origin = given["source"], given["adapter"], given["origin"]
+        arguments = task.arguments
+        source, adapter, origin = arguments["source"], arguments["adapter"], arguments["origin"]
         try:
             if adapter is not None:
                 options = {**adapter, "base_path": Path(adapter["base_path"])}
-                made, origin = await ops.run(ops.library.import_adapter, source, report=report, **options), None
+                version, origin = await ops.run(ops.library.import_adapter, source, report=report, **options), None
             else:
-                names = {"name": given["name"], "revision": given["revision"]}
-                made = await ops.run(ops.library.import_model, source, report=report, **names)
-            more = {"source": origin or made.source, "adapter": adapter, "serves": not given["as_version"]}
-            result = await register(context, made, caller_of(db, task.key_id), **more)
+                names = {"name": arguments["name"], "revision": arguments["revision"]}
+                version = await ops.run(ops.library.import_model, source, report=report, **names)
+            more = {"source": origin or version.source, "adapter": adapter, "serves": not arguments["as_version"]}
+            result = await register(context, version, caller_of(db, task.key_id), **more)
         except OperationFailed as error:
             raise TaskFailed(error.code, str(error)) from error
         operations.update(db, row.id, state="succeeded", result=result, progress=progress, ended_s=time.time())

@@ -1,9 +1,9 @@
-"""Asks models through the box's own gateway, for work without a client: batches, background responses, graders,
-evaluations, teachers, rollouts.
+"""Requests of the box's own work through its gateway: batches, background responses, graders, evaluations, teachers,
+rollouts.
 
 The gateway's private socket takes the id of a key, so keys, limits, waiting, retries and accounting are the gateway's
-alone. What it refuses for a while, such as a request of class `batch` whose engine drains, is sent again, until whoever
-asks gives up.
+alone. A request that it refuses for a while, such as one of class `batch` whose engine drains, is sent again until the
+caller gives up.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from appliance.store.records import keys
 
 CONNECT_S = 5.0
 AWAY_RETRY_S = 1.0
-QUOTA_RETRY_S = 30.0
-"""After a used-up quota, which the gateway refuses without `Retry-After`."""
+QUOTA_RETRY_S = 30.0  # after a used-up quota, which the gateway refuses without `Retry-After`
 NOT_AWAKE = "no engine of the model is awake"
 Body = dict[str, Any] | Callable[[], Awaitable[dict[str, Any]]]
 
@@ -80,11 +79,11 @@ class Asking:
 
     @property
     def models(self) -> Collection[str]:
-        """The models that are asked for, which may be woken meanwhile."""
+        """Models with requests, which the scheduler may wake for them."""
         return self._wanted.keys()
 
     def why(self, key_id: str | None, model: str) -> str:
-        """Why requests of this key wait; empty: none of them does."""
+        """Why requests of this key wait; empty where none waits."""
         row = self._table().get(model)
         asleep = row is not None and all(replica["state"] != OPEN for replica in row.get("replicas", ()))
         return NOT_AWAKE if asleep else self._refusals.get((key_id, model), "")
@@ -99,10 +98,10 @@ class Asking:
         request_id: str = "",
         within_s: float | None = None,
     ) -> EngineAnswer:
-        """The gateway's answer, but for those that say to come again.
+        """Send a request until the gateway's answer is final.
 
         Args:
-            key_id: on behalf of which it is asked; None: the box itself, which has no limits.
+            key_id: the key that it is for; None: the box itself, which has no limits.
             body: or a function that makes it for each attempt. Its exceptions are raised.
             within_s: after this time the answer is a 504.
         """
@@ -118,7 +117,7 @@ class Asking:
                     if retry_s is None:
                         return answer
                     self._refusals[key_id, model] = answer.error
-                    # Or all requests of a key would come again at once for one that may go.
+                    # At random times: all requests of a key would else come back at once where one may go.
                     await asyncio.sleep(retry_s * random.uniform(1, 3))  # noqa: S311
         except TimeoutError:
             why = f"no answer within {within_s:.0f} s: {self.why(key_id, model) or 'its engines are busy'}"
@@ -136,7 +135,7 @@ class Asking:
     async def _post(
         self, key_id: str | None, url: str, content: bytes, request_id: str
     ) -> tuple[EngineAnswer, float | None]:
-        """The answer, and in how many seconds to send it again; None: it is final."""
+        """Return the answer, and in how many seconds to send the request again; None: the answer is final."""
         headers = {
             "content-type": "application/json",
             "x-appliance-class": "batch",

@@ -83,15 +83,11 @@ class Usage(Struct, frozen=True, tag_field="type", tag="usage"):
 
 
 MESSAGE = json.Decoder(Report | Usage)
-"""Raises msgspec.DecodeError."""
-
 log = logging.getLogger("appliance.controller")
 
 LINE_BYTES = 64 << 20
-CATCH_UP_S = 2.0
-"""Longest wait of a changing request for the gateway, which needs milliseconds; a hung one must not stop changes."""
-LOOK_EVERY_S = 0.05
-"""How often a wait looks whether time alone has ended it."""
+CATCH_UP_S = 2.0  # longest wait of a changing request for the gateway, which needs milliseconds but may hang
+LOOK_EVERY_S = 0.05  # how often a wait checks whether time alone has ended it
 _GENERATIONS_PER_START = 10**9
 
 
@@ -107,9 +103,9 @@ class Bus:
     on_load: called after every report. on_usage: called with the rows of every usage message. They must not block;
     their errors are recorded in `background` and break no connection.
 
-    table: as last published (`appliance.gateway.core.table`): models by name, keys by SHA-256 in hex, and capabilities
-    that the box lacks now. first_generation: above any of an earlier controller's, or a gateway that still routes by an
-    old table would count as having applied a new one.
+    table: as last published (`appliance.gateway.core.table`): models by name, keys by SHA-256 in hex, and names of
+    what is degraded. first_generation: above any of an earlier controller's, or a gateway that still routes by an old
+    table would count as having applied a new one.
     """
 
     def __init__(
@@ -143,7 +139,7 @@ class Bus:
     # --- publishing
 
     def publish(self, **parts: Any) -> int:
-        """Publish these parts of the table in place of the ones before. Returns the generation that carries them."""
+        """Replace these parts of the table. Returns the generation that carries them."""
         if any(self.table[name] != part for name, part in parts.items()):
             self.table |= parts
             self.generation += 1
@@ -162,13 +158,13 @@ class Bus:
     # --- listening
 
     def load(self) -> Report:
-        """The gateway's last report, unless it is gone."""
+        """The gateway's last report; an empty one if the gateway is gone."""
         if self._is_gone():
             self._report = Report()
         return self._report
 
     def take_arrivals(self) -> dict[str, Counter[int]]:
-        """By model, requests since the last call by the buckets of `ModelLoad`."""
+        """Take the requests since the last call: by model, their number by bucket of prompt tokens."""
         arrived, self._arrived = self._arrived, {}
         return arrived
 
@@ -176,11 +172,11 @@ class Bus:
         return self.load().replicas.get(replica_id, 0)
 
     async def wait_applied(self, generation: int) -> None:
-        """Returns when the gateway routes by a table at least as new."""
+        """Return when the gateway routes by a table at least as new."""
         await self._wait(lambda: self._report.generation >= generation)
 
     async def caught_up(self) -> None:
-        """Returns when a connected gateway routes by the current table, after `CATCH_UP_S` at the latest."""
+        """Return when a connected gateway routes by the current table, after `CATCH_UP_S` at the latest."""
         if self._writer is None:
             return
         try:
@@ -190,8 +186,7 @@ class Bus:
             log.warning("a change is answered before the gateway knows it")
 
     async def wait_drained(self, replica_id: str) -> None:
-        """Returns when the gateway has no request at this replica, which is not open in the table, and none can
-        start."""
+        """Return when the gateway has no request at this replica, which drains, and none can start."""
 
         def drained() -> bool:
             # The newest table, not just the one that closed the replica: one rule, and the gateway lags only briefly.
@@ -232,8 +227,8 @@ class Bus:
             writer.close()
 
     def _take(self, line: bytes, writer: asyncio.StreamWriter) -> None:
-        """Raises msgspec.DecodeError for a message that is none of a gateway's. Our own errors, such as a full disk,
-        are recorded, and the connection stays. Of a connection that was replaced, only usage still counts."""
+        """Handle a message. Errors of the handlers, such as a full disk, are recorded, and the connection stays. Of a
+        connection that was replaced, only usage still counts. Raises msgspec.DecodeError."""
         message = MESSAGE.decode(line)
         if isinstance(message, Usage):
             with self._background.guard("usage"):

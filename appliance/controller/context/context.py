@@ -54,16 +54,15 @@ SchedulerStatus = dict[str, Any]
 """As `Scheduler.status` makes it.
 
 devices: each with its `holder`, {"kind": "job" | "replica", "id"} or None. memory: "room_bytes" is what a reservation
-in the weight store could get now. handover: the id of the one in progress. handovers_ended:
-`SqliteJournal.ended`. queue: jobs in order, each {"id",
-"position", "phase", "devices", "reason" (a Slurm reason code or None), "message"}. troubles: models whose engines fail,
-each {"model", "version", "reason", "message", "not_before_s" (of the next try), "tries", "lasting"}. notes: why
-something waits or was abandoned, for users.
+in the weight store could get now. handover: the id of the one in progress. handovers_ended: `SqliteJournal.ended`.
+queue: jobs in order, each {"id", "position", "phase", "devices", "reason" (a Slurm reason code or None), "message"}.
+troubles: models whose engines fail, each {"model", "version", "reason", "message", "not_before_s" (of the next try),
+"tries", "lasting"}. notes: why something waits or was abandoned, for users.
 """
 
 
 class Scheduler:
-    """serving_floor: devices that serving keeps if a mode sets no number."""
+    """The scheduler's loop, for routes. serving_floor: devices that serving keeps if a mode sets no number."""
 
     def __init__(
         self,
@@ -89,8 +88,8 @@ class Scheduler:
         return {
             "devices": now["devices"],
             "replicas": [
-                {**one, "inflight": self._bus.inflight(one["id"]), "rss_bytes": resident.get(one["id"], 0)}
-                for one in now["replicas"]
+                {**row, "inflight": self._bus.inflight(row["id"]), "rss_bytes": resident.get(row["id"], 0)}
+                for row in now["replicas"]
             ],
             "memory": {
                 "budget_bytes": self._weights.budget_bytes,
@@ -153,14 +152,13 @@ class Scheduler:
         row = models.find(self._db, model)
         if row is None:
             raise SwapFailed(model, None, "the model was deleted in the meantime")
-        wanted = row.active_version
-        replicas = self._awake(model)
-        if served and not replicas and (trouble := self._loop.trouble(model, wanted)) is not None:
-            raise SwapFailed(model, wanted, f"no engine starts with it: {trouble.reason}")
-        if stale := [r["id"] for r in replicas if r["version"] != wanted]:
+        version, replicas = row.active_version, self._awake(model)
+        if served and not replicas and (trouble := self._loop.trouble(model, version)) is not None:
+            raise SwapFailed(model, version, f"no engine starts with it: {trouble.reason}")
+        if stale := [r["id"] for r in replicas if r["version"] != version]:
             steps = [step.detail for step in self._journal.steps_since(last) if step.detail.get("model") == model]
             errors = [str(detail["error"]) for detail in steps if detail.get("error")]
-            raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")
+            raise SwapFailed(model, version, "; ".join(errors) or f"{', '.join(stale)} serve another version")
 
     def _awake(self, model: str) -> list[dict[str, Any]]:
         return [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
@@ -183,7 +181,7 @@ class Scheduler:
 
 
 class ModelStates:
-    """What each model does now, in a word, and why its engines fail; from one read of the scheduler's status."""
+    """The state of each model in a word, and why its engines fail; from one read of the scheduler's status."""
 
     def __init__(self, db: Database, status: SchedulerStatus):
         self._hosts = {row.name: row.host for row in models.callable_adapters(db)}
@@ -223,13 +221,13 @@ class Doctor:
     `KEPT_S`."""
 
     def __init__(self, *command: str) -> None:
-        self._command, self._one = command, asyncio.Lock()
+        self._command, self._one_at_a_time = command, asyncio.Lock()
         self._result: dict[str, Any] = {"at_s": 0.0}
 
     async def look(self) -> dict[str, Any]:
         """{"exit_code", "data": findings as `appliance.boot.doctor.Finding` has them, "at_s"}. Raises
         OperationFailed."""
-        async with self._one:
+        async with self._one_at_a_time:
             if not 0 <= time.time() - self._result["at_s"] < KEPT_S:
                 try:
                     status, out, err = await run_command(*self._command, within_s=LIMIT_S)

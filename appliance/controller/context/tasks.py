@@ -65,7 +65,7 @@ class Kind:
 
 
 async def _until_room(write: Callable[[], Awaitable[T]]) -> T:
-    """What `write` returns; it is repeated while the disk is full."""
+    """Repeat `write` while the disk is full. Returns its result."""
     while True:
         try:
             return await write()
@@ -94,8 +94,8 @@ async def finished(begin: Iterator[Coroutine[Any, Any, T]], at_once: int) -> Asy
     running = list[asyncio.Task[T]]()
     try:
         while True:
-            for one in islice(begin, at_once - len(running)):  # `begin` may raise
-                running.append(asyncio.create_task(one))
+            for coroutine in islice(begin, at_once - len(running)):  # `begin` may raise
+                running.append(asyncio.create_task(coroutine))
             if not running:
                 return
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -146,11 +146,11 @@ class Tasks:
 
     def of_key(self, key_id: str) -> dict[str, list[str]]:
         """Ids of unfinished objects that end with this key, by kind."""
-        found = defaultdict[str, list[str]](list)
+        ids = defaultdict[str, list[str]](list)
         for row in TASKS.list_all(self._db, "key_id = ?", key_id):
             if self._kinds[row.kind].noun:
-                found[row.kind].append(row.id)
-        return found
+                ids[row.kind].append(row.id)
+        return ids
 
     def end_key(self, key_id: str) -> None:
         """The key was revoked or has expired: fail its unfinished objects."""
@@ -205,8 +205,8 @@ class Tasks:
             log.error("the task %s of %s failed: %s", object_id, name, first_words(error), exc_info=error)
 
     async def _failure(self, kind: Kind, row: TaskRow) -> TaskFailed | None:
-        """Runs it, once one of all slots is free and one of the owner's `per_owner`: so owners take turns. Returns why
-        it failed; None: it has ended."""
+        """Run it, once one of the kind's slots and one of its owner's are free, so owners take turns. Returns why it
+        failed; None: it has ended."""
         if kind.noun and (how := keys.how_ended(self._db, row.key_id)):
             return TaskFailed(KEY_ENDED, f"The API key of this {kind.noun} {how}.")
         try:

@@ -31,12 +31,12 @@ def read(db: Database) -> dict[str, CordonRow]:
 
 
 def faulty(db: Database) -> set[str]:
-    """Those that the box cordoned."""
+    """Names of the devices that the box cordoned."""
     return {row.name for row in CORDONS.list_all(db, "fault != ''")}
 
 
 def drained(db: Database) -> set[str]:
-    """Those that a person drained."""
+    """Names of the devices that a person drained."""
     return {row.name for row in CORDONS.list_all(db, "drain IS NOT NULL")}
 
 
@@ -46,6 +46,7 @@ def _names(device: Mapping[str, Any]) -> list[str]:
 
 
 def _of(rows: Mapping[str, CordonRow], device: Mapping[str, Any]) -> CordonRow | None:
+    """The device's cordon."""
     return next((rows[name] for name in _names(device) if name in rows), None)
 
 
@@ -67,8 +68,8 @@ def undrain(db: Database, device: Mapping[str, Any]) -> None:
 
 
 def shown(rows: Mapping[str, CordonRow], device: dict[str, Any]) -> dict[str, Any]:
-    """A device with its health from the store, `drain` (None without one), and `cordon`: what keeps it out of
-    use, "person" or "box"; None for what is not said here (its node leaves)."""
+    """A device with its health from the store, `drain` (None without one), and `cordon`: who keeps it out of use,
+    "person" or "box"; None if that is something else (its node leaves)."""
     row = _of(rows, device)
     if row is None:
         # The loop's view lags: a device that was just put back still drains in it.
@@ -110,24 +111,24 @@ def forget(db: Database, node: str) -> list[str] | None:
         return [device["id"] for device in row.devices]
 
 
-def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All devices shown to users: present ones with their cordons, then those of lost nodes.
+def in_view(db: Database, present: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All devices shown to users: the present ones with their cordons, then those of lost nodes.
 
     `lost`: {"reason", "since_s"} or None; `health` is "lost" where it is not None.
     """
-    rows, away = read(db), NODES.list_all(db, "lost IS NOT NULL")
-    gone = {node.id for node in away}
-    devices = [{**shown(rows, device), "lost": None} for device in there if device["node"] not in gone]
-    for node in away:
-        since = {"health": "lost", "health_reason": (node.lost or {})["reason"], "holder": None, "lost": node.lost}
+    cordons, lost_nodes = read(db), {node.id: node for node in NODES.list_all(db, "lost IS NOT NULL")}
+    devices = [{**shown(cordons, device), "lost": None} for device in present if device["node"] not in lost_nodes]
+    for node in lost_nodes.values():
+        lost = node.lost or {}
+        state = {"health": "lost", "health_reason": lost["reason"], "holder": None, "lost": lost, "cordon": None}
         for device in node.devices:
-            cordon = _of(rows, device)
-            devices.append({**device, **since, "drain": cordon.drain if cordon else None, "cordon": None})
+            cordon = _of(cordons, device)
+            devices.append({**device, **state, "drain": cordon.drain if cordon else None})
     return devices
 
 
 def metered(devices: Sequence[dict[str, Any]], readings: Mapping[str, Reading]) -> list[dict[str, Any]]:
-    """Each device with `meters`, by the names of `runtime.devices.kind.Reading`; None of one that tells nothing."""
+    """Each device with `meters`, by the names of `runtime.devices.kind.Reading`; None without a reading."""
     meters = {name: columns(reading, _METERS) for name, reading in readings.items()}
     return [{**device, "meters": meters.get(device["id"])} for device in devices]
 
@@ -172,9 +173,9 @@ class DeviceWatch:
             name: kept[-1] for name, kept in self._readings.items() if kept and not (kept[-1].lost or kept[-1].unfit)
         }
 
-    def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
+    def node_changed(self, node: str, change: NodeChange, devices: tuple[Device, ...]) -> None:
         """A node with these devices joined or left."""
-        if what == "joined":
+        if change == "joined":
             known = NODES.find(self._db, node)
             NODES.put(self._db, NodeRow(node, [columns(device, _SHOWN) for device in devices]))
             if known is None or known.lost is not None:  # else a new controller meets a node of its predecessor
@@ -183,7 +184,7 @@ class DeviceWatch:
             return
         for device_id in [name for name in self._readings if name.startswith(f"{node}/")]:
             del self._readings[device_id]
-        if what == "left":  # in order, and is not expected back
+        if change == "left":  # in order, and is not expected back
             NODES.delete(self._db, node)
             self._record("node.left", node)
         else:
@@ -234,12 +235,12 @@ class DeviceWatch:
                     self._record("device.try_again", device_id, f"it was cordoned: {row.fault}")
                     CORDONS.delete(self._db, name)
                     lifted.append(device_id)
-            now_ours = faulty(self._db)
+            faulty_now = faulty(self._db)
         # Memory changes only after the write: with a full disk the next check finds everything again.
-        self._ours = now_ours
+        self._ours = faulty_now
         for device_id in lifted:
             self._readings.pop(device_id, None)
-        if now_ours != ours:
+        if faulty_now != ours:
             self._nudge()
 
     def _record(self, action: str, target: str, reason: str = "") -> None:

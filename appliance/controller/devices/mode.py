@@ -44,14 +44,14 @@ def read_mode(db: Database) -> Mode:
     return Mode("auto") if stored is None else Mode(**stored)
 
 
-def write_mode(db: Database, wanted: Mode, now_s: float | None = None) -> Mode:
-    """`since_s` moves only on a change: setting the current mode again is not a change.
+def write_mode(db: Database, mode: Mode, now_s: float | None = None) -> Mode:
+    """Store a mode set by hand. `since_s` moves only on a change: setting the current mode again is not a change.
 
     While a window applies it is a change: the mode set by hand then holds until the next edge.
     """
     now_s = time.time() if now_s is None else now_s
-    before, mode = read_mode(db), replace(wanted, since_s=now_s)
-    same = box.get(db, "mode") is not None and mode == replace(before, since_s=now_s, by=wanted.by)
+    before, mode = read_mode(db), replace(mode, since_s=now_s)
+    same = box.get(db, "mode") is not None and mode == replace(before, since_s=now_s, by=mode.by)
     if same and mode_in_force(db, 0, now_s).window is None:
         return before
     box.put(db, "mode", asdict(mode))
@@ -100,13 +100,7 @@ class PowerKeeper:
     """limits_w: watts of each device by mode; empty: the box sets no limit. A mode without one has the device's own.
     devices: those of the box's own machine."""
 
-    def __init__(
-        self,
-        limits_w: Mapping[str, float],
-        db: Database,
-        devices: Collection[Device],
-        kind: DeviceKind,
-    ):
+    def __init__(self, limits_w: Mapping[str, float], db: Database, devices: Collection[Device], kind: DeviceKind):
         self._db, self._devices, self._kind = db, devices, kind
         self._limits_w = {} if kind.on_host else limits_w
         self._limit_w: float | None = None
@@ -147,7 +141,7 @@ class EnergyMeter:
 
     async def look(self) -> None:
         """Called as often as devices are read."""
-        readings = {name: one for name, one in self._newest().items() if one.energy_j is not None}
+        readings = {name: newest for name, newest in self._newest().items() if newest.energy_j is not None}
         holders = {device["id"]: device["holder"] or {} for device in self._status()["devices"]} if readings else {}
         booked: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for name, now in readings.items():

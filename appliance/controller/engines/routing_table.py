@@ -21,11 +21,9 @@ from scheduler.core.workload import Demand
 from serve.core.sizing import EngineSize
 from weights.format.names import policy_of
 
-HOLD_BEFORE_S = 10.0
-"""Requests for a model whose engine failed are held if its next try is at most this far away; otherwise they are
-refused with the time of that try."""
-HOLD_BEFORE_LASTING_S = 1.0
-"""The same limit where the next try will most likely fail too."""
+# Requests for a model whose engine failed are held if its next try is at most this far away, else refused with the time
+# of that try; the second, where that try will most likely fail too.
+HOLD_BEFORE_S, HOLD_BEFORE_LASTING_S = 10.0, 1.0
 
 
 @dataclass(slots=True)
@@ -92,8 +90,8 @@ class BusRouting:
         self.policies: dict[str, Policy] = {}
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
-        found = resolve(self._db, model)
-        self._replicas[replica_id] = _Served(model, version, found.model.id if found else model, socket_path)
+        match = resolve(self._db, model)
+        self._replicas[replica_id] = _Served(model, version, match.model.id if match else model, socket_path)
         await self.wait_applied()
 
     async def drain(self, replica_id: str) -> None:
@@ -118,7 +116,7 @@ class BusRouting:
             self.refresh()
 
     def version(self, replica_id: str) -> str:
-        """What gateways are told that an open replica serves; "" of any other."""
+        """The version in the table of an open replica; "" of any other."""
         served = self._replicas.get(replica_id)
         return served.version if served is not None and served.state == OPEN else ""
 
@@ -136,7 +134,7 @@ class BusRouting:
             self.refresh()
 
     def trouble(self, model: str, trouble: Failure | None) -> None:
-        """What keeps the model's engines from starting now; None: nothing any more."""
+        """Publish what keeps the model's engines from starting now; None: nothing any more."""
         self._troubles.pop(model, None)
         if trouble is not None:
             self._troubles[model] = trouble
@@ -158,19 +156,19 @@ class BusRouting:
         audiences = models.audiences(self._db)
         silent = models.without_chat_template(self._db)
         in_force = models.settings_in_force(self._db) if silent else {}
-        given = {name for name, row in in_force.items() if row.settings.get("chat_template")}
+        with_template = {name for name, row in in_force.items() if row.settings.get("chat_template")}
         table = {}
         for name, row in self._names.items():
-            chats = (row.of, row.version) not in silent or row.of in given
+            chats = (row.of, row.version) not in silent or row.of in with_template
             table[name] = self._model(name, row) | {"owners": audiences.get(row.of, []), "chats": chats}
         return self._bus.publish(models=table)
 
     async def offer_policy(self, name: str, base: str, base_version: str, version: str) -> None:
-        """Have gateways serve a model in training, to the box alone."""
+        """Have the gateway serve a model in training, to the box alone."""
         if self.policies.get(name) != (policy := Policy(base, base_version, version)):
             self.policies[name] = policy
             self.refresh()
-        await self._bus.wait_applied(self._bus.generation)  # also for who finds it offered a moment before
+        await self._bus.wait_applied(self._bus.generation)  # also if it was offered only a moment ago
 
     def keep_policies(self, is_kept: Callable[[str], bool]) -> None:
         """Withdraw the other models in training."""
@@ -189,7 +187,7 @@ class BusRouting:
         }
 
     async def wait_applied(self) -> None:
-        """Returns when every gateway routes by the current table."""
+        """Return when the gateway routes by the current table."""
         await self._bus.wait_applied(self.refresh())
 
     def host(self, name: str) -> str:
@@ -198,7 +196,7 @@ class BusRouting:
         return (row.host if row is not None else None) or name
 
     def demand(self, model: str) -> Demand:
-        """The gateways' reports on a model and on the adapters that its engines serve, for the planner."""
+        """The gateway's report on a model and on the adapters that its engines serve, for the planner."""
         rows = self._loads(self._served_by(model))
         return Demand(
             sum(row.inflight for row in rows),
@@ -211,7 +209,7 @@ class BusRouting:
         )
 
     def traffic(self, model: str) -> Traffic:
-        """The same names, and how fast a replica computes their prompts."""
+        """Names whose requests the model's engines serve, and how fast a replica computes prompts."""
         names = self._served_by(model)
         rows, size = self._loads(names), self._sizes.get(model)
         rates = [row.prefill_tokens_per_s for row in rows if row.prefill_tokens_per_s]
@@ -230,27 +228,27 @@ class BusRouting:
         are active or that some engine serves, and models in training."""
         guests = {row.name: row for row in callable_adapters(self._db)}
         deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
-        found = {}
+        callables = {}
         for name in deployed:
-            found[name] = _Callable(name, rows[name].active_version or "", rows[name].task, guests.get(name))
+            callables[name] = _Callable(name, rows[name].active_version or "", rows[name].task, guests.get(name))
         for name, model, version in models.checkpoint_names(self._db):
             task = rows[model].task if model in rows else "generate"
-            found[name] = _Callable(model, version, task, guests.get(name))
+            callables[name] = _Callable(model, version, task, guests.get(name))
         for canary in models.running_canaries(self._db):
-            stable = found.get(canary.model)
+            stable = callables.get(canary.model)
             if stable is not None:
-                found[canary.model] = replace(stable, canary=canary)
-                found[canary.name] = replace(stable, version=canary.version, adapter=guests.get(canary.name))
+                callables[canary.model] = replace(stable, canary=canary)
+                callables[canary.name] = replace(stable, version=canary.version, adapter=guests.get(canary.name))
         for name in deployed:
-            row = replace(found[name], canary=None, pins=name)
+            row = replace(callables[name], canary=None, pins=name)
             for version in {row.version, *(r.version for r in self._replicas.values() if r.model == name)}:
-                found.setdefault(f"{name}@{version}", replace(row, version=version))
+                callables.setdefault(f"{name}@{version}", replace(row, version=version))
         for name, adapter in self.policy_adapters().items():
-            found[name] = _Callable("", adapter.base_version, "generate", adapter)
+            callables[name] = _Callable("", adapter.base_version, "generate", adapter)
         for name, policy in self.policies.items():
             if policy.version and policy.base in rows:
-                found[name] = _Callable("", policy.version, "generate")
-        return found
+                callables[name] = _Callable("", policy.version, "generate")
+        return callables
 
     def _model(self, name: str, row: _Callable) -> dict[str, Any]:
         """A row as `appliance.gateway.core.table.Model` has it."""
@@ -267,10 +265,10 @@ class BusRouting:
         ]
         policy, canary = self.policies.get(name), row.canary
         size = self._sizes.get(policy.base if policy is not None else row.of)
-        trouble, refused = self._troubles.get(row.host or name), None
+        trouble, failure = self._troubles.get(row.host or name), None
         version = row.adapter.base_version if row.adapter else row.version
-        if trouble is not None and trouble.version == version and all(one["state"] != OPEN for one in replicas):
-            refused = {
+        if trouble is not None and trouble.version == version and all(replica["state"] != OPEN for replica in replicas):
+            failure = {
                 "reason": trouble.reason,
                 "next_try_s": trouble.not_before_s,
                 "hold_before_s": HOLD_BEFORE_LASTING_S if trouble.lasting else HOLD_BEFORE_S,
@@ -282,7 +280,7 @@ class BusRouting:
             "max_model_len": size.max_model_len if size is not None else None,
             "slots": size.max_num_seqs if size is not None else None,
             "host": row.host or "",
-            "trouble": refused,
+            "trouble": failure,
             "trained_from": policy.base if policy is not None else "",
             # Of an adapter in training each request names its version.
             "adapter": row.adapter.engine_name if row.adapter and policy is None else "",

@@ -63,7 +63,7 @@ class VersionProvider:
         self._locks: WeakValueDictionary[Name, asyncio.Lock] = WeakValueDictionary()
 
     async def in_memory(self, model: str, version: str) -> Path:
-        name = Name("version", model if policy_of(model) is not None else self._found(model).model.id, version)
+        name = Name("version", model if policy_of(model) is not None else self._resolve(model).model.id, version)
         async with self._locks.setdefault(name, asyncio.Lock()):  # engines that start at once: the first one reads it
             try:
                 stored = await asyncio.to_thread(self._tiers.bring_in, name)
@@ -80,19 +80,19 @@ class VersionProvider:
             if not leases:
                 del self._leases[model, version]
 
-    def _found(self, name: str) -> Resolved:
-        """Of a model in training it is its base: its engines are set up alike."""
+    def _resolve(self, name: str) -> Resolved:
+        """The model of this name; of a model in training its base, whose engines are set up alike."""
         job = jobs.find(self._db, policy_of(name) or "")
-        found = resolve(self._db, name if job is None else job.model)
-        if found is None:
+        resolved = resolve(self._db, name if job is None else job.model)
+        if resolved is None:
             raise LookupError(f"there is no model {name} on this box any more")
-        return found
+        return resolved
 
     def holds(self, name: Name) -> bool:
         """Whether an engine serves this version, or is about to. May be called from any thread."""
         for model, version in (*self._served.items(), *self._leases):
-            if version == name.version and (found := resolve(self._db, model)) is not None:
-                if found.model.id == name.model:
+            if version == name.version and (resolved := resolve(self._db, model)) is not None:
+                if resolved.model.id == name.model:
                     return True
         return False
 
@@ -105,9 +105,9 @@ class VersionProvider:
                 lease.release()
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
-        found = self._found(model)
-        row = found.model
-        settings = self._sizes.spec_fields(row, found.version, tensor_parallel)
+        resolved = self._resolve(model)
+        row = resolved.model
+        settings = self._sizes.spec_fields(row, resolved.version, tensor_parallel)
         if settings.get("adapter_slots"):
             paths = BoxPaths.of(Path(self._config.box.data_dir))
             settings["adapter_roots"] = (str(self._store.root / "adapters"), str(paths.models))
@@ -120,10 +120,10 @@ class VersionProvider:
         """Host memory that one more engine of this model takes: the process, its version unless already in shared
         memory, and on logical CPU devices its own copy of the weights and the KV cache."""
         try:
-            found = self._found(model)
+            resolved = self._resolve(model)
         except LookupError:
             return 0  # its start will report the error
-        row, version = found.model, found.version
+        row, version = resolved.model, resolved.version
         shared = 0 if self._store.find("version", row.id, version.version) is not None else row.bytes
         if not kind_of(self._device.kind).on_host:
             return shared + GPU_ENGINE_BYTES

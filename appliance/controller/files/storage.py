@@ -52,7 +52,7 @@ INCOMING_PREFIX = ".incoming-"
 _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
 APART_FROM_BYTES = 1 << 20
-"""A smaller file is checked sooner than a process starts."""
+"""Checking a smaller file takes less time than starting a process."""
 MAX_FILENAME_BYTES = 255
 MAX_PARTS = 10_000
 _COPY_BYTES = 2**20
@@ -181,11 +181,11 @@ async def checked(
         cut_at: the number of tokens within which the method must have something left of an example.
     """
     name = method.name if method else None
-    how = {"chat_path": chat_path, "method": name, "tokenizer": tokenizer, "cut_at": cut_at}
+    options = {"chat_path": chat_path, "method": name, "tokenizer": tokenizer, "cut_at": cut_at}
     if tokenizer is None and path.stat().st_size < APART_FROM_BYTES:
-        return await to_thread.run_sync(partial(check_here, path, **how), limiter=context.file_threads)
+        return await to_thread.run_sync(partial(check_here, path, **options), limiter=context.file_threads)
     async with context.file_threads:
-        return await check_apart(path, **how)
+        return await check_apart(path, **options)
 
 
 async def described(context: ControllerContext, path: Path, row: FileRow) -> FileRow:
@@ -278,7 +278,7 @@ def file_routes(context: ControllerContext) -> APIRouter:
 
     @router.get("/{file_id}/errors")
     def errors(file_id: str, caller: Caller) -> dict[str, Any]:
-        """What the check at upload found: the first hundred bad examples, by line."""
+        """The first hundred bad examples that the check at upload found, by line."""
         report = FILES.known(db, file_id, caller).report or {}
         return errors_object(report.get("errors", []), report.get("n_errors", 0))
 
@@ -384,14 +384,14 @@ def upload_routes(context: ControllerContext) -> APIRouter:
     async def complete(upload_id: str, body: UploadComplete, caller: Caller) -> dict[str, Any]:
         if UPLOADS.known(db, upload_id, caller).status != "completed":  # the SDK retries when the first answer was lost
             await _complete(context, _pending(context, upload_id, caller), body, caller)
-            await to_thread.run_sync(_remove_bytes, context, upload_id)
+            await to_thread.run_sync(partial(shutil.rmtree, context.uploads_dir / upload_id, ignore_errors=True))
         return _view(context, UPLOADS.known(db, upload_id, caller))
 
     @router.post("/{upload_id}/cancel")
     async def cancel(upload_id: str, caller: Caller) -> dict[str, Any]:
         if UPLOADS.known(db, upload_id, caller).status != "cancelled":
             uploads.update(db, _pending(context, upload_id, caller).id, status="cancelled")
-            await to_thread.run_sync(_remove_bytes, context, upload_id)
+            await to_thread.run_sync(partial(shutil.rmtree, context.uploads_dir / upload_id, ignore_errors=True))
         return _view(context, UPLOADS.known(db, upload_id, caller))
 
     return router
@@ -403,7 +403,11 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
     context.quotas.disk.check(row.bytes)
     with growing(context.files_dir, file_id) as (incoming,):
         join = partial(_join, row, context.uploads_dir / row.id, body.part_ids, incoming)
-        sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
+        try:
+            sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
+        except FileNotFoundError:
+            _pending(context, row.id, caller)  # it has ended meanwhile, and its parts went
+            raise
         if body.md5 is not None and body.md5.lower() != md5:
             why = f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected."
             raise BadRequest(why, "md5", "checksum_mismatch")
@@ -421,7 +425,7 @@ def end_uploads(context: ControllerContext, now_s: float) -> None:
     """End expired uploads, and delete the records of those that ended long ago."""
     for row in uploads.list_all(context.db, "status = 'pending' AND expires_s <= ?", now_s):
         uploads.update(context.db, row.id, status="expired")
-        _remove_bytes(context, row.id)
+        shutil.rmtree(context.uploads_dir / row.id, ignore_errors=True)
     before_s = now_s - IDEMPOTENCY_KEEP_S - context.config.upload_open_s
     context.db.delete("uploads", "status != 'pending' AND created_s < ?", [before_s])
 
@@ -450,10 +454,6 @@ def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tu
                 yield part
 
     return _copied(parts(), target)
-
-
-def _remove_bytes(context: ControllerContext, upload_id: str) -> None:
-    shutil.rmtree(context.uploads_dir / upload_id, ignore_errors=True)
 
 
 def _view(context: ControllerContext, row: UploadRow) -> dict[str, Any]:

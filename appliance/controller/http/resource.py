@@ -85,27 +85,27 @@ class Resource(Generic[Row]):
         if key is not None and not (key.isprintable() and 0 < len(key) <= 255):
             message = f"Invalid Idempotency-Key: {shown(key, 60)}; expected 1 to 255 printable characters."
             raise BadRequest(message, code="invalid_idempotency_key")
-        of: tuple[str, str] = caller.key_id or "", request.scope["path"]  # the box itself has no key id
+        source: tuple[str, str] = caller.key_id or "", request.scope["path"]  # the box itself has no key id
         same, select = "key_id = ? AND route = ? AND idempotency_key = ?", "SELECT * FROM idempotency WHERE"
-        known: IdempotencyRow | None = None
+        earlier: IdempotencyRow | None = None
         with db.transaction():
             if key is not None:
-                known = db.one(IdempotencyRow, f"{select} {same}", [*of, key])
-                if known is not None and known.body_sha256 != sha256:
+                earlier = db.one(IdempotencyRow, f"{select} {same}", [*source, key])
+                if earlier is not None and earlier.body_sha256 != sha256:
                     message = f"The Idempotency-Key {shown(key, 60)} was used with another body; use a new key."
                     raise Conflict(message, code="idempotency_key_reused")
             elif request.headers.get("x-stainless-retry-count", "0") != "0":  # the SDK marks it as one
                 newest = "key_id = ? AND route = ? AND body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
                 since_s = time.time() - RETRY_WINDOW_S
-                known = db.one(IdempotencyRow, f"{select} {newest}", [*of, sha256, since_s])
-            if known is not None and (row := self.find(db, known.resource_id, viewer=caller.viewer)) is not None:
+                earlier = db.one(IdempotencyRow, f"{select} {newest}", [*source, sha256, since_s])
+            if earlier is not None and (row := self.find(db, earlier.resource_id, viewer=caller.viewer)) is not None:
                 return row
             if how := keys.how_ended(db, caller.key_id):
                 raise KeyRevoked(how)
             row = make()
             # A second use of an idempotency key replaces the first, whose object is gone by then.
-            db.execute(f"DELETE FROM idempotency WHERE {same}", [*of, key])
-            IDEMPOTENCY.insert(db, IdempotencyRow(*of, key, sha256, row.id, time.time()))
+            db.execute(f"DELETE FROM idempotency WHERE {same}", [*source, key])
+            IDEMPOTENCY.insert(db, IdempotencyRow(*source, key, sha256, row.id, time.time()))
         return row
 
     def router(self) -> APIRouter:

@@ -44,12 +44,12 @@ _Word = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 _Text = Annotated[str, Field(max_length=512)]
 
 
-def _few(pairs: Any) -> Any:
-    """Enough of them to be refused: an error for each of 200,000 takes seconds, on the loop."""
+def _first_pairs(pairs: Any) -> Any:
+    """One more than is allowed: an error for each of 200,000 takes seconds, on the loop."""
     return dict(islice(pairs.items(), 17)) if isinstance(pairs, dict) else pairs
 
 
-Metadata = Annotated[dict[_Word, _Text], Field(max_length=16), BeforeValidator(_few)]
+Metadata = Annotated[dict[_Word, _Text], Field(max_length=16), BeforeValidator(_first_pairs)]
 """OpenAI's limits."""
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -102,12 +102,12 @@ class StrictBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _first_unknown(cls, given: Any) -> Any:
+    def _keep_first_unknown(cls, body: Any) -> Any:
         """Leave out all unknown fields but the first: an error for each of 200,000 takes seconds, on the loop."""
-        if not isinstance(given, dict) or len(given) <= len(cls.model_fields) + 1:
-            return given
-        unknown = next(name for name in given if name not in cls.model_fields)
-        return {name: value for name, value in given.items() if name == unknown or name in cls.model_fields}
+        if not isinstance(body, dict) or len(body) <= len(cls.model_fields) + 1:
+            return body
+        unknown = next(name for name in body if name not in cls.model_fields)
+        return {name: value for name, value in body.items() if name == unknown or name in cls.model_fields}
 
 
 class StrictRequest(Request):
@@ -139,12 +139,13 @@ class StrictRequest(Request):
 
     async def form(self, **_: Any) -> FormData:  # type: ignore[override]
         """One file, which Starlette spools to the disk of the box, and a few short fields. Raises ApiError 507."""
+        self.app.state.context.quotas.disk.check(self.announced)
         with disk_may_be_full():
             return await super().form(max_files=1, max_fields=16, max_part_size=1024)
 
 
 def json_of(text: bytes) -> tuple[Any, str]:
-    """The value, and why there is none. It raises nothing: orjson's error keeps the text, and itself in a cycle."""
+    """The value, or the reason why there is none. Never raises: orjson's error keeps the text, in a cycle."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -179,7 +180,6 @@ class StrictRoute(APIRoute):
         action = f"{self.noun}.{verb}" if self.noun else f"{self.verb.lower()} {path}"
         self.action, self.fields = declared_audit or (action, self.fields)
         self.max_bytes: Callable[[ControllerConfig], int] = getattr(endpoint, "max_bytes", lambda _: MAX_BYTES)
-        self.takes_file = hasattr(endpoint, "max_bytes")
         super().__init__(path, endpoint if iscoroutinefunction(endpoint) else _on_a_thread(endpoint), **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -190,8 +190,6 @@ class StrictRoute(APIRoute):
             if not request.scope["state"]["principal"].may(*self.scopes):
                 raise Forbidden(" or ".join(self.scopes))
             strict = StrictRequest(request.scope, request.receive, self.max_bytes(context.config))
-            if self.takes_file:
-                context.quotas.disk.check(strict.announced)
             response = await handle(strict)
             if self.verb != "GET" and response.status_code < 400:
                 caller: Principal = request.scope["state"]["principal"]

@@ -27,6 +27,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from appliance.store.errors import UnknownCursor
 from runtime.logs import REQUEST_ID
@@ -146,7 +147,7 @@ def install(app: FastAPI) -> None:
         shaped = _shaped(request, error)
         return JSONResponse(shaped.body(), shaped.status_code, shaped.headers)
 
-    for kind in (HTTPException, RequestValidationError, UnknownCursor, Exception):
+    for kind in (HTTPException, RequestValidationError, UnknownCursor, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer)
 
 
@@ -177,6 +178,8 @@ def _shaped(request: Request, error: Exception) -> ApiError:
         return BadRequest(message, param, code)
     if isinstance(error, UnknownCursor):
         return BadRequest(f"{error}.", "after", "invalid_cursor")
+    if isinstance(error, ClientDisconnect):  # no bug, and nobody receives the answer; 499 is nginx's status for it
+        return ApiError(499, "The client left before its request was complete.")
     # Starlette logs the traceback after this answer; the client learns only where to look.
     log.error("%s failed: %s", where, type(error).__name__)
     message = f"The server had an error while processing your request {REQUEST_ID.get()}; its log has the details."
@@ -207,8 +210,10 @@ def first_error(errors: Sequence[Any]) -> dict[str, Any]:
     first: dict[str, Any] = errors[0]
     parent = first["loc"][:-1]
     if first["type"] == "missing":
-        return next((one for one in errors if one["type"] == "extra_forbidden" and one["loc"][:-1] == parent), first)
-    return max((one for one in errors if one["loc"][: len(parent)] == parent), key=lambda one: len(one["loc"]))
+        unknown = (error for error in errors if error["type"] == "extra_forbidden" and error["loc"][:-1] == parent)
+        return next(unknown, first)
+    same_place = (error for error in errors if error["loc"][: len(parent)] == parent)
+    return max(same_place, key=lambda error: len(error["loc"]))
 
 
 def message_of(param: str, first: dict[str, Any]) -> tuple[str, str]:

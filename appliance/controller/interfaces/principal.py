@@ -1,10 +1,9 @@
-"""The caller of a request, identified by the socket it arrived on, never by missing headers; and each request by an id.
+"""The caller of a request, by the socket it arrived on and not by missing headers; and an id for each request.
 
 The controller listens on two Unix sockets. `controller.sock` is for the machine's users who own the box, their commands
 and the main process: without an identity they are the box itself, which may do everything. `gateway.sock` is for
 gateways: each request head names a key and its scopes, and proves with a token that a gateway wrote it. Other heads are
-refused before routing. (A missing identity once meant the box itself: whoever got a gateway to interpret a request body
-as a head was the administrator.)
+refused before routing: a body that a gateway took for a head must not become the administrator's request.
 """
 
 from __future__ import annotations

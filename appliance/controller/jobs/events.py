@@ -306,8 +306,9 @@ class JobEvents:
         """An event tells of the first: small models on a CPU write one at nearly every step."""
         jobs.update(self._db, row.id, snapshot={"step": int(event["step"]), "path": str(event["path"])})
         if row.snapshot is None:
-            data = {key: event.get(key) for key in ("step", "bytes", "seconds")}
-            add_message(self._db, row.id, f"Snapshot of step {event['step']}", data=data)
+            data = {key: event[key] for key in ("step", "bytes", "seconds")}
+            text = f"Snapshot of step {event['step']}: {gb(event['bytes'])} in {event['seconds']:.3g} s"
+            add_message(self._db, row.id, text, data=data)
 
     def _message(self, row: JobRow, event: dict[str, Any]) -> None:
         add_message(self._db, row.id, str(event["text"]), level=event.get("level", "info"))

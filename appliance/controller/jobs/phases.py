@@ -1,5 +1,5 @@
-"""The phases of a job around its training: validation of its data, before any device is taken; and what people want of
-it (cancel, pause, resume), recorded for the scheduler, with the pauses that follow from what the job's key may do.
+"""The phases of a job around its training: its validation, before it takes any device; and requests to cancel, pause or
+resume it, which the scheduler carries out. A job whose key loses its rights is paused.
 
 A validated job gets its own copy of its data, as chat JSONL, so deleting the uploaded file later does not stop it.
 Validation is safe to run again after a crash: the phase stays "validating" until everything is on disk.
@@ -65,9 +65,9 @@ class InvalidData(TaskFailed):
 
 
 def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]:
-    """The bad examples that this module has written into a job's events, and how many there were."""
-    refused = [event.data for event in events if event.data is not None and "of" in event.data]
-    return [(data["line"], data["reason"]) for data in refused], refused[-1]["of"] if refused else 0
+    """The bad examples in a job's events, as `JobValidation.fail` writes them, and how many there were."""
+    bad = [event.data for event in events if event.data is not None and "of" in event.data]
+    return [(data["line"], data["reason"]) for data in bad], bad[-1]["of"] if bad else 0
 
 
 def remove_copies(context: ControllerContext, job_id: str) -> None:
@@ -148,14 +148,14 @@ class JobValidation:
             messages += await to_thread.run_sync(compare, limiter=context.file_threads)
         dataset = settings.dataset_of(reports["training_file"])
         bounds = settings.DeviceBounds(row.min_devices, row.max_devices)
-        wish = settings.Wish(context, base, method, row.hyperparameters, dataset, bounds)
+        request = settings.SettingsRequest(context, base, method, row.hyperparameters, dataset, bounds)
         if tokenizer is not None and method.cut_refuses:
-            fields = wish.resolve()
+            fields = request.resolve()
             await self._check_cut(row, tokenizer, method.data_length(fields["max_length"], fields["options"]), reports)
         if (now := self._validating(row.id)) is None:
             return
         # Of the row as it is now: an operator may have changed it during the check.
-        chosen = replace(wish, bounds=settings.DeviceBounds(now.min_devices, now.max_devices)).choose()
+        chosen = replace(request, bounds=settings.DeviceBounds(now.min_devices, now.max_devices)).choose()
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if not (verdict := chosen.verdict).fits:
@@ -178,7 +178,8 @@ class JobValidation:
         context, judge = self._context, jobs.find_judge(self._db, row.id)
         name = judge.judge["teacher"] if judge is not None else ""
         teacher = resolve(self._db, name)
-        ours, theirs = (settings.tokenizer_of(context, one) if one else None for one in (student, teacher))
+        ours = settings.tokenizer_of(context, student)
+        theirs = settings.tokenizer_of(context, teacher) if teacher is not None else None
         if teacher is None:
             why = f"the teacher {name} was deleted"
         elif ours is None or theirs is None:
@@ -266,8 +267,8 @@ _MESSAGES = {
 }
 
 
-def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
-    """Raises NotFound and Conflict."""
+def set_wanted(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
+    """Record that the caller wants the job to run, pause or end. Raises NotFound, Conflict."""
     db = context.db
     row = JOBS.known(db, job_id, caller)
     verb = "resume" if wanted == "run" else wanted
@@ -335,8 +336,8 @@ def pause_jobs_of(db: Database, key_id: str) -> list[str]:
 
 def pause_jobs_without_model(db: Database) -> list[str]:
     """Pause the jobs whose keys may not use the models that they train any more; returns their ids. Call it in every
-    transaction that takes access to a model away: one that waits would fail at its start, and one that runs would go on
-    learning from what its owner may not see."""
+    transaction that takes access to a model away: a waiting job would fail at its start, and a running one would go on
+    learning from a model that its owner may not see."""
     lost = [row for row in jobs.list_unfinished(db) if not may_use(db, row.key_id, row.model)]
     return _pause(db, lost, MODEL_WITHDRAWN)
 

@@ -41,30 +41,30 @@ class NodeSizes:
     """Devices per node: the most that a job, or an engine with tensor parallelism, can have, since neither spans nodes.
     Lost nodes count, which the box waits for; one that has yet to join does not.
 
-    counts: devices of each node, of the box's own kind. unasked: the most of a job that asks for no number."""
+    counts: devices of each node, of the box's own kind. default_most: limit of a job whose request has none."""
 
     counts: tuple[int, ...]
-    unasked: int
+    default_most: int
 
     @property
     def largest(self) -> int:
         return max(self.counts)
 
-    def refuse_more(self, name: str, given: int, asked: str = "") -> None:
-        """Raises BadRequest if no node has `given` devices. name: the field at fault, with value `asked`."""
+    def refuse_more(self, name: str, devices: int, shown: str = "") -> None:
+        """Raise BadRequest if no node has as many devices. name: the field at fault. shown: its value, in words."""
         node = "the box" if len(self.counts) == 1 else "the largest node of the box"
-        _refuse_more(name, given, self.largest, f", which is all that {node} has", asked)
+        _refuse_more(name, devices, self.largest, f", which is all that {node} has", shown)
 
-    def refuse_more_replicas(self, name: str, given: int, tensor_parallel: int) -> None:
-        """Raises BadRequest if the nodes cannot hold `given` engines with this many devices each."""
+    def refuse_more_replicas(self, name: str, engines: int, tensor_parallel: int) -> None:
+        """Raise BadRequest if the nodes cannot hold as many engines of `tensor_parallel` devices each."""
         most = sum(count // tensor_parallel for count in self.counts)
-        _refuse_more(name, given, most, f": each replica takes {tensor_parallel} of {sum(self.counts)} devices")
+        _refuse_more(name, engines, most, f": each replica takes {tensor_parallel} of {sum(self.counts)} devices")
 
 
-def _refuse_more(name: str, given: int, most: int, why: str, asked: str = "") -> None:
-    if given > most:
+def _refuse_more(name: str, value: int, most: int, why: str, shown: str = "") -> None:
+    if value > most:
         raise BadRequest(
-            f"{name} is {asked or given}; expected at most {most}{why}. Ask for less, or join a node with more devices "
+            f"{name} is {shown or value}; expected at most {most}{why}. Ask for less, or join a node with more devices "
             "first (`appliance join`).",
             param=name,
             code="insufficient_devices",
@@ -96,20 +96,20 @@ class DeviceBounds:
         return self.min_devices or 1
 
     def most(self, nodes: NodeSizes, together: int = 1) -> int:
-        """The most devices that the job may take; it need not be there. together: ranks that compute one row."""
-        return self.max_devices or max(nodes.unasked, self.least, together)
+        """The most devices that the job may take, present or not. together: ranks that compute one row."""
+        return self.max_devices or max(nodes.default_most, self.least, together)
 
     def divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> tuple[list[int], list[int]]:
-        """Sizes that divide the work of a step, and the requested ones among them."""
+        """Numbers of devices that divide the work of a step, and those of them within the bounds."""
         together = auto.ranks_of_row(resolved)
         most = self.most(nodes, together)
         by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"], together)
         return by_batch, [size for size in by_batch if size >= self.least]
 
     def check(self, resolved: dict[str, Any] | None, nodes: NodeSizes) -> list[int]:
-        """The requested ones of `divided`, including those that only a node yet to join could provide; none before the
-        job is resolved. A `max_devices` that no node has only limits. Raises BadRequest when there is none, or none for
-        the known nodes."""
+        """The numbers of `divided` within the bounds, also those that only a node yet to join could provide; none
+        before the job is resolved. A `max_devices` that no node has only limits. Raises BadRequest if there is none, or
+        none for the known nodes."""
         least, most = self.least, self.max_devices
         if most is not None and least > most:
             raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
@@ -138,8 +138,11 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """resolved: fields of a TrainSpec. verdict: whether it fits, and on how many devices. layouts: those that fit, the
-    best first, which `resolved` has, as `Estimator.described` has them."""
+    """The settings of a job, chosen.
+
+    resolved: fields of a TrainSpec. verdict: whether it fits, and on how many devices. layouts: those that fit as
+    `Estimator.described` has them, the best first: `resolved` has that one.
+    """
 
     resolved: dict[str, Any]
     verdict: Verdict
@@ -147,8 +150,8 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a request asks of a job. hyperparameters: as given, "auto" or absent where the box chooses."""
+class SettingsRequest:
+    """The settings that a request has for a job. hyperparameters: "auto" or absent where the box chooses."""
 
     context: ControllerContext
     base: Resolved
@@ -159,22 +162,22 @@ class Wish:
 
     def resolve(self) -> dict[str, Any]:
         """The fields of a TrainSpec, before a layout is chosen. Raises InvalidHyperparameter."""
-        asked, bounds, nodes = self.hyperparameters, self.bounds, nodes_of(self.context)
+        requested, bounds, nodes = self.hyperparameters, self.bounds, nodes_of(self.context)
         model = model_stats(self.context, self.base)
         together = math.prod(
-            n for name in ("tensor_parallel", "sequence_parallel") if type(n := asked.get(name)) is int
+            n for name in ("tensor_parallel", "sequence_parallel") if type(n := requested.get(name)) is int
         )
         most = max(1, min(bounds.most(nodes, together), nodes.largest))
-        resolved = self.method.resolve(asked, self.dataset, model, most)
+        resolved = self.method.resolve(requested, self.dataset, model, most)
         if bounds.min_devices and not self._is_set("batch_size") and not bounds.divided(resolved, nodes)[1]:
             # An automatic batch follows the requested devices, not the other way round.
             rows = math.ceil(resolved["batch_size"] / bounds.min_devices) * bounds.min_devices
-            resolved = self.method.resolve({**asked, "batch_size": rows}, self.dataset, model, most)
+            resolved = self.method.resolve({**requested, "batch_size": rows}, self.dataset, model, most)
         return resolved
 
     def choose(self) -> Settings:
-        """As `resolve`, with the best layout that fits the box. Raises BadRequest too, if the requested numbers of
-        devices do not divide a step."""
+        """Resolve the settings and choose the best layout that fits the box. Raises InvalidHyperparameter; BadRequest
+        if no number of devices within the bounds divides a step."""
         bounds, method, dataset, resolved = self.bounds, self.method, self.dataset, self.resolve()
         nodes = nodes_of(self.context)
         by_batch, sizes = bounds.divided(resolved, nodes)
@@ -185,40 +188,38 @@ class Wish:
         kept = [name for name in capacity.LAYOUT if self._is_set(name)]
         estimator = Estimator(shape_of(self.base), box, method, method.load(dataset, resolved))
         steps = auto.steps(method.rows(dataset), resolved)
-        fitting, changed = list[capacity.Layout](), ""
+        layouts, warning = list[capacity.Layout](), ""
         for parts in self._row_parts(resolved, box):
             shared = resolved | {"sequence_parallel": parts}
             sizes = bounds.divided(shared, nodes)[1]
-            # A micro-batch that nobody asked for never costs a number of devices.
             by_micro = {n: bounds.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
-            by_micro = {n: of_micro for n, of_micro in by_micro.items() if of_micro and set(sizes) <= set(of_micro)}
-            fitting, changed = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
-            if fitting:
+            # A micro-batch that the box chooses never costs a number of devices.
+            by_micro = {n: possible for n, possible in by_micro.items() if possible and set(sizes) <= set(possible)}
+            layouts, warning = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
+            if layouts:
                 resolved = shared
                 break
-        resolved = resolved | (fitting[0].fields if fitting else estimator.leanest())
-        sizes = bounds.divided(resolved, nodes)[1]
-        verdict = estimator.verdict(resolved, sizes)
-        if changed:
-            verdict = replace(verdict, warnings=(changed, *verdict.warnings))
-        described = [estimator.described(one, resolved, steps) for one in fitting]
-        return Settings(resolved, verdict, described)
+        resolved = resolved | (layouts[0].fields if layouts else estimator.leanest())
+        verdict = estimator.verdict(resolved, bounds.divided(resolved, nodes)[1])
+        if warning:
+            verdict = replace(verdict, warnings=(warning, *verdict.warnings))
+        return Settings(resolved, verdict, [estimator.described(layout, resolved, steps) for layout in layouts])
 
     def _row_parts(self, resolved: dict[str, Any], box: BoxFacts) -> list[int]:
-        """How many ranks may share a row: as asked for; or one, and more where nothing else fits."""
-        own = resolved["sequence_parallel"]
+        """Numbers of ranks to share a row, in the order to try: the requested one; or one, then more."""
+        first = resolved["sequence_parallel"]
         if self._is_set("sequence_parallel") or not self.method.sums or box.on_host:
-            return [own]
+            return [first]
         parts = [n for n in (2, 4, 8, 16, 32) if n <= box.node_devices and not resolved["lora_dropout"]]
         model = model_stats(self.context, self.base)
-        return [own, *(n for n in parts if auto.shares_rows(model, resolved | {"sequence_parallel": n}))]
+        return [first, *(n for n in parts if auto.shares_rows(model, resolved | {"sequence_parallel": n}))]
 
     def _is_set(self, name: str) -> bool:
         return self.hyperparameters.get(name, "auto") not in ("auto", None)
 
 
 def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
-    """What `train.plan.auto` asks of a base model and of the box."""
+    """Facts of a base model and of the box that `train.plan.auto` needs."""
     kind = context.scheduler.status()["devices"][0]["kind"]
     return auto.ModelStats(
         shape=shape_of(base),

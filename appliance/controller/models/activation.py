@@ -85,8 +85,8 @@ class Canaries:
         self._context, self._db = context, context.db
 
     async def look(self, now_s: float) -> None:
-        """A task for each canary whose model is not being changed, which ends it if it ends automatically: a swap may
-        take minutes, in which another model's bad canary has to be rolled back."""
+        """Start a task for each canary whose model is not being changed, which ends the canary if that is due. One task
+        each, because a swap may take minutes, in which another model's bad canary has to be rolled back."""
         for row in models.running_canaries(self._db):
             if not lock(row.model).locked():
                 self._context.background.once(f"canary: {row.model}", partial(self._look_at, row.model, now_s))
@@ -103,14 +103,15 @@ class Canaries:
                     return
                 model, caller = stored_model(self._db, name), caller_of(self._db, None)
                 verdict, reason = self._decision(row, model, now_s)
-                if not row.auto and model.active_version == row.before:
-                    return
-                if verdict == "promote" and model.active_version == row.before:
-                    try:
-                        await self.promote(model, caller, reason)
+                if model.active_version == row.before:
+                    if not row.auto:
                         return
-                    except Conflict as error:
-                        verdict, reason = "roll back", error.message
+                    if verdict == "promote":
+                        try:
+                            await self.promote(model, caller, reason)
+                            return
+                        except Conflict as error:
+                            verdict, reason = "roll back", error.message
                 if verdict != "wait":
                     self._end(row, "promoted" if verdict == "promote" else "rolled_back", caller, reason)
 
@@ -196,7 +197,7 @@ class Canaries:
         status = self._context.scheduler.status()
         version = models.find_version(self._db, row.model, row.version)
         is_adapter = version is not None and version.meta.get("adapter")  # it is on the engines of its base
-        if is_adapter or any(one["model"] == row.name and one["state"] == "open" for one in status["replicas"]):
+        if is_adapter or any(r["model"] == row.name and r["state"] == "open" for r in status["replicas"]):
             return f"{row.version} takes {row.share:.0%} of the requests"
         notes = [note for note in status["notes"] if row.name in note]
         return ". ".join([f"All requests go to {row.before}: no engine of {row.version} is open yet", *notes])

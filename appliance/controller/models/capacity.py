@@ -116,7 +116,7 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """fits: now or later. waits: fits, but only after shared memory is freed; the sentence why. problems: why not, one
-    sentence each. instead: what would fit. numbers: memory taken, by part."""
+    sentence each. instead: jobs that would fit, in words. numbers: memory taken, by part."""
 
     fits: bool
     problems: tuple[str, ...]
@@ -138,8 +138,8 @@ def gb(count_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """Estimates jobs that train this model with this method on this box. load: what a row holds; None: full rows of one
-    sequence."""
+    """Estimates the memory and time of jobs that train this model with this method on this box. load: contents of a
+    row; None: full rows of one sequence."""
 
     shape: ModelShape
     box: BoxFacts
@@ -147,7 +147,7 @@ class Estimator:
     load: Load | None = None
 
     def verdict(self, fields: Mapping[str, Any], sizes: Sequence[int]) -> Verdict:
-        """A job whose TrainSpec has `fields`, at any of the world sizes `sizes`.
+        """Whether a job whose TrainSpec has `fields` fits at any of the world sizes `sizes`.
 
         It needs memory on the devices for its ranks, host memory for what it offloads, and room in the store for its
         result. A snapshot that does not fit the store goes to disk, which only costs time.
@@ -215,8 +215,8 @@ class Estimator:
                 pairs += [(stage, "optimizer") for stage in (1, 2, 3)]
         if "zero_stage" not in kept and max(map(max, sizes.values())) == 1:  # one rank has nobody to share with
             pairs = [(stage, offload) for stage, offload in pairs if stage == 1 or offload == "parameters"]
-        for (stage, offload), again, micro in product(pairs, (False, True), sizes):
-            chosen = dict(zip(LAYOUT, (stage, offload, again, micro), strict=True))
+        for (stage, offload), recompute, micro in product(pairs, (False, True), sizes):
+            chosen = dict(zip(LAYOUT, (stage, offload, recompute, micro), strict=True))
             differs = any(chosen[name] != value for name, value in fixed.items())
             if differs or (box.on_host and micro != fields["micro_batch"]):
                 continue
@@ -224,8 +224,8 @@ class Estimator:
             memory = {size: self.method.rank_memory(shape, spec, size) for size in sizes[micro]}
             fitting = tuple(
                 size
-                for size, one in memory.items()
-                if box.holds(one, size) and not _offload_problem(size * one.host_bytes, stored, box)
+                for size, of_rank in memory.items()
+                if box.holds(of_rank, size) and not _offload_problem(size * of_rank.host_bytes, stored, box)
             )
             if fitting:
                 time = speed.step_time(shape, spec, fitting[-1], box.accelerator, load=load)
@@ -234,11 +234,11 @@ class Estimator:
                 # Nothing is known of links between processes of one host: the simplest that fits is as good as any.
                 weighed_s = 0.0 if box.on_host else time.step_s * (1 + WAIT * micro_s)
                 candidates.append(Layout(chosen, fitting, *bytes_of, time, weighed_s))
-        of_kind = defaultdict(list)
-        for one in candidates:
-            of_kind[tuple(one.fields.values())[:3]].append(one)
-        kinds = sorted((_first(of_one) for of_one in of_kind.values()), key=lambda one: (*one.risk, one.weighed_s))
-        return [best := _first(kinds, NEAR), *(one for one in kinds if one is not best)] if kinds else []
+        by_kind = defaultdict(list)  # by all but the micro-batch
+        for layout in candidates:
+            by_kind[tuple(layout.fields.values())[:3]].append(layout)
+        fastest = sorted(map(_best, by_kind.values()), key=lambda layout: (*layout.risk, layout.weighed_s))
+        return [best := _best(fastest, NEAR), *(layout for layout in fastest if layout is not best)] if fastest else []
 
     def fit(
         self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], requested: Collection[str]
@@ -248,10 +248,10 @@ class Estimator:
         for left_out in range(len(requested) + 1):
             for names in combinations(requested, len(requested) - left_out):
                 if fitting := self.layouts(fields, sizes, names):
-                    changed = " and ".join(f"{name} {fields[name]}".lower() for name in requested if name not in names)
+                    dropped = " and ".join(f"{name} {fields[name]}".lower() for name in requested if name not in names)
                     taken = ", ".join(f"{name} {value}".lower() for name, value in fitting[0].fields.items())
-                    warning = f"It does not fit with {changed}; it takes {taken}, which trains the same."
-                    return fitting, warning if changed else ""
+                    warning = f"It does not fit with {dropped}; it takes {taken}, which trains the same."
+                    return fitting, warning if dropped else ""
         return [], ""
 
     def leanest(self) -> dict[str, Any]:
@@ -286,24 +286,25 @@ class Estimator:
         """The nearest jobs that fit where this one does not: LoRA, a base of 4 bits, shorter rows, more devices."""
         whole_rows, micro = replace(self, load=None), fields["micro_batch"]
 
-        def tried(label: str, of: Estimator = whole_rows, sizes: Sequence[int] = sizes, **changes: Any) -> str:
-            fitting = of.layouts({**fields, **changes}, {micro: sizes})
-            return f"{label} on {_devices(fitting[0].sizes[-1])}: {gb(fitting[0].device_bytes)} each" if fitting else ""
+        def option(label: str, by: Estimator = whole_rows, sizes: Sequence[int] = sizes, **changes: Any) -> str:
+            """In words; "" if it does not fit either."""
+            layouts = by.layouts({**fields, **changes}, {micro: sizes})
+            return f"{label} on {_devices(layouts[0].sizes[-1])}: {gb(layouts[0].device_bytes)} each" if layouts else ""
 
         lora = f"LoRA (full false, lora_rank {fields['lora_rank']})"
-        answers = [tried(lora, full=False)] if fields["full"] else []
+        options = [option(lora, full=False)] if fields["full"] else []
         if not self.shape.quantised_bytes:
             small = replace(whole_rows, shape=replace(self.shape, quantised_bytes=FOUR_BITS))
             on_small = f"{lora} on a base in 4 bits (`appliance model quantize NAME --form int4`)"
-            answers.append(tried(on_small, small, full=False, tensor_parallel=1))
+            options.append(option(on_small, small, full=False, tensor_parallel=1))
         lengths = (fields["max_length"] >> halvings for halvings in range(1, 32))
-        shorter = (tried(f"max_length {tokens}", max_length=tokens) for tokens in lengths if tokens >= _LEAST_TOKENS)
-        answers.append(next(filter(None, shorter), ""))
+        shorter = (option(f"max_length {tokens}", max_length=tokens) for tokens in lengths if tokens >= _LEAST_TOKENS)
+        options.append(next(filter(None, shorter), ""))
         if not self.box.on_host:
-            more = (count for count in range(sizes[-1] + 1, _MOST_DEVICES + 1) if count % 4 == 0 or count < 8)
-            of_more = (tried("the same job", sizes=(count,)) for count in more)
-            answers.append(next(filter(None, of_more), ""))
-        return list(filter(None, answers))[:3]
+            counts = (count for count in range(sizes[-1] + 1, _MOST_DEVICES + 1) if count % 4 == 0 or count < 8)
+            larger = (option("the same job", sizes=(count,)) for count in counts)
+            options.append(next(filter(None, larger), ""))
+        return list(filter(None, options))[:3]
 
 
 def store_full(needed_bytes: int, room_bytes: int) -> str:
@@ -341,12 +342,12 @@ def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[
     ]
 
 
-def _first(candidates: Sequence[Layout], near: float = 1.0) -> Layout:
-    """near: times the fastest."""
-    least = min(one.risk for one in candidates)
-    safest = [one for one in candidates if one.risk == least]
-    near_s = near * min(one.weighed_s for one in safest)
-    return min((one for one in safest if one.weighed_s <= near_s), key=lambda one: one.cost)
+def _best(layouts: Sequence[Layout], near: float = 1.0) -> Layout:
+    """Of the safest, the cheapest that takes at most `near` times as long as the fastest."""
+    least = min(layout.risk for layout in layouts)
+    safest = [layout for layout in layouts if layout.risk == least]
+    near_s = near * min(layout.weighed_s for layout in safest)
+    return min((layout for layout in safest if layout.weighed_s <= near_s), key=lambda layout: layout.cost)
 
 
 def _devices(count: int) -> str:

@@ -1,5 +1,5 @@
-"""Models as they come and go: the rows of what an import brought in, and the base of an imported adapter; and the
-deletion of a model or a version: refused while it is in use, otherwise rows, then replicas, then bytes."""
+"""The rows of an imported model, and the base of an imported adapter; and the deletion of a model or a version: refused
+while it is in use, otherwise rows, then replicas, then bytes."""
 
 from __future__ import annotations
 
@@ -26,25 +26,22 @@ KEPT_CHECKPOINTS = 3
 
 
 def adapter_base(context: ControllerContext, name: str, trained_on: str, base: str | None) -> dict[str, Any]:
-    """The version that the adapter `name` is to be served on, as arguments of `ModelLibrary.import_adapter`: of the
-    model `base`, else of the one that the adapter names, by its name here, its source, or the last part of a hub id or
-    path. Raises BadRequest, Conflict."""
+    """The version to serve the adapter `name` on, as arguments of `ModelLibrary.import_adapter`: of the model `base`,
+    else of the one that the adapter says it was `trained_on`. Raises BadRequest, Conflict."""
     db = context.db
     row = models.find(db, base) if base is not None else _named(db, trained_on)
     if row is None:
-        wanted = shown(base or trained_on) if base or trained_on else "a model it does not name"
+        parent = shown(base or trained_on) if base or trained_on else "a model it does not name"
         raise BadRequest(
-            f"The adapter is one of {wanted}, which is not on this box: import that model first, or name the one that "
+            f"The adapter is one of {parent}, which is not on this box: import that model first, or name the one that "
             "it was trained on with --base NAME (`appliance model list` shows those that are here).",
             param="base",
             code="base_not_found",
         )
     version = models.active(db, row)
     if version is None or version.meta.get("adapter"):
-        what = "has no version that answers" if version is None else "is an adapter itself"
-        message = (
-            f"The model {shown(row.id)} {what}, so no adapter can be served on it; name a base with whole weights."
-        )
+        why = "has no version that answers" if version is None else "is an adapter itself"
+        message = f"The model {shown(row.id)} {why}, so no adapter can be served on it; name a base with whole weights."
         raise BadRequest(message, param="base", code="base_not_supported")
     path = version.disk_path or version.shm_path
     if path is None:
@@ -54,9 +51,9 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
             param="base",
             code="base_not_here",
         )
-    there = models.find(db, name)
-    active = models.active(db, there) if there is not None else None
-    if there is not None and (active is None or (active.meta.get("adapter") or {}).get("base") != row.id):
+    existing = models.find(db, name)
+    active = models.active(db, existing) if existing is not None else None
+    if existing is not None and (active is None or (active.meta.get("adapter") or {}).get("base") != row.id):
         message = f"The model {shown(name)} exists and is not an adapter of {row.id}; choose another name with --name."
         raise Conflict(message, param="name", code="model_exists")
     rank_limit = context.sizes.adapter_rank_limit(row)
@@ -64,6 +61,7 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
 
 
 def _named(db: Database, named: str) -> ModelRow | None:
+    """The only model with this name, else with this source, else with the last part of this hub id or path."""
     if not named:
         return None
     rows = models.list_callable(db)
@@ -81,15 +79,15 @@ def _named(db: Database, named: str) -> ModelRow | None:
 
 async def register(
     context: ControllerContext,
-    made: ModelVersion,
+    imported: ModelVersion,
     caller: Principal,
     *,
     source: str,
     adapter: dict[str, Any] | None,
     serves: bool = True,
 ) -> dict[str, Any]:
-    """Create the rows of a version whose bytes are in place: the model, the version, and the deployment. An adapter is
-    for those who may use its base, until that is changed.
+    """Create the rows of a version whose bytes are in place: the model, the version, and the deployment. Whoever may
+    use the base of an adapter may use the adapter too, until that is changed.
 
     Args:
         source: where its files came from.
@@ -99,50 +97,50 @@ async def register(
     Raises:
         OperationFailed: Jobs make a model of this name, or the base was deleted meanwhile. The bytes are gone then.
     """
-    db, info = context.db, {**made.info, "warnings": list(made.warnings)}
-    below, meta = models.find(db, adapter["base"]) if adapter is not None else None, dict[str, Any]()
+    db, info = context.db, {**imported.info, "warnings": list(imported.warnings)}
+    base, meta = models.find(db, adapter["base"]) if adapter is not None else None, dict[str, Any]()
     if adapter is not None:
-        rank = made.info.get("adapter", {}).get("rank")
+        rank = imported.info.get("adapter", {}).get("rank")
         meta = {"adapter": {"base": adapter["base"], "base_version": adapter["base_version"], "rank": rank}}
     elif info.get("chat_template") is not None:
         meta = {"chat_template": info["chat_template"]}
     if not serves:
         meta["quantization"] = info.get("quantization")  # it may have another form than the model's other versions
     now_s = time.time()
-    version = VersionRow(made.name, made.version, source, made.bytes, now_s, str(made.path), meta=meta)
+    version = VersionRow(imported.name, imported.version, source, imported.bytes, now_s, str(imported.path), meta=meta)
     why, code = "", "model_exists"
-    if made_by_jobs(db, made.name):  # an import never becomes a version of what jobs make
-        why = f"{shown(made.name)} is the name of a model that jobs make; import this one with --name, by another."
+    if made_by_jobs(db, imported.name):  # an import never becomes a version of what jobs make
+        why = f"{shown(imported.name)} is the name of a model that jobs make; import this one with --name, by another."
     elif adapter is not None and models.find_version(db, adapter["base"], adapter["base_version"]) is None:
         why, code = f"{adapter['base']} {adapter['base_version']} was deleted during the import", "base_not_found"
     if why:
-        await context.model_ops.remove(made.name, [version])
+        await context.model_ops.remove(imported.name, [version])
         raise OperationFailed(why, code=code)
     row = ModelRow(
-        id=made.name,
-        kind="base" if below is None else "fine-tuned",
-        base=None if below is None else below.id,
-        bytes=made.bytes,
+        id=imported.name,
+        kind="base" if base is None else "fine-tuned",
+        base=None if base is None else base.id,
+        bytes=imported.bytes,
         owned_by=f"org-{context.config.organization}",
         source=source,
         created_s=now_s,
         owner=caller.owner,
-        info=info if below is None else below.info,
-        **columns(made if below is None else below, "arch params task max_model_len"),
+        info=info if base is None else base.info,
+        **columns(imported if base is None else base, "arch params task max_model_len"),
     )
     with db.transaction():
         if models.find(db, row.id) is None:
             models.insert(db, row)
-            for owner in sorted({*models.shared_with(db, below.id), below.owner} - {""}) if below is not None else ():
+            for owner in sorted({*models.shared_with(db, base.id), base.owner} - {""}) if base is not None else ():
                 models.share(db, row.id, owner)
-        if models.find_version(db, row.id, made.version) is None:
+        if models.find_version(db, row.id, imported.version) is None:
             models.insert_version(db, version)
         if serves:
-            models.serve(db, row.id, made.version)
-    context.scheduler.nudge(f"model {row.id} version {made.version} is ready")
-    result = {"name": row.id, **columns(made, "version params bytes")}
-    if made.warnings:
-        result["warnings"] = list(made.warnings)
+            models.serve(db, row.id, imported.version)
+    context.scheduler.nudge(f"model {row.id} version {imported.version} is ready")
+    result = {"name": row.id, **columns(imported, "version params bytes")}
+    if imported.warnings:
+        result["warnings"] = list(imported.warnings)
     if adapter is not None:
         result["adapter of"] = f"{adapter['base']} {adapter['base_version']}"
     return result
@@ -151,20 +149,19 @@ async def register(
 # --- deletion
 
 
-def doomed(db: Database, name: str) -> tuple[ModelRow, VersionRow | None]:
-    """What a name to delete means: a version of the model, or with None the whole model, whether any of its versions
-    answers or not (its job may have failed after it published some). Raises NotFound."""
+def to_delete(db: Database, name: str) -> tuple[ModelRow, VersionRow | None]:
+    """The model and version of a name to delete; without a version the whole model, also one of whose versions none
+    answers (its job may have failed after it published some). Raises NotFound."""
     if (model := models.find(db, name)) is not None:
         return model, None
-    found = known_model(db, name)
-    return found.model, found.version
+    resolved = known_model(db, name)
+    return resolved.model, resolved.version
 
 
 async def remove(
     context: ControllerContext, name: str, model: ModelRow, version: VersionRow | None, caller: Principal
 ) -> None:
-    """Delete a model with all its versions, or one version by its checkpoint's or pinned name; both of this very
-    moment.
+    """Delete a model with all its versions, or one version. Both rows were read since the last await.
 
     Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
     between leaves unreferenced bytes, which the weight store's sweep deletes. Raises Conflict.
@@ -185,7 +182,7 @@ async def remove(
 
 
 async def remove_bytes(context: ControllerContext, *versions: VersionRow) -> None:
-    """Removes the bytes of versions of one model whose rows are gone. Engines unload those that are adapters before."""
+    """Remove the bytes of versions of one model whose rows are gone, once engines have unloaded adapters among them."""
     if names := [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]:
         try:
             await context.scheduler.unload_adapters(names)
@@ -196,20 +193,19 @@ async def remove_bytes(context: ControllerContext, *versions: VersionRow) -> Non
 
 
 def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
-    """Delete the checkpoints of this job but for those of its last epochs, and those that something rests on. Returns
-    them: their bytes have to follow."""
+    """Delete the rows of this job's checkpoints, but for those of its last epochs and those in use. Returns the rows:
+    the caller removes their bytes."""
     checkpoints = (row for row in models.versions_made_by(db, job.id) if row.meta.get("of_epoch"))
     by_step = sorted(checkpoints, key=lambda row: row.step)
     with db.transaction():
-        older = [row for row in by_step[:-KEPT_CHECKPOINTS] if not _rests_on(db, row)]
+        older = [row for row in by_step[:-KEPT_CHECKPOINTS] if not _is_in_use(db, row)]
         for row in older:
             models.delete_version(db, row.model, row.version)
     return older
 
 
-def _rests_on(db: Database, row: VersionRow) -> bool:
-    """Whether anything would miss this checkpoint: it answers or is compared, or what was made of it, or
-    is being made or judged by it, needs it."""
+def _is_in_use(db: Database, row: VersionRow) -> bool:
+    """Whether this checkpoint answers, is a canary, is trained further, judges a job, or is the base of an adapter."""
     names = _names(row)
     return (
         bool(_answers(db, row))
@@ -230,7 +226,7 @@ def _answers(db: Database, row: VersionRow) -> str:
 
 
 def _names(row: VersionRow) -> set[str]:
-    """All names by which a job may have this version, but for its model's."""
+    """Names by which a job may refer to this version, without its model's."""
     return {f"{row.model}@{row.version}"} | ({row.checkpoint} if row.checkpoint else set())
 
 
@@ -244,7 +240,7 @@ def _refuse_if_in_use(db: Database, name: str, model: str, version: VersionRow |
         if job.wanted == "cancel":
             continue
         # A job whose key may not use the model any more cannot start again, so it does not block the deletion.
-        may_judge = job not in trained and any(may_use(db, job.key_id, one) for one in names)
+        may_judge = job not in trained and any(may_use(db, job.key_id, public) for public in names)
         if job.phase == "running" or may_judge or (job in trained and base_of(db, job) is not None):
             user = job.id if caller.viewer in (None, job.owner) else "of another owner"
             _in_use(f"{name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")

@@ -24,7 +24,7 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, Invalid
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.phases import JOBS, VALIDATIONS, ask, lines_of, pause_reason
+from appliance.controller.jobs.phases import JOBS, VALIDATIONS, lines_of, pause_reason, set_wanted
 from appliance.controller.models.capacity import Estimator
 from appliance.controller.openai.new_job import (
     Devices,
@@ -45,7 +45,7 @@ from train.data_checks.process import CheckFailed, report_apart
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
-from train.plan.errors import InvalidHyperparameter
+from train.plan.errors import InvalidHyperparameter, UnsupportedModel
 
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
 _ERROR_EVENTS = 200
@@ -111,15 +111,15 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:
-        return _view(context, ask(context, job_id, "cancel", caller), caller)
+        return _view(context, set_wanted(context, job_id, "cancel", caller), caller)
 
     @router.post("/{job_id}/pause")
     async def pause(job_id: str, caller: Caller) -> dict[str, Any]:
-        return _view(context, ask(context, job_id, "pause", caller), caller)
+        return _view(context, set_wanted(context, job_id, "pause", caller), caller)
 
     @router.post("/{job_id}/resume")
     async def resume(job_id: str, caller: Caller) -> dict[str, Any]:
-        return _view(context, ask(context, job_id, "run", caller), caller)
+        return _view(context, set_wanted(context, job_id, "run", caller), caller)
 
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def method_routes() -> APIRouter:
 
     @router.get("")
     def list_methods() -> dict[str, Any]:
-        """`takes`: what a request says beside hyperparameters; `options`: hyperparameters of this method alone."""
+        """`takes`: fields of a request besides hyperparameters; `options`: hyperparameters of this method alone."""
         methods = [
             {
                 "object": "fine_tuning.method",
@@ -308,11 +308,10 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
         dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
     bounds = settings.DeviceBounds(max_devices=body.devices)
     try:
-        chosen = settings.Wish(context, base, method, body.hyperparameters, dataset, bounds).choose()
+        chosen = settings.SettingsRequest(context, base, method, body.hyperparameters, dataset, bounds).choose()
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
-    fields, best = chosen.resolved, next(iter(chosen.layouts), None)
-    verdict = chosen.verdict
+    fields, best, verdict = chosen.resolved, next(iter(chosen.layouts), None), chosen.verdict
     if counted:
         verdict = replace(verdict, warnings=(*verdict.warnings, *settings.cut_warning(method, dataset, fields)))
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
@@ -331,7 +330,7 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
         },
         **asdict(verdict),
         "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
-        "layouts": [{name: value for name, value in one.items() if name in _OF_LAYOUT} for one in chosen.layouts[:3]],
+        "layouts": [{name: layout[name] for name in _OF_LAYOUT} for layout in chosen.layouts[:3]],
     }
 
 
@@ -371,6 +370,8 @@ def check_routes(context: ControllerContext) -> APIRouter:
         try:
             async with context.file_threads:
                 report = await report_apart(context.files_dir / row.id, row.id, **options)
+        except UnsupportedModel as error:
+            raise BadRequest(f"{error}.", "model", "invalid_value") from error
         except CheckFailed as error:
             # Without the box's own paths.
             message = f"{error}.".replace(f"{context.files_dir}/", "")
@@ -418,7 +419,7 @@ def queue_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/queue")
     def show_queue(now: Status) -> dict[str, Any]:
         """Every unfinished job in the order in which the planner serves them, and what each owner has."""
-        planned = {one["id"]: one for one in now["queue"]}
+        planned = {job["id"]: job for job in now["queue"]}
         rows = [row for row in jobs.list_unfinished(db) if row.wanted != "cancel"]
         rows.sort(key=lambda row: (0, planned[row.id]["position"]) if row.id in planned else (1, row.created_s))
         data = [
@@ -472,9 +473,9 @@ def _entry(job: dict[str, Any], position: int, planned: dict[str, Any] | None, p
 
 def _owners(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each owner has: among equal priorities, everyone's first job comes before anyone's second."""
-    found: dict[str | None, dict[str, Any]] = {}
+    shares: dict[str | None, dict[str, Any]] = {}
     for entry in entries:
-        shares = found.setdefault(entry["owner"], {"owner": entry["owner"], "running": 0, "waiting": 0, "devices": 0})
-        shares["running" if entry["devices"] else "waiting"] += 1
-        shares["devices"] += len(entry["devices"])
-    return list(found.values())
+        share = shares.setdefault(entry["owner"], {"owner": entry["owner"], "running": 0, "waiting": 0, "devices": 0})
+        share["running" if entry["devices"] else "waiting"] += 1
+        share["devices"] += len(entry["devices"])
+    return list(shares.values())

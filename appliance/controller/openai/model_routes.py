@@ -26,7 +26,7 @@ from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflic
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.phases import pause_jobs_without_model
 from appliance.controller.models import archive
-from appliance.controller.models.lifecycle import doomed, remove
+from appliance.controller.models.lifecycle import remove, to_delete
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys
@@ -48,7 +48,7 @@ def routes(context: ControllerContext) -> APIRouter:
         states, data = ModelStates(db, now), []
         for name in models.callable_names(db, caller.viewer):
             if caller_may_use(db, caller, name) and (item := resolve(db, name)) is not None:
-                data.append(_shown(context, item, caller, states))
+                data.append(_view(context, item, caller, states))
         return {"object": "list", "data": data}
 
     @router.get("/{name:path}/archive")
@@ -83,14 +83,14 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{name:path}")
     @needs(INFERENCE, FINE_TUNING, READ)
     def retrieve(name: str, caller: Caller, now: Status) -> dict[str, Any]:
-        return _shown(context, usable_model(db, caller, name), caller, ModelStates(db, now))
+        return _view(context, usable_model(db, caller, name), caller, ModelStates(db, now))
 
     @router.delete("/{name:path}")
     @audited("model.delete")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
         if not caller_may_use(db, caller, name):
             raise unknown_model(name)
-        model, version = doomed(db, name)
+        model, version = to_delete(db, name)
         if model.kind == "base" and not caller.is_admin:
             raise Forbidden(ADMIN)
         _refuse_unless_own(model, caller, "delete")
@@ -101,11 +101,11 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("/{name:path}/share")
     async def share(name: str, body: Share, caller: Caller) -> dict[str, Any]:
         """Share a model with other owners, with all its versions and checkpoints, or stop sharing it, which pauses
-        their jobs that train it. What these have made stays theirs. An operator, who sees all keys, is told under
-        "without_key" which of the owners have none."""
-        found = usable_model(db, caller, name)
-        model, change = found.model, models.unshare if body.stop else models.share
-        if found.is_checkpoint or found.pinned:
+        their jobs that train it. What these have made stays theirs. For an operator, who sees all keys, "without_key"
+        has those of the owners who have none."""
+        resolved = usable_model(db, caller, name)
+        model, change = resolved.model, models.unshare if body.stop else models.share
+        if resolved.is_checkpoint or resolved.pinned:
             raise InvalidValue(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", "model")
         _refuse_unless_own(model, caller, "share")
         if not body.owners and not body.everybody:
@@ -142,20 +142,20 @@ def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
     }
 
 
-def _shown(context: ControllerContext, found: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
+def _view(context: ControllerContext, resolved: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
     """OpenAI's object, plus the box's fields: its context in tokens, what the model does now, and why if it does not
     serve; for its owner and admins also the owner and whom it is shared with."""
-    made_s = found.version.created_s if found.is_checkpoint or found.pinned else found.model.created_s
-    own = caller.viewer in (None, found.model.owner)
+    made_s = resolved.version.created_s if resolved.is_checkpoint or resolved.pinned else resolved.model.created_s
+    own = caller.viewer in (None, resolved.model.owner)
     return {
-        "id": found.name,
+        "id": resolved.name,
         "object": "model",
         "created": int(made_s),
-        "owned_by": found.model.owned_by,
-        "max_model_len": context.sizes.size(found.model, found.version).max_model_len,
-        "state": states.word(found.name),
-        "state_details": states.message(found.name),
-        **(_audience(context.db, found.model) if own else {}),
+        "owned_by": resolved.model.owned_by,
+        "max_model_len": context.sizes.size(resolved.model, resolved.version).max_model_len,
+        "state": states.word(resolved.name),
+        "state_details": states.message(resolved.name),
+        **(_audience(context.db, resolved.model) if own else {}),
     }
 
 

@@ -54,7 +54,7 @@ _JUDGES = {
 
 
 def _choice() -> type[BaseModel]:
-    """The name of a method, and blocks of methods by their names: hyperparameters, and what each method takes."""
+    """The model of `method`: its type, and a block for each method with hyperparameters and its other fields."""
     blocks = dict[str, Any]()
     for name, method in METHODS.items():
         fields: dict[str, Any] = {"hyperparameters": (Hyperparameters | None, None)}
@@ -160,12 +160,12 @@ def training_of(request: JobCreate) -> Training:
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:
-    param, given = f"{where}.{error.param}", shown(error.given)
-    message = f"Invalid value for '{param}': {given} was given, expected {error.expected}."
+    param = f"{where}.{error.param}"
+    message = f"Invalid value for '{param}': {shown(error.given)} was given, expected {error.expected}."
     return BadRequest(message, param, "invalid_hyperparameter")
 
 
-# What becomes of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are to
+# The event of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are to
 # run here unchanged.
 _WANDB = {
     "online": "W&B gets a run of this job when it starts; its address follows here.",
@@ -176,7 +176,7 @@ _WANDB = {
 
 
 async def check_judges(hosts: GraderHosts, training: Training, caller: Principal) -> None:
-    """Reads the code of python graders, and a schema; `insert_job` checks all else. Raises ApiError."""
+    """Check the code of python graders, and a schema; `insert_job` checks all else. Raises ApiError."""
     try:
         grader = parse(training.block.get("grader"))
     except InvalidGrader:
@@ -186,8 +186,8 @@ async def check_judges(hosts: GraderHosts, training: Training, caller: Principal
 
 
 def insert_job(context: ControllerContext, body: JobCreate, training: Training, caller: Principal) -> JobRow:
-    """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
-    ApiError."""
+    """Insert the job's row, its judge and first events, in a transaction of the caller's, who then starts its
+    validation. Raises ApiError."""
     db, method = context.db, training.method
     context.quotas.check(caller, begins=True)
     _check_claims(context, body, caller)
@@ -199,8 +199,8 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     bounds.check(None, nodes)  # before the batch size that follows from it
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
-        dataset = _seen(data["training_file"])
-        resolved = settings.Wish(context, base, method, training.hyperparameters, dataset, bounds).resolve()
+        dataset = _stats_of_upload(data["training_file"])
+        resolved = settings.SettingsRequest(context, base, method, training.hyperparameters, dataset, bounds).resolve()
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:
@@ -226,7 +226,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     )
     judge = _judge(context, training, base, resolved, caller) if method.judged_by else None
     for param, file in data.items():
-        # By what its upload has found. The validation reports bad lines, each by its number.
+        # By the check at upload; bad lines are left to the validation, which reports each by its number.
         report = file.report or {}
         if report.get("n_errors") == 0 and (why := method.refuses(report["shape"])) is not None:
             message = f"invalid {param}: {shown(file.id)} ({shown(file.filename)}) {why}."
@@ -241,9 +241,8 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
 
 
 def _check_claims(context: ControllerContext, body: JobCreate, caller: Principal) -> None:
-    """What a job may claim over others follows from the `max_priority` of its key; admins have no limit. A key whose
-    jobs may have a priority above 0 may also make jobs that are not preemptible, or have a deadline. Raises
-    ApiError."""
+    """Refuse claims over other jobs beyond the `max_priority` of the key; admins have no limit. A key with one above 0
+    may also make jobs that are not preemptible, or have a deadline. Raises ApiError."""
     most, param, why = max_priority(context.db, caller), "", ""
     if body.priority > most:
         param, why = "priority", f"priority is {body.priority}; jobs of this API key have at most {most}."
@@ -305,7 +304,7 @@ def _output_model(
         raise _name_refused(name, "is taken: versions are made of fine-tuned models of one's own. Choose another name.")
     # Engines are set up for a model, so its versions may differ only in their numbers.
     root, bases = root_base(db, base.model), [(job.model, resolve(db, job.model)) for job in others]
-    roots = {root_base(db, found.model) if found is not None else model for model, found in bases}
+    roots = {root_base(db, base.model) if base is not None else model for model, base in bases}
     if wrong := sorted((roots | ({root_base(db, existing)} if existing is not None else set())) - {root}):
         raise _name_refused(name, f"is made of {', '.join(wrong)}, and this job trains {root}.")
     active = resolve(db, name)
@@ -323,17 +322,17 @@ def _name_refused(name: str, why: str) -> Conflict:
     return Conflict(f"The model {shown(name)} {why}", "publish_as", "model_exists")
 
 
-def _gate(context: ControllerContext, given: Gate, caller: Principal) -> dict[str, Any]:
+def _gate(context: ControllerContext, gate: Gate, caller: Principal) -> dict[str, Any]:
     """As `JobRow.gate` has it. Raises ApiError."""
     if not caller.may(INFERENCE):  # the box asks models for it
         raise Forbidden(INFERENCE)
-    if evals.find(context.db, given.eval_id, viewer=caller.viewer) is None:
-        raise NotFound(f"No eval found with id {shown(given.eval_id)}.", "gate.eval_id", "eval_not_found")
-    if evals.newest_sampled(context.db, given.eval_id, viewer=caller.viewer) is None:
-        why = f"{given.eval_id} has no run yet in which a model answered items of a file, whose data the gate could use"
+    if evals.find(context.db, gate.eval_id, viewer=caller.viewer) is None:
+        raise NotFound(f"No eval found with id {shown(gate.eval_id)}.", "gate.eval_id", "eval_not_found")
+    if evals.newest_sampled(context.db, gate.eval_id, viewer=caller.viewer) is None:
+        why = f"{gate.eval_id} has no run yet in which a model answered items of a file, whose data the gate could use"
         raise BadRequest(f"{why}: run it once (`appliance eval run`).", "gate.eval_id", "eval_not_run")
     open_gate = {"version": None, "before": None, "runs": {}, "verdict": None, "reason": "", "activated": None}
-    return {**given.model_dump(), **open_gate}
+    return {**gate.model_dump(), **open_gate}
 
 
 def _judge(
@@ -341,10 +340,10 @@ def _judge(
 ) -> dict[str, Any]:
     """Who judges the answers of a method that learns from the model's own. Raises ApiError."""
     kind = training.method.judged_by
-    given, param = training.block[kind], training.path(kind)
+    judge, param = training.block[kind], training.path(kind)
     if kind == "teacher":
-        return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
-    grader = grader_of(context, given, caller, param).as_given()
+        return {"teacher": teacher_of(context, judge, student, resolved["max_length"], caller, param)}
+    grader = grader_of(context, judge, caller, param).as_given()
     if not caller.may(INFERENCE):  # its key asks the engine
         raise Forbidden(INFERENCE)
     form_at = training.path("response_format")
@@ -352,8 +351,8 @@ def _judge(
     return {"grader": grader, **({"response_format": form} if form else {})}
 
 
-def _seen(file: FileRow) -> auto.DatasetStats:
-    """What the check at the file's upload saw, without a tokenizer."""
+def _stats_of_upload(file: FileRow) -> auto.DatasetStats:
+    """Counts of the check at upload, which had no tokenizer."""
     report = file.report or {}
     names = ("n_examples", "n_rows", "n_tokens_estimate", "longest_example_tokens")
     return settings.dataset_of(DataReport(**{name: report[name] for name in names if name in report}))

@@ -40,8 +40,8 @@ TIDY_EVERY_S = 10.0
 class JobRuns:
     """Implements `scheduler.ray.groups.Jobs`. The tiers copy a job's results on their own once notified.
 
-    What ranks are about to read is leased here until they have read it (`taken`), so that it does not give way while
-    memory is short.
+    Versions and snapshots that ranks are about to read are leased here until `taken`, so that they are not evicted
+    while memory is short.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class JobRuns:
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
         self._events, self._tiers = events, tiers
         self._routing, self._inbox, self._rollouts = routing, inbox, rollouts
-        self._whole: set[Path] = set()
+        self._verified: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
-        self._gone: list[VersionRow] = []
+        self._dropped: list[VersionRow] = []  # of checkpoints whose rows are gone, their bytes not yet
 
     def _unfinished(self, job_id: str | None) -> JobRow | None:
         row = jobs.find(self._db, job_id or "")
@@ -73,13 +73,13 @@ class JobRuns:
             await asyncio.to_thread(self._prepare, row)
 
     def _prepare(self, row: VersionRow) -> None:
-        """Load it unless ranks may read it where it is. What is in shared memory was verified on arrival; what is on
-        disk is verified once per controller lifetime."""
+        """Load it into shared memory unless ranks can read it where it is: what is in shared memory was verified on
+        arrival, what is on disk is verified once per controller lifetime."""
         try:
-            path = Path(self._bytes_of(row))
-            if path not in self._whole and not path.is_relative_to(self._shm_root):
+            path = Path(self._path_of(row))
+            if path not in self._verified and not path.is_relative_to(self._shm_root):
                 verify(path)
-                self._whole.add(path)
+                self._verified.add(path)
             return
         except LookupError:
             pass
@@ -98,7 +98,7 @@ class JobRuns:
         fields, parts = self._parts(row)
         # A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
         # on: neither may change because another version was activated in the meantime.
-        paths = zip(("base_path", "base_adapter"), (self._bytes_of(part, job_id) for part in parts), strict=False)
+        paths = zip(("base_path", "base_adapter"), (self._path_of(part, job_id) for part in parts), strict=False)
         judge, folder = jobs.find_judge(self._db, job_id), self._jobs_dir / job_id
         form = {"response_format": judge.judge.get("response_format")} if judge is not None else {}
         spec = TrainSpec.from_dict(
@@ -132,19 +132,20 @@ class JobRuns:
         if base is None:
             raise LookupError(f"the base model {row.model} was deleted, or is not shared with the job's owner any more")
         name, version = base.model.id, (row.resolved or {}).get("base_version") or base.version.version
-        own = models.find_version(self._db, name, version)
-        if own is None:
+        part = models.find_version(self._db, name, version)
+        if part is None:
             raise LookupError(f"version {version} of the base model {name} was deleted")
-        fields, below = {"base_model": name, "base_version": version}, own.meta.get("adapter")
-        if below is None:
-            return fields, [own]
-        weights = models.find_version(self._db, below["base"], below["base_version"])
+        fields, adapter = {"base_model": name, "base_version": version}, part.meta.get("adapter")
+        if adapter is None:
+            return fields, [part]
+        weights = models.find_version(self._db, adapter["base"], adapter["base_version"])
         if weights is None:
-            raise LookupError(f"{below['base']} {below['base_version']}, which {name} is an adapter of, was deleted")
-        return fields, [weights, own]
+            raise LookupError(f"{adapter['base']} {adapter['base_version']}, the base of {name}, was deleted")
+        return fields, [weights, part]
 
-    def _bytes_of(self, row: VersionRow, held_for: str = "") -> str:
-        """held_for: the job for which they are held until `taken` if they are in shared memory. Raises LookupError."""
+    def _path_of(self, row: VersionRow, held_for: str = "") -> str:
+        """Directory of the version, in shared memory or on disk. held_for: the job that holds it in shared memory until
+        `taken`. Raises LookupError."""
         kind = "adapter" if row.meta.get("adapter") else "version"
         stored = self._store.find(kind, row.model, row.version)
         if stored is not None and (not held_for or self._hold(held_for, stored)):
@@ -190,7 +191,7 @@ class JobRuns:
         row = jobs.get(self._db, job_id)
         self._tiers.nudge()
         if row.resolved["publish"] == "checkpoints":
-            self._gone += lifecycle.drop_older_checkpoints(self._db, row)
+            self._dropped += lifecycle.drop_older_checkpoints(self._db, row)
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
             serve_if_allowed(self._db, row, event["version"])
@@ -220,8 +221,8 @@ class JobRuns:
         self._rollouts.follow()
         self._routing.keep_policies(lambda name: self._unfinished(policy_of(name)) is not None)
         await self._tidy_policies(unload)
-        while self._gone:
-            version = self._gone.pop()
+        while self._dropped:
+            version = self._dropped.pop()
             try:
                 await remove(version)
             except OperationFailed as error:  # no row names it: the next sweep of the store takes what is left

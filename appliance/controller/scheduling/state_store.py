@@ -1,5 +1,5 @@
-"""The scheduler's view of the store: reads jobs, deployments and the mode, with what the gateways' reports say of the
-demand; writes phases and reasons."""
+"""The scheduler's view of the store: reads jobs, deployments, the mode and, from the gateways' reports, the demand;
+writes phases and reasons."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHECKPOINT_IDLE_S = 300.0
 """Limit for models that nobody deployed: checkpoints called by name, and hosts of adapters."""
 POLICY_IDLE_S = 1.0
 """The same for models in training, whose jobs may wait for the devices."""
-LOOK_S = 0.25
+LEARN_EVERY_S = 0.25
 """Least time between two steps of learning: reports come more often."""
 MOST_REPLICAS = 64
 """Largest standby that is learned: all numbers up to it are simulated, so its cost grows with its square."""
@@ -96,7 +96,7 @@ class SqliteStateStore:
         for row in jobs.list_unfinished(self._db):
             if row.wanted != "cancel":
                 planned += [row] if row.phase != "validating" else []
-            elif row.phase != "running":  # or it stops first, because the workload lacks it
+            elif row.phase != "running":  # a running one stops first, because the workload lacks it
                 self._events.cancelled(row.id)
         mode = read_mode(self._db)
         self._settings = {model: row.digest for model, row in models.settings_in_force(self._db).items()}
@@ -221,8 +221,8 @@ class SqliteStateStore:
     def _on_demand(
         self, name: str, model: str, version: str, like: DeploymentView | None = None, **changes: Any
     ) -> DeploymentView:
-        """A version of `model` that nobody deployed under this name, which has an engine only while it is in use. like:
-        whose engines it has; None: by the settings of `model`."""
+        """A version of `model` that is not deployed under this name and has an engine only while in use. like: the
+        deployment whose engines it gets; None: engines by the settings of `model`."""
         view = like or DeploymentView(name, version, settings=self._settings.get(model, ""))
         own: dict[str, Any] = {"min_replicas": 0, "pinned": False, "served": None, "idle_sleep_s": None}
         own |= {"idle_limit_s": CHECKPOINT_IDLE_S, "demand": self._demand(name)}
@@ -291,9 +291,9 @@ class QueuedDemand:
         self._db, self._bus, self._routing, self._asking = db, bus, routing, asking
 
     def demands(self, free_devices: int) -> Callable[[str], Demand]:
-        """The demand of each model for one round of the scheduler: what gateways report, and this work: of a model that
-        is asleep one more request; one that is awake counts as just used, which keeps it from idling to sleep but
-        claims nothing. free_devices: how many nobody holds."""
+        """The demand of each model for one round of the scheduler: the gateways' reports, and this work. For a model
+        that is asleep, it is one more request; one that is awake counts as just used, which keeps it from idling to
+        sleep but claims nothing. free_devices: how many have no holder."""
         routing, queued = self._routing, dict[str, str]()
         for name in self._asking.models:
             queued.setdefault(routing.host(name), name)
@@ -305,8 +305,8 @@ class QueuedDemand:
         @cache
         def training_comes_first() -> bool:
             kind = mode_in_force(self._db, 0, time.time()).policy.kind
-            wanting = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run'"  # devices
-            return kind == "train" or (kind == "auto" and JOBS.first(self._db, wanting) is not None)
+            wants_devices = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run'"
+            return kind == "train" or (kind == "auto" and JOBS.first(self._db, wants_devices) is not None)
 
         def demand(host: str) -> Demand:
             reported, name = routing.demand(host), queued.get(host)
@@ -346,13 +346,13 @@ class DemandLearning:
         self._traffic, self._arrivals, self._config = traffic, arrivals, config
         self._devices, self._now_s = devices, now_s
         self._learners: dict[str, StandbyLearner] = {}
-        self._looked_s = now_s()
+        self._learned_s = now_s()
 
     def learned(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
         """The deployments as the planner should see them."""
         now_s, arrived = self._now_s(), None
-        if now_s - self._looked_s >= LOOK_S:
-            self._looked_s, arrived = now_s, self._arrivals()
+        if now_s - self._learned_s >= LEARN_EVERY_S:
+            self._learned_s, arrived = now_s, self._arrivals()
             names = {d.model for d in deployments}
             self._learners = {name: known for name, known in self._learners.items() if name in names}
         return tuple(self._with_standby(d, now_s, arrived) for d in deployments)
@@ -360,7 +360,7 @@ class DemandLearning:
     def _with_standby(
         self, deployment: DeploymentView, now_s: float, arrived: Mapping[str, Counter[int]] | None
     ) -> DeploymentView:
-        """arrived: None learns nothing."""
+        """arrived: None: learn nothing."""
         traffic = self._traffic(deployment.model)
         rate, target_s = traffic.prefill_tokens_per_s, deployment.ttft_target_s
         deployment = replace(deployment, kv_tokens=traffic.kv_tokens)

@@ -21,7 +21,7 @@ Origin = Annotated[str, Meta(pattern=r"^([a-z][a-z0-9+.-]*://[a-z0-9._\-\[\]:]+|
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the work one client may cause. Sizes in bytes, times in seconds."""
+    """Limits on the work one client may cause. Sizes in bytes, times in seconds; the reference shows these texts."""
 
     max_connections: Count = 8192
     head_bytes: Count = 32 * 1024
@@ -29,18 +29,25 @@ class Limits:
     control_body_bytes: Count = 8 * MIB
     upload_body_bytes: Count = 512 * MIB
     login_body_bytes: Count = 16 * 1024
-    buffered_body_bytes: Count = 256 * MIB  # all inference bodies in memory, held ones included
-    owner_body_bytes: Count = 96 * MIB  # of those, the bodies of one owner's keys
-    owner_requests: Count = 1536  # of one owner's keys at once, waiting ones included
-    buffered_response_bytes: Count = 256 * 1024  # of an engine's plain answer, so that a retry elsewhere is possible
-    stored_response_bytes: Count = 4 * MIB  # a larger response or chat completion is relayed unchanged and not stored
-    response_copies_bytes: Count = 64 * MIB  # copies of them that wait for an unreachable controller
+    buffered_body_bytes: Count = 256 * MIB
+    """All inference bodies in memory, held ones included."""
+    owner_body_bytes: Count = 96 * MIB
+    """Of those, the bodies of one owner's keys."""
+    owner_requests: Count = 1536
+    """Requests of one owner's keys at once, waiting ones included."""
+    buffered_response_bytes: Count = 256 * 1024
+    """Largest plain answer of an engine that is kept until it is whole, so that another engine can still give it."""
+    stored_response_bytes: Count = 4 * MIB
+    """Largest stored response or chat completion; a larger one is relayed unchanged and not stored."""
+    response_copies_bytes: Count = 64 * MIB
+    """Copies of stored answers that wait for an unreachable controller."""
     json_depth: Count = 128
     sequences: Count = 256
     replica_inflight: Count = 1024
     head_timeout_s: Seconds = 15.0
     keepalive_s: Seconds = 75.0
-    body_grace_s: Seconds = 30.0  # the longest pause of a body that is coming
+    body_grace_s: Seconds = 30.0
+    """Longest pause of an arriving body."""
     write_stall_s: Seconds = 60.0
     upstream_silence_s: Seconds = 600.0
     controller_wait_s: Seconds = 5.0
@@ -52,7 +59,8 @@ class HoldLimits:
 
     requests: Count = 4096
     hold_s: Seconds = 600.0
-    sse_grace_s: Seconds = 5.0  # then a stream gets status 200 and comments, so that proxies keep it open
+    sse_grace_s: Seconds = 5.0
+    """A stream held longer gets status 200 and comments, so that proxies keep it open."""
     sse_interval_s: Seconds = 15.0
     retry_after_s: Count = 5
 
@@ -93,10 +101,10 @@ class GatewayConfig:
             config = msgspec.convert(data, cls)
         except msgspec.ValidationError as error:  # "Expected … - at `$.limits.n`": the key and the value go in front
             expected, _, path = str(error).removesuffix("`").partition(" - at `$.")
-            given: Any = data
+            value: Any = data
             for part in re.findall(r"\w+", path):
-                given = given[int(part) if part.isdigit() else part]
-            raise ConfigInvalid(f"{path}: {given!r} given, e{expected[1:]}" if path else str(error)) from error
+                value = value[int(part) if part.isdigit() else part]
+            raise ConfigInvalid(f"{path}: {value!r} given, e{expected[1:]}" if path else str(error)) from error
         if (config.tls_cert_path is None) != (config.tls_key_path is None):
             raise ConfigInvalid("tls_cert_path and tls_key_path: one given, expected both or neither")
         return config

@@ -1,4 +1,4 @@
-"""Defines the gateway's errors, and formats each for clients as OpenAI's error object.
+"""The gateway's errors, each with its form for clients: OpenAI's error object.
 
 Shapes after https://platform.openai.com/docs/guides/error-codes and the behaviour of the `openai` client:
 it retries 408, 409, 429 and 5xx, obeys Retry-After up to 120 s and `x-should-retry`."""
@@ -75,7 +75,7 @@ def unknown_url(method: str, path: str) -> HttpError:
 
 
 def key_ended(expires_s: float | None) -> HttpError:
-    """While a request of it runs. expires_s: the end that the key had, None without one."""
+    """The error for a running request whose key ended. expires_s: the end that the key had, None without one."""
     how = "was revoked" if expires_s is None or expires_s > time.time() else f"expired at {minute(expires_s)}"
     return HttpError(401, f"The API key of this request {how} while it ran.", code="invalid_api_key", close=True)
 
@@ -90,8 +90,8 @@ def unavailable(message: str, code: str, retry_after_s: float) -> HttpError:
 
 def engine_failed(status: int = 502) -> HttpError:
     late = status == 504
-    what, code = ("did not answer in time", "engine_timeout") if late else ("failed while answering", ENGINE_FAILED)
-    return HttpError(status, f"The engine serving this model {what}. The request can be sent again.", code=code)
+    fault, code = ("did not answer in time", "engine_timeout") if late else ("failed while answering", ENGINE_FAILED)
+    return HttpError(status, f"The engine serving this model {fault}. The request can be sent again.", code=code)
 
 
 def over_limit(message: str, kind: str, retry_after_s: float) -> HttpError:
@@ -109,8 +109,8 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
     except orjson.JSONDecodeError:
         data = None
     error = (data.get("error") or data.get("detail")) if isinstance(data, dict) else None
-    given = error if isinstance(error, dict) else {"message": error}
-    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    fields = error if isinstance(error, dict) else {"message": error}
+    texts = {name: value for name, value in fields.items() if isinstance(value, str)}
     message = texts.get("message", f"The request failed with status {status}.")
     kind, param, code = texts.get("type", ""), texts.get("param"), texts.get("code")
     if code is None:  # an engine's
@@ -123,8 +123,8 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
 
 
 def from_event(event: bytes) -> HttpError | None:
-    """The error in an event of an engine's stream that has ERROR_EVENT; None if it is no error event. Of a failure of
-    its own an engine says nothing that a client could use."""
+    """The error in an event of an engine's stream that has ERROR_EVENT; None if it is not an error event. An engine's
+    text about its own failure is of no use to a client, and left out."""
     line = event[event.index(ERROR_EVENT) + 6 :].split(b"\n", 1)[0]
     try:
         code = orjson.loads(line)["error"].get("code")
@@ -133,5 +133,5 @@ def from_event(event: bytes) -> HttpError | None:
     return from_upstream(code, line) if isinstance(code, int) and 400 <= code <= 499 else engine_failed()
 
 
-# What vLLM's exceptions put behind their text: names of its own, and a value that may be the whole prompt.
+# The end of the text of vLLM's exceptions: names of its own, and a value that may be the whole prompt.
 _VALUES = re.compile(r" \(parameter=[\w.\[\]]+(?:, value=.*)?\)\Z", re.DOTALL)

@@ -1,7 +1,7 @@
 """Chooses the replica that answers a request, and holds requests that no replica can take. Pure state: no sockets, no
-clock of its own; whoever waits awaits its ticket's future.
+clock of its own; a request that waits awaits its ticket's future.
 
-A replica's load is the work that stands before a new request's first token: the prompts that have none yet, and a
+A replica's load is the work before a new request's first token: the prompts of requests without a first token, and a
 little for all other tokens, which slow a step down. Requests with the same prefix prefer the same replica (its prefix
 cache is warm), unless it is clearly more loaded than the least loaded one. Rendezvous hashing (Thaler and Ravishankar
 1998) names the preferred replica, so that adding one moves only its share; the bound follows "Consistent Hashing with
@@ -20,7 +20,7 @@ from typing import Final
 
 from appliance.gateway.core.table import OPEN, Model, Replica
 
-# A prompt token that stands before a first token weighs as much as this many tokens in all.
+# A prompt token of a request without a first token weighs as much as this many tokens in all.
 PENDING_TO_TOTAL: Final = 16
 # How far the preferred replica's load may exceed the least loaded one's: a factor, and slack in tokens so that affinity
 # holds at low load, where the cache is worth more than balance.
@@ -28,7 +28,7 @@ AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 PAUSE_FIRST_S = 0.25
 PAUSE_MAX_S = 4.0
-# Added to the priority of class batch: more milliseconds than a machine is up.
+# Added to the priority of class batch: more milliseconds than any machine's uptime.
 BATCH_BEHIND: Final = 1 << 50
 
 
@@ -48,9 +48,9 @@ class Work:
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """What this gateway has outstanding on one replica. pending: prompt tokens of requests without a first token, as
-    far as visible: until the end where nothing is streamed. batch_sequences: sequences of class batch. owners: tokens
-    by owner. failures: in a row; paused_until_s: it gets no requests before."""
+    """Outstanding work on one replica. pending: prompt tokens of requests without a first token, as far as visible:
+    until the end where nothing is streamed. batch_sequences: sequences of class batch. owners: tokens by owner.
+    failures: in a row. paused_until_s: it gets no requests until then."""
 
     inflight: int = 0
     tokens: int = 0
@@ -138,8 +138,8 @@ class Router:
         return None
 
     def _has_room(self, model: Model, load: ReplicaLoad, work: Work) -> bool:
-        """A quarter more than an engine's slots keeps it busy; all others wait here, where owners are in fair order.
-        Class batch has half of the slots, and none of what is beyond them."""
+        """Whether a replica may take more work: a quarter more than its slots keeps an engine busy, all other requests
+        wait here in fair order of owners. Class batch gets half of the slots, and nothing beyond them."""
         slots = model.slots or self.max_inflight
         if work.batch and work.sequences:
             return load.sequences < slots and load.batch_sequences < max(1, slots // 2)
@@ -148,14 +148,14 @@ class Router:
     def canary_for(self, model: Model, caller: str, conversation: int) -> tuple[str, ...]:
         """The name of the model's canary if this conversation is in its share.
 
-        It decides by caller and a hash of the conversation, so that one stays on one version on every gateway."""
+        Caller and a hash of the conversation decide, so that a conversation stays on one version."""
         canary = model.canary
         if canary is None or canary.name not in self.models:
             return ()
         return (canary.name,) if _score(f"{model.name} {caller}", conversation) < canary.share * 2**32 else ()
 
     def started(self, choice: Choice) -> None:
-        """The first token came: its prompt stands before no other."""
+        """Note the first token: the prompt delays no other request any more."""
         choice.load.pending -= choice.pending
         choice.pending = 0
 
@@ -170,7 +170,7 @@ class Router:
         return choice.replica.id in self._open
 
     def fail(self, choice: Choice, now_s: float) -> None:
-        """The replica did not answer: send it nothing for a moment, longer after each repetition."""
+        """Pause a replica that did not answer, longer after each failure in a row."""
         load = choice.load
         load.paused_until_s = now_s + min(PAUSE_FIRST_S * 2**load.failures, PAUSE_MAX_S)
         load.failures = min(load.failures + 1, 16)
@@ -179,7 +179,7 @@ class Router:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A request that waits. queue: the model whose engines it waits for, and whether it is of class batch; names,
-    avoided: of `Router.choose`. place: its replica, or why it gets none. number: of its arrival."""
+    avoided: of `Router.choose`. place: its replica, or the error that ends its wait. number: of its arrival."""
 
     model: str
     queue: tuple[str, bool]
@@ -218,7 +218,7 @@ class FairQueue:
             start += ticket.work.tokens
 
     def remove(self, ticket: Ticket, *, served: bool) -> bool:
-        """False if it is not there."""
+        """Remove a request; served: it got a place, which its owner pays for. False if it is not there."""
         owner = ticket.work.owner
         if ticket not in self.tickets.get(owner, ()):
             return False
@@ -232,8 +232,8 @@ class FairQueue:
 
 
 class Holds:
-    """Requests that wait, by the model whose engines they wait for, which adapters and versions on these engines share,
-    and by class, in fair order of their owners; no queue is empty. most: requests of a class that may wait."""
+    """Requests that wait, in a fair queue for each class and model with engines of its own; adapters and versions on
+    these engines share it. No queue is empty. most: requests of a class that may wait."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -250,20 +250,20 @@ class Holds:
     def place(self, router: Router, now_s: float) -> None:
         """Give waiting requests the places that replicas have for them, class batch last."""
         for _, queue in sorted(self.queues.items(), key=lambda item: item[0][1]):
-            unfilled = {ticket.names for tickets in queue.tickets.values() for ticket in tickets}
+            with_room = {ticket.names for tickets in queue.tickets.values() for ticket in tickets}
             for ticket in queue:
-                if not unfilled:
-                    break  # thousands may wait, and this is asked at each end of a request
-                if ticket.names not in unfilled:
+                if not with_room:
+                    break  # thousands may wait, and this runs at each end of a request
+                if ticket.names not in with_room:
                     continue
                 if (choice := router.choose(ticket.names, ticket.work, now_s, ticket.avoided)) is None:
-                    unfilled.remove(ticket.names)
+                    with_room.remove(ticket.names)
                 else:
                     self.remove(ticket, served=True)
                     ticket.place.set_result(choice)
 
     def refuse(self, ticket: Ticket, error: Exception) -> None:
-        """End the wait of a queued request."""
+        """End the wait of a request with an error, if it still waits."""
         if self.remove(ticket):
             ticket.place.set_exception(error)
 

@@ -1,6 +1,6 @@
-"""Defines which URLs exist, who may call them and where they go. Pure; an allowlist, so engines stay private.
+"""The URLs that exist, the scopes that may call them, and where they go. Pure; an allowlist, so engines stay private.
 
-The controller's own routes are below a few prefixes: it knows them by itself, with the scopes of each."""
+The controller's own routes are below a few prefixes; it declares them itself, with the scopes of each."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def is_anthropic(path: bytes) -> bool:
 
 def plain_target(target: bytes) -> bytes:
     """A request's target without the empty segments and the last slash of its path, which base URLs with one slash too
-    many bring; what is checked and what the controller routes is what this returns."""
+    many bring. This result is checked, and routed by the controller."""
     path, mark, query = target.partition(b"?")
     path = _SLASHES.sub(b"/", path) if b"//" in path else path
     return (path.removesuffix(b"/") or b"/") + mark + query

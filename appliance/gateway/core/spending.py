@@ -1,4 +1,4 @@
-"""Limits what keys and owners spend and have open, and sums up what was spent."""
+"""Limits the spending and the open work of keys and owners, and sums up usage."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class KeyUse:
                 self.buckets[name] = before[name] if same else Bucket(limit, now_s)
 
     def take(self, requests: int, tokens: int) -> None:
-        """Spend this, or nothing at all: raises HttpError 429. A bucket in debt refuses whatever is taken."""
+        """Spend this, or nothing at all: raises HttpError 429. A bucket in debt refuses any amount, 0 too."""
         for name, bucket in self.buckets.items():
             if wait_s := bucket.wait_s(requests if name == "requests" else tokens, time.monotonic()):
                 message = f"Rate limit reached: {bucket.limit} {name} per minute. Please try again in {wait_s:.3g}s."
@@ -61,7 +61,7 @@ class KeyUse:
         self.spend(requests, tokens)
 
     def spend(self, requests: int, tokens: int) -> None:
-        """Spend this even if it is not available; less than nothing is given back."""
+        """Spend this even if it is not available; negative amounts are refunded."""
         for name, bucket in self.buckets.items():
             bucket.level = min(bucket.limit, bucket.level - (requests if name == "requests" else tokens))
 

@@ -1,7 +1,7 @@
-"""The message that the controller sends over the bus, as a type: the routing table; and how gateways count times.
+"""The routing table, as the controller sends it over the bus; and the buckets in which the gateway counts times.
 
-They count in buckets a quarter of a power of two wide, by which a 95th percentile is known to 19 %: the bounds that the
-controller compares with are far wider (1.5 x)."""
+A bucket is a quarter of a power of two wide, so that a 95th percentile is known to 19 %: the bounds that the controller
+compares with are far wider (1.5 x)."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ class Login(Struct, frozen=True):
 
 class Caller(Struct, frozen=True):
     """The row of a key. owner: all keys of a person have the same. models: the only ones it may call, None for all.
-    spent_until_s: Unix time at which its used-up quota renews, None while quota is left; spent_quota: which one that
-    is, in words; quota: tokens of the smaller of its quotas, None without one. expires_s: Unix time from which the key
-    is refused, None: it lasts; of one that is over, a row with nothing else says when it ended. sessions: its logins by
-    the SHA-256 of their tokens. secret: SHA-256 of its key, which has another one after a rotation."""
+    spent_until_s: Unix time at which its used-up quota renews, None while quota is left; spent_quota: the name of that
+    quota; quota: tokens of the smaller of its quotas, None without one. expires_s: Unix time from which the key is
+    refused, None for no end; the row of a key that has ended has nothing else. sessions: its logins by the SHA-256 of
+    their tokens. secret: SHA-256 of its key, a new one after a rotation."""
 
     id: str
     scopes: frozenset[str] = frozenset()
@@ -115,7 +115,7 @@ class Caller(Struct, frozen=True):
 
 
 NOBODY: Final = Caller("")  # of a request without a key
-THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")  # asks what no key asked for, as a command on the box does
+THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")  # of requests of the box itself that are for no key
 
 
 class Table(Struct, tag_field="type", tag="table"):

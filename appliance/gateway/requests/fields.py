@@ -239,11 +239,11 @@ def _refusal(message: str, data: dict[str, Any]) -> HttpError:
     if top:
         text = f"Unrecognized request argument supplied: {top[1][:80]}"
         return errors.bad_request(text, param=top[1][:80], code="unknown_parameter")
-    found = _PLACE.search(message)
-    words, param = found.groups() if found is not None else (message, None)
+    match = _PLACE.search(message)
+    words, param = match.groups() if match is not None else (message, None)
     if param is not None and words.startswith("Expected `null`"):
         return refused(param, "it is not offered on this route")
     value = None if param is None else data.get(param)
-    given = "" if value is None or isinstance(value, list | dict) else f"{reprlib.repr(value)} given. "
+    shown_value = "" if value is None or isinstance(value, list | dict) else f"{reprlib.repr(value)} given. "
     code = "invalid_type" if ", got `" in words or "missing" in words else "invalid_value"
-    return errors.bad_request(f"Invalid value for `{param}`: {given}{words}.", param=param, code=code)
+    return errors.bad_request(f"Invalid value for `{param}`: {shown_value}{words}.", param=param, code=code)

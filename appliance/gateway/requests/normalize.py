@@ -40,11 +40,11 @@ _CHOICES: Final = ("auto", "any", "custom", "none", "tool", "function", "allowed
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def normalize(route: str, given: Object) -> tuple[Object, list[tuple[bytes, bytes]]]:
-    """The request as engines read it, and headers of the answer, naming what is left out. given: without nulls, its
+def normalize(route: str, fields: Object) -> tuple[Object, list[tuple[bytes, bytes]]]:
+    """The request as engines read it, and headers of the answer, naming what is left out. fields: without nulls, its
     fields checked. Raises HttpError 400."""
     route = route.removesuffix(".input_tokens").removesuffix(".count_tokens")
-    data, items = dict(given), list[str]()
+    data, items = dict(fields), list[str]()
     try:
         tools = _set_tools(route, data)
         if "messages" in data and route != "messages":
@@ -81,24 +81,24 @@ def _set_format(data: Object) -> None:
     for older, newer in GUIDED.items():
         if older in data:
             data["structured_outputs"] = {newer: data.pop(older), **data.get("structured_outputs", {})}
-    wanted, text = data.get("response_format"), data.get("text")
-    if wanted and (flat := _format(wanted)) is not wanted:
+    requested, text = data.get("response_format"), data.get("text")
+    if requested and (flat := _format(requested)) is not requested:
         inner = {name: value for name, value in flat.items() if name != "type"}
         data["response_format"] = {"type": "json_schema", "json_schema": inner}
     if text and isinstance(text.get("format"), dict):
         data["text"] = {**text, "format": _format(text["format"])}
 
 
-def _format(wanted: Object) -> Object:
+def _format(requested: Object) -> Object:
     """A format with its schema beside its type, as /v1/responses has it, wherever the client put the schema; the
     argument itself where there is none."""
-    inner = _object(wanted.get("json_schema"))
-    schema = wanted.get("schema") or inner.get("schema") or ({} if "name" in inner else inner)
-    if wanted.get("type") not in ("json_object", "json_schema") or not isinstance(schema, dict) or not schema:
-        return wanted
-    named = {key: inner.get(key, wanted.get(key)) for key in ("name", "description", "strict")}
-    made = {"type": "json_schema", "name": "answer", "schema": schema}
-    return made | {key: value for key, value in named.items() if value is not None}
+    inner = _object(requested.get("json_schema"))
+    schema = requested.get("schema") or inner.get("schema") or ({} if "name" in inner else inner)
+    if requested.get("type") not in ("json_object", "json_schema") or not isinstance(schema, dict) or not schema:
+        return requested
+    labels = {key: inner.get(key, requested.get(key)) for key in ("name", "description", "strict")}
+    result = {"type": "json_schema", "name": "answer", "schema": schema}
+    return result | {key: value for key, value in labels.items() if value is not None}
 
 
 # -- tools: those that only their maker's own server runs are left out, where functions remain
@@ -193,7 +193,7 @@ def _object(value: Any) -> Object:
 
 
 def _objects(value: Any) -> list[Object]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _own_name(tool: Object) -> Any:
@@ -220,20 +220,20 @@ def _cannot_run(param: str, asks: str, name: str) -> HttpError:
 
 def _chat_messages(messages: list[Object]) -> list[Object]:
     """Raises LegacyRefused for a message that has the older and the newer form of a call."""
-    made: list[Object] = []
-    unnamed: list[str] = []  # ids made for calls that had none, whose results have none either
+    normalized: list[Object] = []
+    unnamed: list[str] = []  # ids of calls that came without, as their results do
     for place, message in enumerate(messages):
         message = legacy.with_tool_call(place, message)
         if calls := message.get("tool_calls"):
             ids = {at: f"call_{place}_{at}" for at, call in enumerate(calls) if not call.get("id")}
             unnamed = [*ids.values()]
-            named = []
+            named_calls = []
             for at, call in enumerate(calls):
                 if custom := _object(call.get("custom")):  # an engine knows calls of functions alone
                     arguments = orjson.dumps({"input": custom.get("input")}).decode()
                     call = {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
-                named.append({**call, "id": ids.get(at) or calls[at]["id"]})
-            message = {**message, "tool_calls": named}
+                named_calls.append({**call, "id": ids.get(at) or calls[at]["id"]})
+            message = {**message, "tool_calls": named_calls}
         if message.get("role") == "tool":
             message = {**message, "content": _result_as_text(message.get("content"))}
             if unnamed and not message.get("tool_call_id"):
@@ -241,8 +241,8 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
         elif isinstance(parts := message.get("content"), list):  # some of which may be lists
             flat = chain.from_iterable(part if isinstance(part, list) else [part] for part in parts)
             message = {**message, "content": [*flat]}
-        made.append(message)
-    return made
+        normalized.append(message)
+    return normalized
 
 
 def _result_as_text(content: Any) -> Any:
@@ -258,18 +258,18 @@ def _blocks(blocks: str | list[Any], where: str, left_out: list[str]) -> Any:
     left_out: gets their types. Raises HttpError 400 for a document that is not a text."""
     if isinstance(blocks, str):
         return blocks
-    made: list[Any] = []
+    normalized: list[Any] = []
     for place, block in enumerate(blocks):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result" and isinstance(block.get("content"), list):
-            made.append({**block, "content": _blocks(block["content"], where, left_out)})
+            normalized.append({**block, "content": _blocks(block["content"], where, left_out)})
         elif not isinstance(kind, str) or kind in _BLOCKS:
-            made.append(block)
+            normalized.append(block)
         elif kind in ("document", "search_result"):
-            made.append({"type": "text", "text": _document(block, f"{where}[{place}]")})
+            normalized.append({"type": "text", "text": _document(block, f"{where}[{place}]")})
         else:
             left_out.append(kind[:80])
-    return made or ([{"type": "text", "text": ""}] if blocks else made)
+    return normalized or ([{"type": "text", "text": ""}] if blocks else normalized)
 
 
 def _document(block: Object, where: str) -> str:
@@ -293,7 +293,7 @@ def _document(block: Object, where: str) -> str:
 def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
     """The items that an engine gets. left_out: gets the types of those that it does not. Raises HttpError 400 for an
     object that is not an item, and for a type that asks for what no engine does."""
-    made: list[Object] = []
+    kept: list[Object] = []
     for place, item in enumerate(items):
         item = {name: value for name, value in item.items() if value is not None}  # objects dumped with their nulls
         kind = item.get("type", "message")
@@ -304,20 +304,20 @@ def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
             text = f"`input[{place}]` is of the type '{kind}', which this server does not have: {_REFUSED[kind]}."
             raise errors.bad_request(text, param=f"input[{place}]", code="unsupported_item")
         if kind == "message":
-            made.append(_message(item))
+            kept.append(_message(item))
         elif kind == "reasoning" and (
             thought := "\n\n".join(filter(None, map(_text, _objects(item.get("content") or item.get("summary")))))
         ):
-            made.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
+            kept.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
         elif kind == "function_call_output":
-            made.append({**item, "output": _parts(_result_as_text(item.get("output")))})
+            kept.append({**item, "output": _parts(_result_as_text(item.get("output")))})
         elif kind == "function_call" and isinstance(item.get("arguments"), dict):
-            made.append({**item, "arguments": orjson.dumps(item["arguments"]).decode()})
+            kept.append({**item, "arguments": orjson.dumps(item["arguments"]).decode()})
         elif kind in ("function_call", "custom_tool_call", "custom_tool_call_output"):
-            made.append(item)
+            kept.append(item)
         elif kind != "reasoning" or item.get("encrypted_content"):
             left_out.append(kind[:80])
-    return made
+    return kept
 
 
 def _message(item: Object) -> Object:

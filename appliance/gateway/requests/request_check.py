@@ -88,9 +88,9 @@ def parsed_body(body: bytes, json_depth: int) -> dict[str, Any]:
     return data
 
 
-def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
+def check_object(route: Route, body: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
     """Check a body of this many bytes, as returned by `parsed_body`. Raises HttpError 400 like `check_body`."""
-    fields = {name: value for name, value in given.items() if value is not None}
+    fields = {name: value for name, value in body.items() if value is not None}
     check_fields(route.name, fields)
     data, ignored = normalize(route.name, fields)
     if _FORMS & data.keys() or route.engine_path.startswith(b"/v1/messages"):  # whose messages may define tools
@@ -112,10 +112,10 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
             text = "`background` is true and `store` is false: such an answer can only be retrieved, so it is stored."
             raise errors.bad_request(text, param="background", code="invalid_value")
         # As the client sent it: that is what it lists, and what a later turn is read from.
-        own, previous_id = orjson.dumps(given["input"]), data.get("previous_response_id", "")
-        transcript = Transcript(own, previous_id, stores=stores, background=background)
+        input_json, previous_id = orjson.dumps(body["input"]), data.get("previous_response_id", "")
+        transcript = Transcript(input_json, previous_id, stores=stores, background=background)
     elif route.name == CHAT and data.get("store"):
-        transcript = CompletionTranscript(given)
+        transcript = CompletionTranscript(body)
     stream = route.task != "embed" and data.get("stream", False)  # no engine streams embeddings
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)
     prompt_tokens = max(0, body_bytes - media_chars) // 4 + media_tokens

@@ -139,7 +139,7 @@ class App:
     async def _serve(self, exchange: Exchange) -> None:
         state, kind = self._state, exchange.route.kind
         if kind == "inference":
-            inference = await self._inference(exchange)  # apart: what only checking needs is gone while it waits
+            inference = await self._inference(exchange)  # a call, so that what only checking needs is freed by now
             if inference is not None:
                 await inference.answer()
         elif kind in ("control", "login"):  # a client without a key may not hold a connection of the controller
@@ -149,8 +149,8 @@ class App:
             controllers = await self._controller.metrics(exchange)
             current = [*state.metrics.registry.collect(), *gauges(state, bool(controllers))]
             collected: Any = SimpleNamespace(collect=lambda: current)
-            own = await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
-            await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), own + controllers)
+            text = await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
+            await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), text + controllers)
         elif kind == "page":
             file = site().get(exchange.path, TO_THE_PAGE)
             await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
@@ -161,12 +161,12 @@ class App:
             await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(body))
 
     async def _inference(self, exchange: Exchange) -> Inference | None:
-        """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
-        for. None: the controller has answered it."""
+        """Check a request, in order of cost: the key's limits, the body's JSON, the model, the fields, the requested
+        work. None: the controller has answered it."""
         state, route = self._state, exchange.route
         pieces: list[bytes] = []
         while piece := await exchange.read():
-            state.take_body(exchange, len(piece))  # refuses what is too much for the memory
+            state.take_body(exchange, len(piece))  # raises where bodies need too much memory
             pieces.append(piece)
         body, exchange.received_s = b"".join(pieces), time.monotonic()
         caller, private = exchange.caller, exchange.connection.private
@@ -174,7 +174,7 @@ class App:
         data = parsed_body(body, state.limits.json_depth)
         name, in_training = data["model"], policy_of(data["model"]) is not None
         if private and in_training:
-            name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart
+            name = name.partition("@")[0]  # one row of the table has all its versions; the engine tells them apart
         model = state.callable_model(name, caller, private)
         exchange.model = (model.trained_from if in_training else name).partition("@")[0]
         unfit = "" if model.task == route.task else f"does not support {route.name}"
@@ -190,11 +190,11 @@ class App:
             if transcript.stores and self._controller.copies_bytes >= state.limits.response_copies_bytes:
                 transcript.stores = False
                 state.metrics.events["responses_not_stored"] += 1
-            state.take_body(exchange, len(transcript.input))  # which is in memory twice until the answer arrives
+            state.take_body(exchange, len(transcript.input))  # the input is in memory twice until the answer arrives
             if transcript.previous_id and not background:
                 checked = await self._controller.with_previous(exchange, data, checked)
         exchange.extra += checked.ignored
-        if background:  # it asks again, in this gateway
+        if background:  # the controller stores it, and sends it here once more as its own work
             await self._controller.relay(exchange, body)
             return None
         state.spending.opened(caller, exchange.use, checked.tokens, state.limits.owner_requests)

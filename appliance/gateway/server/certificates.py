@@ -11,7 +11,7 @@ from runtime.logs import minute
 
 log = logging.getLogger("appliance.gateway")
 
-SAID_BEFORE_S = 14 * 86400.0
+WARN_BEFORE_S = 14 * 86400.0
 
 
 class Certificate:
@@ -54,8 +54,8 @@ class Certificate:
         left_s, path, notes = self.expires_s - now_s, self._paths[0], []
         if self.fault:
             notes.append(f"the endpoint's new certificate in {path} cannot be loaded, the old one stays: {self.fault}")
-        if left_s <= SAID_BEFORE_S:
+        if left_s <= WARN_BEFORE_S:
             when = f"expires in {left_s / 86400:.1f} days, at" if left_s > 0 else "has expired, at"
-            again = f"a new one in {path} is loaded without a restart"
-            notes.append(f"the endpoint's certificate {when} {minute(self.expires_s)}; {again}")
+            remedy = f"a new one in {path} is loaded without a restart"
+            notes.append(f"the endpoint's certificate {when} {minute(self.expires_s)}; {remedy}")
         return notes

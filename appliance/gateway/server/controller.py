@@ -63,7 +63,7 @@ class Controller:
         self._away = False
 
     async def relay(self, exchange: Exchange, body: bytes | None = None) -> None:
-        """Answer with the controller's answer. body: the request's, if it was read already."""
+        """Relay the controller's answer. body: the request's, if it was read already."""
         state, wait_s = self._state, self._state.limits.controller_wait_s
         passing = _passing(exchange.headers, _NOT_UPSTREAM)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in passing]
@@ -107,7 +107,7 @@ class Controller:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Raises HttpError 503 while the controller is away, 502 if it stops while it answers, 504 if it is silent.
 
-        wait_s: how long a request that was not sent, or that changes nothing, waits for a controller that restarts."""
+        wait_s: how long a request that was not sent, or is a GET, waits for a controller that restarts."""
         state = self._state
         url = URL(f"http://appliance{target.decode('ascii', 'replace')}", encoded=True)
         options: Any = {"headers": headers, "data": data, "allow_redirects": False}
@@ -123,13 +123,13 @@ class Controller:
             except (aiohttp.ClientError, OSError) as error:
                 if isinstance(error.__cause__, HttpError):
                     raise error.__cause__ from None  # the body broke off
-                again = not answered and (isinstance(error, aiohttp.ClientConnectorError) or method == b"GET")
-                if again and time.monotonic() < until_s:
+                may_retry = not answered and (isinstance(error, aiohttp.ClientConnectorError) or method == b"GET")
+                if may_retry and time.monotonic() < until_s:
                     await asyncio.sleep(_POLL_S)
                     continue
                 state.metrics.events["controller_away"] += 1
                 away = errors.unavailable("This box's controller is restarting. Please retry.", "controller_away", 2)
-                away.status = 503 if again else 502
+                away.status = 503 if may_retry else 502
                 raise away from None
 
     async def metrics(self, exchange: Exchange) -> bytes:
@@ -142,7 +142,7 @@ class Controller:
             return b""
 
     async def with_previous(self, exchange: Exchange, data: dict[str, Any], checked: Checked) -> Checked:
-        """A request with `previous_response_id`, with the whole conversation as its input. Raises HttpError.
+        """Check a request with `previous_response_id` with the whole conversation as its input. Raises HttpError.
 
         data: its body, as it came."""
         state, transcript, limits = self._state, checked.transcript, self._state.limits
@@ -150,20 +150,20 @@ class Controller:
         assert transcript is not None
         target = b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode()
         async with self._ask(b"GET", target, headers, wait_s=limits.controller_wait_s) as response:
-            earlier = await read_up_to(response.content, limit + 1)
+            earlier_items = await read_up_to(response.content, limit + 1)
             if response.status != 200:
-                raise errors.from_upstream(response.status, earlier)
-        nbytes = exchange.body_bytes + len(earlier)
+                raise errors.from_upstream(response.status, earlier_items)
+        nbytes = exchange.body_bytes + len(earlier_items)
         if nbytes > limit:
             raise errors.body_too_large(limit)
-        state.take_body(exchange, len(earlier))
-        own = data["input"]
-        own = [{"type": "message", "role": "user", "content": own}] if isinstance(own, str) else own
-        whole = {**data, "input": orjson.loads(earlier) + own, "previous_response_id": None}
-        check_depth(whole, limits.json_depth)
-        again = check_object(exchange.route, whole, nbytes, limits)
-        again.transcript = transcript
-        return again
+        state.take_body(exchange, len(earlier_items))
+        items = data["input"]
+        items = [{"type": "message", "role": "user", "content": items}] if isinstance(items, str) else items
+        merged = {**data, "input": orjson.loads(earlier_items) + items, "previous_response_id": None}
+        check_depth(merged, limits.json_depth)
+        checked = check_object(exchange.route, merged, nbytes, limits)
+        checked.transcript = transcript
+        return checked
 
     # -- copies
 
@@ -178,7 +178,7 @@ class Controller:
         self._copies.put_nowait(copy)
 
     async def send_copies(self) -> None:
-        """Those that wait go together. Until it is cancelled."""
+        """Send copies until cancelled, those that wait together."""
         while True:
             copies, failures = [await self._copies.get()], 0
             while not self._copies.empty() and sum(map(len, copies)) < TOGETHER_BYTES:
@@ -187,7 +187,7 @@ class Controller:
                 self._away, failures = True, failures + (status > 0)
                 await asyncio.sleep(RETRY_S)
             self._away = False
-            if status >= 300:  # it would answer the same again
+            if status >= 300:  # another try would get the same answer
                 log.error("%d answered responses are not stored: the controller answered %d", len(copies), status)
                 self._state.metrics.events["responses_not_stored"] += len(copies)
             self.copies -= len(copies)
@@ -195,8 +195,7 @@ class Controller:
 
     async def _store(self, copies: list[bytes]) -> int:
         """The controller's status; 0 if it did not answer."""
-        own = identity(self._state.new_request_id(), self._state.token)
-        headers = [("content-type", "application/json"), *own]
+        headers = [("content-type", "application/json"), *identity(self._state.new_request_id(), self._state.token)]
         try:
             async with self._ask(b"POST", b"/internal/responses", headers, b"[%b]" % b",".join(copies)) as response:
                 return response.status
@@ -207,12 +206,12 @@ class Controller:
 def identity(request_id: bytes, token: bytes, exchange: Exchange | None = None) -> list[tuple[str, str]]:
     """Headers with the key of a request, and the proof that a gateway wrote them (controller.interfaces.principal).
     exchange: None for requests of the gateway itself."""
-    who = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway")]
+    names = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway")]
     if exchange is not None and exchange.route.kind != "login":  # all others name a key
         caller = exchange.caller
-        who = [("x-appliance-key-id", caller.id), ("x-appliance-scopes", ",".join(sorted(caller.scopes)))]
-        who += [("x-appliance-session", exchange.session)] if exchange.session else []
-    return [*who, ("x-request-id", request_id.decode()), ("x-appliance-gateway", token.decode())]
+        names = [("x-appliance-key-id", caller.id), ("x-appliance-scopes", ",".join(sorted(caller.scopes)))]
+        names += [("x-appliance-session", exchange.session)] if exchange.session else []
+    return [*names, ("x-request-id", request_id.decode()), ("x-appliance-gateway", token.decode())]
 
 
 def _passing(headers: Headers, stops: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:

@@ -1,7 +1,7 @@
 """One client's connection, and one request on it with its answer: the body as it comes, the answer as it goes.
 
-The connection is uvicorn's, and what that leaves open: the size and the time of a head, headers that two parsers could
-read differently, and refusals in the API's own shape.
+The connection extends uvicorn's: it bounds the size and the time of a head, refuses headers that two parsers could read
+differently, and answers refusals in the API's own shape.
 
 An error is OpenAI's object, and on `/v1/messages` and below Anthropic's (https://docs.anthropic.com/en/api/errors);
 503 is 529 `overloaded_error` there. In a stream: `data: {"error": …}` for chat and completions; for /v1/responses the
@@ -35,7 +35,7 @@ Pairs = Sequence[tuple[bytes, bytes]]
 
 # The rest of a refused request's body is taken, unread, for this long.
 LINGER_S: Final = 2.0
-# An engine's answer says so too (serve/vllm/answers.py).
+# Engines send the same header (serve/vllm/answers.py).
 VERSION: Final = b"x-appliance-model-version"
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
@@ -56,16 +56,16 @@ class Exchange:
     body. session: the page's login, empty for a key. received_s: time of the head, for inference of the body; sent_s:
     when an engine got it last. trace: W3C traceparent, empty without one; span: OpenTelemetry's, if exported.
 
-    model: the requested one, once known to exist, without a version. checked: while it counts as open, for an engine.
-    choice: the replica that has it; ticket: its place in the queue. routed_model: name, the model's or its canary's,
-    by which it was placed. replica, model_version: where it is or was last; the version as the engine names it. extra:
-    further headers of its answer. tokens: its cost as the engine reported it.
+    model: the requested name without its version, once known to exist. checked: the checked body, while the request
+    counts as open work for engines. ticket: while it is held; choice: its place on a replica. routed_model: the model's
+    or its canary's name, by which it was placed. replica: the current or last one; model_version: as the engine names
+    it. extra: further headers of its answer. tokens: its cost as the engine reported it.
 
     head_sent: the status is out. sse: as a stream of events, which an error can join; stream_events: events relayed.
-    body_complete: all of the request's body was read. ended: why it was ended from outside. broke_off: an error
-    followed its answer's head. For uvicorn it is the cycle of a request and its response: body, more_body: what has
-    come and was not read yet, and whether more will; message_event: set as more comes; keep_alive: the connection stays
-    after it; response_complete: its answer is out."""
+    body_complete: all of the request's body was read. ended: the error that ended it from outside. broke_off: an error
+    followed its answer's head. For uvicorn it is the cycle of a request and its response: body: bytes that were not
+    read yet; more_body: more will come; message_event: set as more comes; keep_alive: the connection stays after it;
+    response_complete: its answer is out."""
 
     route: Route = UNKNOWN
     caller: Caller = NOBODY
@@ -112,8 +112,7 @@ class Exchange:
         }
 
     def end(self, error: HttpError) -> None:
-        """Cancel its coroutine and answer this error, in the form that is still possible: the key was revoked, or the
-        box stops."""
+        """Cancel its coroutine, which answers this error in the form that is still possible."""
         if self.ended is None:
             self.ended = error
             self.task.cancel()
@@ -244,8 +243,8 @@ def _head(status: int, headers: Pairs) -> bytes:
 
 class Connection(HttpToolsProtocol):
     """One client's connection. running: the exchange that is being answered, or was last; `cycle` is uvicorn's name for
-    the last one parsed. refusal: why no more bytes are read. private: it came by the private socket. state: the
-    process's `State`, whose module imports this one."""
+    the last one parsed. refusal: the error after which no more bytes are read. private: it came by the private socket.
+    state: the process's `State`, whose module imports this one."""
 
     def __init__(self, config: Config, server_state: ServerState, state: Any, *, private: bool = False) -> None:
         super().__init__(config, server_state, {})
@@ -440,13 +439,13 @@ def _shaped(error: HttpError, exchange: Exchange) -> tuple[int, bytes]:
     return status, orjson.dumps({**body, "request_id": exchange.request_id.decode()})
 
 
-def error_event(error: HttpError, exchange: Exchange, sent: int) -> bytes:
-    """The error as an event of a stream that has had `sent` events."""
+def error_event(error: HttpError, exchange: Exchange, events_sent: int) -> bytes:
+    """The error as the next event of a stream."""
     _, body = _shaped(error, exchange)
     if exchange.route.name == RESPONSES:
         inner = orjson.loads(body)["error"]
         fields = {"code": inner["code"] or inner["type"], "message": inner["message"], "param": inner["param"]}
-        body = orjson.dumps({"type": "error", "sequence_number": sent, **fields, "error": inner})
+        body = orjson.dumps({"type": "error", "sequence_number": events_sent, **fields, "error": inner})
     elif not is_anthropic(exchange.path):
         return b"data: %b\n\n" % body
     return b"event: error\ndata: %b\n\n" % body

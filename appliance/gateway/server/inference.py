@@ -1,12 +1,12 @@
-"""Answers one inference request: finds a place on a replica or waits for one, sends it, relays the answer, retries.
+"""Answers one inference request: takes a place on a replica or waits for one, sends it, relays the answer, retries.
 
-`Inference.answer` is the whole story; the methods stand below it in the order in which it calls them. The rules:
+`Inference.answer` is the whole story; its methods follow in the order of their calls. The rules:
 - Until the client has a byte of the engine's answer it sees no failure of an engine: the request goes to another
   replica, or waits until one opens, three times at most. An engine that dies may have died of the request, so it goes
   to one more after that, and to no third.
 - After that a greedy stream continues if another engine can generate the same tokens (requests/answers.py); any
   other ends with an error event.
-- Of a good answer the bytes pass unchanged, but for what `_rewrite` changes.
+- The bytes of a good answer pass unchanged, except for what `_rewrite` changes.
 - A request of class batch (header `x-appliance-class: batch`) gives way to people, and is no demand."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MAX_DEATHS: Final = 2
 
 class EngineFailure(enum.Enum):
     """Why an engine gave no answer, as the log says it. UNREACHED: it got no byte of the request. BROKEN: the answer is
-    no HTTP, or ends without its ending; others may still use the engine."""
+    not HTTP, or lacks its end; the engine may still serve other requests."""
 
     UNREACHED = "cannot reach the engine"
     DIED = "the engine broke off"
@@ -82,10 +82,10 @@ class AttemptFailed(Exception):
 class Inference:
     """One request. model: as its client calls it. body: as engines get it.
 
-    failures: the last reason of each replica that had it in vain, in `failed` attempts. waiting_since_s: since when no
-    engine takes it, 0.0 if one does. answer_begun: the client has a byte of an answer; continues: another engine
-    continues its stream. stream_ended: all of it was there; an HTTP message that ends without its stream's own ending
-    is a truncation that no client would notice. has_error: the engine reported an error in it."""
+    failures: the last failure by replica; failed: attempts that count towards MAX_FAILURES. waiting_since_s: since when
+    no engine takes it, 0.0 if one does. answer_begun: the client has a byte of an answer; continues: another engine
+    continues its stream. stream_ended: its last event came; an HTTP message that ends without it is a truncation that
+    no client would notice. has_error: the engine reported an error in the stream."""
 
     def __init__(self, state: State, controller: Controller, exchange: Exchange, checked: Checked) -> None:
         caller, route = exchange.caller, exchange.route
@@ -95,8 +95,8 @@ class Inference:
         salt = checked.data.get("cache_salt", "")
         salt = salt if state.config.prefix_cache_shared else cache_salt(caller.owner, salt)
         self.salt = {"cache_salt": salt} if salt else {}
-        asks_usage = checked.data.get("stream_options", {}).get("include_usage") is True
-        self.hides_usage = checked.stream and not asks_usage and route.name in (CHAT, COMPLETIONS)
+        client_reads_usage = checked.data.get("stream_options", {}).get("include_usage") is True
+        self.hides_usage = checked.stream and not client_reads_usage and route.name in (CHAT, COMPLETIONS)
         usage = {"stream_options": {"include_usage": True}} if self.hides_usage else {}
         token_ids = {"return_token_ids": True} if checked.continuation else {}
         self.body = orjson.dumps({**checked.data, **self.salt, **usage, **token_ids})
@@ -113,7 +113,7 @@ class Inference:
         """Answer the request, by as many attempts as it takes. Raises HttpError."""
         exchange = self.exchange
         while True:
-            choice, failed = await self._place(), None
+            choice, failed = await self._place(), None  # None: the attempt counts for no version of a canary
             try:
                 await self._attempt(choice)
                 failed = self.has_error
@@ -138,8 +138,8 @@ class Inference:
         if model is None:
             raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
         # The canary for its share; the model for requests that failed there, or for which the canary has no room.
-        again, caller = self.continues or self.failures, exchange.caller.id
-        canary = () if again else state.router.canary_for(model, caller, work.conversation)
+        is_retry, caller = self.continues or self.failures, exchange.caller.id
+        canary = () if is_retry else state.router.canary_for(model, caller, work.conversation)
         names = (*canary, exchange.routed_model if self.continues else self.model)
         host, choice = model.host or self.model, None
         # Those who wait go first; otherwise a stream of new requests could starve them.
@@ -191,7 +191,7 @@ class Inference:
             exchange.ticket = None
 
     def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
-        """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
+        """A part of the request's trace, if traces are exported. Yields the `traceparent` for the part."""
         tracing = self.state.tracing
         return nullcontext(self.exchange.trace) if tracing is None else tracing.part(name, **attributes)
 
@@ -222,7 +222,7 @@ class Inference:
             except (aiohttp.ClientConnectorError, TimeoutError) as error:
                 raise AttemptFailed(EngineFailure.UNREACHED) from error
             try:
-                # A whole long answer of a model in training comes at once, and whoever asks gives up by itself.
+                # A rollout's whole long answer comes at once, and its caller has a timeout of its own.
                 patient = policy_of(self.model) is not None
                 await self._relay(*await state.engines.send(connection, request, patient=patient), choice, model)
                 connection.release()
@@ -236,7 +236,7 @@ class Inference:
                 connection.close()  # unless it was released
 
     async def _relay(self, head: Head, content: aiohttp.StreamReader, choice: Choice, model: Model | None) -> None:
-        """model: by whose row it was placed."""
+        """Relay an answer by its status and type. model: the row of the table by which the request was placed."""
         state, exchange, replica, status = self.state, self.exchange, choice.replica, head.code
         # The engine knows the version of its first token; the table may lag behind a swap.
         engine_version = head.headers.get("x-appliance-model-version")
@@ -290,10 +290,10 @@ class Inference:
         await exchange.finish()
 
     def _rewrite(self, event: bytes) -> bytes:
-        """An engine's event as the client gets it; empty for none.
+        """Return an engine's event as the client gets it; empty for none.
 
-        A stored answer's are noted, the usage is read and taken out where the client did not ask for it, errors get the
-        API's shape; all others pass unchanged."""
+        Events of a stored answer are noted, usage is read and removed where the client did not request it, errors get
+        the API's shape; all other events pass unchanged."""
         exchange, transcript, continuation = self.exchange, self.checked.transcript, self.checked.continuation
         if continuation is not None:
             event = continuation.event(event)
@@ -318,12 +318,12 @@ class Inference:
         return event + b"\n\n"
 
     async def _relay_whole(self, head: Head, content: aiohttp.StreamReader, choice: Choice) -> None:
-        """A plain answer is kept until it is whole, so that another engine can still give it, unless it is too long."""
+        """Keep a plain answer until it is whole, so that another engine can still give it, unless it is too long."""
         exchange, transcript, limits = self.exchange, self.checked.transcript, self.state.limits
-        counts = exchange.route.name == INPUT_TOKENS
+        is_count = exchange.route.name == INPUT_TOKENS
         stores = transcript is not None and transcript.stores
         most = limits.stored_response_bytes if stores else limits.buffered_response_bytes
-        most = _TOKEN_IDS_BYTES if counts else most
+        most = _TOKEN_IDS_BYTES if is_count else most
         body = await read_up_to(content, most + 1)
         self._begun(choice)
         if exchange.head_sent:
@@ -332,7 +332,7 @@ class Inference:
         headers = [(VERSION, exchange.model_version.encode("latin-1"))]
         if len(body) <= most:
             if transcript is not None:
-                body = token_count(body) if counts else transcript.whole(body)
+                body = token_count(body) if is_count else transcript.whole(body)
                 self._keep_copy()
             self._read_usage(body)
             await exchange.whole(head.code, kind, body, headers)
@@ -342,16 +342,17 @@ class Inference:
         if (length := head.headers.get("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
         await exchange.begin(200, [(b"content-type", kind), *headers])
-        seen = b""
+        tail = b""
         while body:
-            seen = seen[-_USAGE_BYTES:] + body  # wherever it was cut
-            self._read_usage(seen)
+            tail = tail[-_USAGE_BYTES:] + body  # the usage may be cut anywhere
+            self._read_usage(tail)
             await exchange.write(body)
             body = await content.readany()
         await exchange.finish()
 
     def _read_usage(self, body: bytes) -> None:
-        """Answers of /v1/responses repeat the request, whose tools may have any text: their transcript has it."""
+        """Read the tokens in an answer. Those of /v1/responses repeat the request, whose tools may have any text, so
+        their usage comes from the transcript."""
         if self.exchange.route.name in (RESPONSES, INPUT_TOKENS):
             body = b"" if self.checked.transcript is None else self.checked.transcript.usage
         if USAGE in body:
@@ -380,7 +381,7 @@ class Inference:
     # -- failures
 
     def _moved(self, message: str) -> AttemptFailed:
-        """The engine has just swapped to another model or version, or an adapter is gone; the next table tells."""
+        """The failure of an engine that has just swapped to another model or version, or lost the adapter."""
         retry_s = self.state.config.holds.retry_after_s
         return AttemptFailed(EngineFailure.MOVED, errors.unavailable(message, "model_not_ready", retry_s))
 
@@ -409,7 +410,7 @@ class Inference:
         if not self.answer_begun:
             state.metrics.events["retried"] += 1
             return
-        # Request the rest of its stream, if another engine can continue it.
+        # Request the rest of the stream, if another engine can continue it.
         continuation, model = self.checked.continuation, state.router.models.get(self.model)
         rest = continuation.resume_body(model.max_model_len) if continuation and model else None
         if rest is None:
@@ -419,6 +420,6 @@ class Inference:
         self.body = with_fields(rest, **self.salt)
 
     def _may_be_adapter(self) -> bool:
-        """Whether the engine's version may be another model's; also for a model that was deleted since."""
+        """Whether the version that the engine names may be its base's; also for a model that was deleted since."""
         model = self.state.router.models.get(self.exchange.routed_model)
         return model is None or bool(model.adapter) or policy_of(self.model) is not None

@@ -67,10 +67,10 @@ class Metrics:
         text = "Streams: mean time from one token to the next."
         self.token = by_series(prometheus.Histogram, "time_per_output_token_seconds", text, buckets=_SECONDS)
 
-    def finished(self, exchange: Exchange, now_s: float, inferred: Checked | None) -> None:
-        """Count a finished response, whichever side ended it. inferred: the request, if it was for an engine."""
+    def finished(self, exchange: Exchange, now_s: float, checked: Checked | None) -> None:
+        """Count a finished response, whichever side ended it. checked: the body, if it was for an engine."""
         self.requests(exchange.route.name, exchange.status).inc()
-        if inferred is None:
+        if checked is None:
             return
         key, tokens = self.series_of(exchange), exchange.tokens
         self.model_requests(*key, exchange.status).inc()
@@ -79,8 +79,8 @@ class Metrics:
         self.tokens(*key, "output").inc(tokens.completion)
         self.cached(*key).inc(tokens.cached)
         load = self.loads[exchange.routed_model]
-        if tokens.prompt and inferred.prompt_tokens:
-            load.computed(inferred.prompt_tokens, max(tokens.prompt - tokens.cached, 0))
+        if tokens.prompt and checked.prompt_tokens:
+            load.computed(checked.prompt_tokens, max(tokens.prompt - tokens.cached, 0))
         # One event may carry several tokens: use their number if the engine reported it.
         written = tokens.completion or exchange.stream_events
         if exchange.stream_events and written > 1:

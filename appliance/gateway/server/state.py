@@ -149,7 +149,7 @@ class State:
         return errors.unavailable(message, "model_not_ready", retry_s)
 
     def ended(self, choice: Choice) -> None:
-        """A request left its replica, whose place others may wait for, by whatever name they call it."""
+        """Free a request's place on its replica, and give it to a request that waits."""
         if self.router.end(choice):
             self.report_now()
         if self.holds.queues:
@@ -157,23 +157,23 @@ class State:
 
     def finished(self, exchange: Exchange, now_s: float) -> None:
         """Account for a request whose response is complete, or whose client is gone."""
-        use, inferred, tokens, status = exchange.use, exchange.checked, exchange.tokens, exchange.status
+        use, checked, tokens, status = exchange.use, exchange.checked, exchange.tokens, exchange.status
         self.buffered_bytes -= exchange.buffered_bytes
         use.owner.body_bytes -= exchange.buffered_bytes
-        if inferred is not None:
-            use.under_way -= inferred.tokens
+        if checked is not None:
+            use.under_way -= checked.tokens
             use.owner.requests -= 1
-        if inferred is not None and use.batch and status == 503:
-            use.spend(-1, -inferred.tokens)
-            inferred = None  # it counts once, when it is answered
+        if checked is not None and use.batch and status == 503:
+            use.spend(-1, -checked.tokens)
+            checked = None  # it counts once, when it is answered
         if exchange.broke_off:
             self.metrics.events["broke_off"] += 1
-        self.metrics.finished(exchange, now_s, inferred)  # before what no engine reported
-        if inferred is not None:
+        self.metrics.finished(exchange, now_s, checked)  # before tokens are estimated that no engine reported
+        if checked is not None:
             if not tokens.completion and exchange.sent_s and status in (200, 401, 499):
                 # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
-                tokens.prompt, tokens.completion = tokens.prompt or inferred.prompt_tokens, exchange.stream_events
-            use.spend(0, tokens.prompt + tokens.completion - inferred.tokens)
+                tokens.prompt, tokens.completion = tokens.prompt or checked.prompt_tokens, exchange.stream_events
+            use.spend(0, tokens.prompt + tokens.completion - checked.tokens)
             counts = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
             counts |= {"requests": 1, "errors": int(status >= 500 or exchange.broke_off)}
             self.spending.count(exchange.caller.id, exchange.model, exchange.model_version, counts)
@@ -206,13 +206,13 @@ class Engines:
         """Return a connection for one request: `release` it after the whole answer, `close` it otherwise. Raises
         aiohttp.ClientConnectorError, TimeoutError."""
         if address not in self._connectors:
-            kept: dict[str, Any] = {"limit": 0, "keepalive_timeout": _KEEPALIVE_S}
+            options: dict[str, Any] = {"limit": 0, "keepalive_timeout": _KEEPALIVE_S}
             connector: aiohttp.BaseConnector
             if address.startswith("/"):
-                connector, url = aiohttp.UnixConnector(address, **kept), "http://engine"
+                connector, url = aiohttp.UnixConnector(address, **options), "http://engine"
             else:
                 tls = mutual_tls(ssl.PROTOCOL_TLS_CLIENT)
-                connector, url = aiohttp.TCPConnector(ssl=tls, socket_factory=watched_socket, **kept), address
+                connector, url = aiohttp.TCPConnector(ssl=tls, socket_factory=watched_socket, **options), address
             self._connectors[address] = connector, aiohttp.ClientRequest("GET", URL(url))
         connector, target = self._connectors[address]
         return await connector.connect(target, [], _CONNECT)

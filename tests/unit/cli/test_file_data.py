@@ -25,10 +25,17 @@ def test_file_check_of_a_stored_file_runs_on_the_box(box: ControlledBox, tmp_pat
     assert box.run("file", "check", "file-nobody").exit_code == 3
 
 
-@pytest.mark.parametrize(("options", "code"), [(("--method", "poetry"), 2), (("--against", "nowhere.jsonl"), 1)])
-def test_file_check_here_reports_what_makes_no_sense(tmp_path: Path, options: tuple[str, str], code: int):
+@pytest.mark.parametrize(
+    ("options", "shown", "code"),
+    [
+        (("--method", "poetry"), "poetry", 2),
+        (("--model", "nowhere"), "no tokenizer", 2),
+        (("--against", "nowhere.jsonl"), "nowhere.jsonl", 1),
+    ],
+)
+def test_file_check_here_reports_what_makes_no_sense(tmp_path: Path, options: tuple[str, str], shown: str, code: int):
     result = run("file", "check", str(write(tmp_path / "f.jsonl")), *options)
-    assert (result.exit_code, result.stderr.count("\n")) == (code, 1) and options[1] in result.stderr
+    assert (result.exit_code, result.stderr.count("\n")) == (code, 1) and shown in result.stderr
 
 
 def test_file_check_of_a_path_without_a_file_names_it():

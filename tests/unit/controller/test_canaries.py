@@ -133,6 +133,30 @@ async def test_an_engine_that_keeps_failing_and_a_swap_that_fails_roll_back(serv
     assert active(served) == "v1"
 
 
+async def test_look_rolls_back_a_bad_canary_while_another_model_swaps(served: Control, monkeypatch: Any):
+    insert_model(served.db, "n", versions=("v2", "v1"))
+    deployments.insert(served.db, DeploymentRow("n", 1.0))
+    swaps, ends = list[str](), asyncio.Event()
+
+    async def slow_switch(_: Any, row: Any, *__: Any) -> None:
+        swaps.append(row.id)
+        await ends.wait()
+
+    monkeypatch.setattr(activation, "switch", slow_switch)
+    for name in "mn":
+        await ask(served, "PUT", f"/admin/v1/models/{name}/canary", version="v2", auto=True)
+    counted(served, v2=good(60), v1=good(540))
+    served.scheduler.troubles = [{"model": "n@v2", "reason": "no kernel image", "message": "", "lasting": True}]
+    async with asyncio.timeout(10):
+        looking = asyncio.create_task(look_later(served, 601))
+        while not swaps or models.find_canary(served.db, "n") is not None:
+            await asyncio.sleep(0.001)
+        row = canaries.find(served.db, "n")
+        assert swaps == ["m"] and row is not None and row.state == "rolled_back"
+        ends.set()
+        assert (await looking).state == "promoted"
+
+
 async def test_publishing_ends_it_one_way_or_the_other(served: Control):
     await ask(served, "PUT", version="v2")
     models.activate(served.db, "m", "v2")

@@ -1,9 +1,11 @@
 """Checks and preparations of files that the box has."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from appliance.controller.jobs import settings
 from tests.unit.controller.conftest import Control
 
 
@@ -27,3 +29,14 @@ async def test_check_answers_with_its_report(control: Control):
     report = await asked(control, f"/v1/files/{made}/check", {"against": valid, "max_tokens": 5})
     assert report["checks"]["contaminated"]["count"] == 1
     assert report["checks"]["duplicates"]["first"] == [{"line": 2, "of": 1}]
+
+
+@pytest.mark.usefixtures("checked_here")
+async def test_check_with_an_unusable_tokenizer_refuses_the_model(
+    control: Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(settings, "tokenizer_of", lambda *_: tmp_path)
+    made = await control.upload(TWICE)
+    answer = await control.http.post(f"/v1/files/{made}/check", json={"model": "starter"})
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("model", "invalid_value")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.controller.files import storage
+from appliance.controller.interfaces.principal import Listener
 from tests.unit.controller.conftest import Control
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -44,3 +45,18 @@ async def test_a_bug_is_a_server_error_without_details_and_not_retried(control: 
     error = checked(answer, 500, None)
     assert error["type"] == "server_error" and "req_1" in error["message"] and "secret" not in answer.text
     assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_client_that_leaves_before_its_body_is_complete_is_no_bug(control: Control):
+    sent = list[dict[str, Any]]()
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path = "/admin/v1/keys/laptop/rotate"
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    await Listener(control.app)(scope | {"headers": [], "root_path": ""}, gone, send)
+    assert sent[0]["status"] == 499

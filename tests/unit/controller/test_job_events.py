@@ -61,6 +61,9 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     assert (await control.sdk.models.retrieve(checkpoint.fine_tuned_model_checkpoint)).owned_by == "org-local"
     assert row.output_model not in [model.id for model in (await control.sdk.models.list()).data]
 
+    written = {"path": "/dev/shm/x/step-12", "bytes": 65_000_000, "seconds": 0.31}
+    events.ingest(job_id, {"event": "snapshot", "step": 12, **written})
+    assert (await control.messages(job_id))[-1] == "Snapshot of step 12: 65.0 MB in 0.31 s"
     events.suspended(job_id, 12, "traffic took its devices")
     suspended = await api.retrieve(job_id)
     assert suspended.status == "queued" and suspended.estimated_finish is None

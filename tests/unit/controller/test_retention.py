@@ -7,6 +7,7 @@ from typing import Any
 
 from appliance.controller import app
 from appliance.controller.app import DAY_S
+from appliance.controller.files import storage
 from appliance.store.database import Database
 from appliance.store.objects import files, jobs
 from appliance.store.records import audit, operations, usage
@@ -91,3 +92,17 @@ def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tm
     assert not (tmp_path / "jobs" / "job-20").exists() and (tmp_path / "jobs" / "live-20").exists()
     app.keep_house(simulated_context(tmp_path, db, retention=DAYS | {"records_days": 1.0}), NOW_S)
     assert counts(db, tmp_path)["handovers"] == 1, "the newest stays: their numbers are never used again"
+
+
+def test_old_file_that_a_job_begins_with_meanwhile_stays(tmp_path: Path, db: Database, monkeypatch):
+    for name in ("file-first", "file-of-new"):
+        files.insert(db, FileRow(name, "a", "fine-tune", 1, "", "processed", 0.0))
+    remove = storage.remove
+
+    def removed(context: Any, row: FileRow) -> None:
+        remove(context, row)
+        job(db, "new")
+
+    monkeypatch.setattr(storage, "remove", removed)
+    app.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
+    assert db.column("SELECT id FROM files") == ["file-of-new"]

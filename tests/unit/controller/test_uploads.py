@@ -121,3 +121,17 @@ async def test_an_upload_goes_on_after_a_restart(control: Control):
     rest = [await part(control, upload_id, piece) for piece in PIECES[1:]]
     done = await control.sdk.uploads.complete(upload_id, part_ids=[first, *rest])
     assert done.file is not None and (await control.sdk.files.content(done.file.id)).content == DATA
+
+
+async def test_complete_of_an_upload_that_ends_meanwhile_is_named(control: Control, monkeypatch):
+    upload_id = await begun(control)
+    ids = [await part(control, upload_id, piece) for piece in PIECES]
+
+    def joined(*_):
+        UPLOADS.update(control.db, upload_id, status="completed")  # by the same request, which came twice
+        raise FileNotFoundError(ids[0])
+
+    monkeypatch.setattr(storage, "_join", joined)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await control.sdk.uploads.complete(upload_id, part_ids=ids)
+    assert refused.value.code == "upload_not_pending" and left(control) == [upload_id]

@@ -241,6 +241,18 @@ async def test_batch_ends_on_a_drain_so_that_it_can_be_sent_again(start_box: Sta
     assert (await person.response()).status == 200
 
 
+async def test_batch_that_gets_a_place_as_its_engine_drains_is_not_sent(start_box: Start) -> None:
+    box, engine = await crowded(start_box, 2)
+    box.serve("m", "e0:draining")
+    line = await send(box, "line", BATCH)
+    await box.until(lambda: waiting(box, batch=True) == 1)
+    box.serve("m", "e0")
+    box.serve("m", "e0:draining")  # within one turn of the loop
+    refused = await line.response()
+    assert (refused.status, refused.error["code"]) == (503, "batch_gives_way")
+    assert not engine.seen and not box.state.router.loads["e0"].inflight
+
+
 async def test_batch_has_an_allowance_of_its_own_and_waits_in_it(start_box: Start) -> None:
     box, engine = await crowded(start_box, 2)
     box.limit(requests_per_minute=2)

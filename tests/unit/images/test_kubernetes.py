@@ -1,7 +1,5 @@
 """The Kubernetes manifests: each overlay as kustomize renders it, held strictly against the schemas of Kubernetes."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

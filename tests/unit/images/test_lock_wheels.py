@@ -1,7 +1,5 @@
 """The CUDA lock installs on every Python that the appliance supports; and the extras of the wheel."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Rules and dashboard of images/monitoring; tests/e2e/test_box.py looks for their series on a real box."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

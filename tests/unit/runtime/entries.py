@@ -39,6 +39,7 @@ def echo(lifeline, args):
             "later": lambda value: pool.submit(lambda: value * 2),
             "emit": lambda n: [lifeline.emit("tick", i=i) for i in range(n)] and None,
             "fork": _fork_sleeper,
+            "flood": lambda: pool.submit(lifeline.emit, "flood", text="x" * 2**24) and None,
             "hang": lambda: time.sleep(3600),
             "stop": stop.set,
             "set": lambda: {1, 2},

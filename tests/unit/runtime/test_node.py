@@ -1,6 +1,7 @@
 """The node agent keeps its warm parents alive, and their children do not need them."""
 
 import asyncio
+import contextlib
 import os
 import signal
 
@@ -20,8 +21,11 @@ def spec(folder, preload=ENTRY):
 
 def warm_pid(folder):
     """The pid of the warm parent that serves this folder, None while there is none."""
-    children = psutil.Process().children()
-    return next((one.pid for one in children if str(folder / "w.sock") in one.cmdline()), None)
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if str(folder / "w.sock") in child.cmdline():
+                return child.pid
+    return None
 
 
 async def test_a_killed_warm_parent_comes_back_and_its_child_lives_on(tmp_path):

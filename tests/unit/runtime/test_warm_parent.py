@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -156,7 +157,20 @@ async def test_warm_parent_with_a_silent_client_still_forks(warm, tmp_path):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(warm))
         child = await spawn(warm, tmp_path)
+        os.kill(child.pid, signal.SIGKILL)
+        await asyncio.wait_for(child.closed(), 3)
+        child = await spawn(warm, tmp_path)
         assert await child.stop(10)
+
+
+async def test_status_of_a_child_killed_within_a_large_frame_is_known(warm, tmp_path):
+    child = await spawn(warm, tmp_path)
+    await child.call("flood")
+    time.sleep(0.3)  # it fills the socket, from which this loop reads nothing
+    os.kill(child.pid, signal.SIGKILL)
+    time.sleep(0.3)
+    await asyncio.wait_for(child.closed(), 60)
+    assert "SIGKILL" in child.how_it_ended()
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ It checks, at every verb, what the real world would not forgive: two holders of 
 while it has requests. A violation is an AssertionError, never an EffectFailed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """How many replicas are kept awake, and for how long: from the traffic alone, and enough for the target."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

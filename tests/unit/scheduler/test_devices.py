@@ -1,7 +1,5 @@
 """Devices of machines that this one is not: how they are discovered, and when one is cordoned by its readings."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How long to wait, and who is to blame: the counting alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from scheduler.core.config import SchedulerConfig

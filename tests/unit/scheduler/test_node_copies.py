@@ -1,7 +1,5 @@
 """Copies between two nodes of one box, each with its own shared memory; agents are called without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile

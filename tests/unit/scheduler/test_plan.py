@@ -1,7 +1,5 @@
 """Who gets what under each policy: no plan gives a device to two holders."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

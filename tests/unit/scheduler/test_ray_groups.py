@@ -1,7 +1,5 @@
 """Groups over supervisors that die: which handles are kept, which ranks adopted, what comes home from other nodes."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

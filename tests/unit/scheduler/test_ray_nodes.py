@@ -1,7 +1,5 @@
 """Nodes as home knows them, without Ray: which may run what, and which leave; and how our own Ray differs."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Supervisors and replicas: a call ends when the one who is to answer is gone, and a silent one hides no other."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

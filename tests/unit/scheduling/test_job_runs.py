@@ -155,7 +155,7 @@ async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
     on_disk = tmp_path / "data" / "models" / "starter" / "v1"
     await runs.prepare("ftjob-1")
     assert runs.spec("ftjob-1", "cpu").base_path == str(on_disk), "whole, and there is no need to read it in"
-    runs._whole.clear()  # as a controller that was started anew
+    runs._verified.clear()  # as a controller that was started anew
     damage(on_disk / "model.safetensors")
     await runs.prepare("ftjob-1")
     check(store, store.find("version", "starter", "v1"))
@@ -177,7 +177,7 @@ def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
     assert (spec.base_model, spec.base_version) == ("ft:a", "step-2")
     assert spec.base_path.endswith("v1") and spec.base_adapter.endswith("step-2") and spec.published_kind == "version"
     models.delete_version(db, "starter", "v1")
-    with pytest.raises(LookupError, match="which ft:a is an adapter of"):
+    with pytest.raises(LookupError, match="the base of ft:a, was deleted"):
         runs.spec("ftjob-1", "cpu")
 
 

@@ -13,7 +13,7 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.devices.mode import Mode, write_mode
 from appliance.controller.engines.routing_table import Traffic
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.scheduling.state_store import LOOK_S, DemandLearning, QueuedDemand, job_host_bytes
+from appliance.controller.scheduling.state_store import LEARN_EVERY_S, DemandLearning, QueuedDemand, job_host_bytes
 from appliance.gateway.core.table import bucket
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
@@ -285,8 +285,8 @@ class Box:
         """Requests at this rate of work (replica-seconds per second)."""
         due, end_s = 0.0, self.now_s + minutes * 60
         while self.now_s < end_s:
-            self.now_s += LOOK_S
-            due += work_per_s(self.now_s) * LOOK_S * RATE / PROMPT_TOKENS
+            self.now_s += LEARN_EVERY_S
+            due += work_per_s(self.now_s) * LEARN_EVERY_S * RATE / PROMPT_TOKENS
             self.arrived, due = int(due), due % 1
             seen = self.seen()
         return seen

@@ -1,7 +1,5 @@
 """The order for one engine, as unit tests give it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from serve.core.spec import ReplicaSpec

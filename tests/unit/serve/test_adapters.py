@@ -1,7 +1,5 @@
 """An engine resolves adapters by name in vLLM's own table, and holds their files while requests may need them."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests and answers in the forms of other APIs, made of vLLM's own objects without an engine."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

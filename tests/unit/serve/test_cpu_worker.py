@@ -1,7 +1,5 @@
 """vLLM's worker for CPUs as we patch it: adapters in one batch, and random numbers of requests with a seed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How a core and its workers end: why, with real processes, and replies of all workers, both without vLLM's engine."""
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """How the engines of a model are set up, and which of vLLM's arguments nobody may set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What would end an engine within a step is refused or ends its own request; an engine's metrics and ends of turn."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncGenerator
 from itertools import permutations

@@ -1,7 +1,5 @@
 """No engine on a GPU compiles kernels by nvcc at its start, judged by vLLM's parser, configuration and variables."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import sys

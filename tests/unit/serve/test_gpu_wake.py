@@ -1,7 +1,5 @@
 """What a GPU's engine asks at import and after its fork, and writes again after a sleep that kept nothing."""
 
-from __future__ import annotations
-
 from functools import cache
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Forms are checked and compiled by the backend that follows them; what the parsers of <think> take for the answer."""
 
-from __future__ import annotations
-
 import json
 import time
 from types import SimpleNamespace

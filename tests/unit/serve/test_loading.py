@@ -1,7 +1,5 @@
 """How a version gets into a running engine: the recorded plan (fused, sliced, padded, tied, expert) and page locks."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 Each has the issue or pull request after which it is made.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import orjson

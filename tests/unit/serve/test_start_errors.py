@@ -1,7 +1,5 @@
 """What vLLM refuses or lacks at a start is told in the box's own settings, without its classes and options."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What a supervisor says of an engine that starts, does not start, or cannot take a version while it runs."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What a running engine must find in a version: the same model, and the token that training recorded."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -62,7 +60,7 @@ NAN = float("nan")
 
 
 def checked(answer, record=RECORD):
-    return check_token(answer, record, tolerance=0.15, what="v")
+    return check_token(answer, record, tolerance=0.15, version="v")
 
 
 @pytest.mark.parametrize("answer", [ANSWER, {7: -0.6, 9: -0.59}], ids=["equal", "near tie"])

@@ -51,6 +51,8 @@ TOGETHER = {"sequence_parallel": 4, "max_length": 256}
         (MERGED, SERVED, {"full": False}),
         ({"lora_rank": "auto", "full": True} | MERGED, SMALL, {"full": True}),
         ({}, PACKED, {"full": False, "lora_publish": "adapter"}),
+        ({}, dataclasses.replace(LARGE, adapter_max_rank=8), {"lora_rank": 8, "lora_publish": "adapter"}),
+        ({"micro_batch": 1024}, LARGE, {"batch_size": 8192}),  # beyond what may be given
         (TOGETHER, DENSE, TOGETHER),
         ({"tensor_parallel": 2}, CUTTABLE, {"tensor_parallel": 2, "full": False, "zero_stage": 1}),
         ({}, CUTTABLE, {"tensor_parallel": 1}),

@@ -1,6 +1,7 @@
 """What is in an uploaded file, and what is wrong with it."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -95,6 +96,7 @@ def test_check_of_parallel_calls_heeds_what_the_row_allows(tmp_path, parallel, r
         (b"prompt,completion\na,b\n", "pd.read_csv('FILE')"),
         (b'{"messages": Infinity}', "Infinity"),
         (b"{'messages': [{'role': 'user'}]}", "as Python prints it"),
+        ("{\u201cprompt\u201d: 1}".encode(), "curly quotes"),
         (b'{"prompt": "a"},\n{"prompt": "b"},\n', "a comma follows"),
         (b'{"prompt": "a"}{"prompt": "b"}\n', "several JSON values on one line"),
         (b'{"prompt": "a", "completion": "b", "prompt": "c"}', "the key 'prompt' twice"),
@@ -107,6 +109,15 @@ def test_hostile_files_are_refused_with_a_reason(tmp_path, monkeypatch, content,
     (tmp_path / "f").write_bytes(content)
     report = check_training_file(tmp_path / "f")
     assert not report.ok and any(reason in why for _, why in report.errors), report.errors
+
+
+def test_check_holds_few_examples_at_a_time(tmp_path):
+    path = write(tmp_path / "f.jsonl", *[chat(("user", "x" * 400_000), ("assistant", "y"))] * 30)
+    tracemalloc.start()
+    assert check_training_file(path).n_examples == 30
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10_000_000
 
 
 def test_errors_in_an_array_name_the_element(tmp_path):

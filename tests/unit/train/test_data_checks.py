@@ -5,10 +5,9 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.train_support.tiny import gsm8k
 from train.data_checks.check import Check, personal_data
 from train.data_checks.process import CheckFailed, report_apart, report_on
-from train.plan.errors import InvalidSpec
+from train.plan.errors import InvalidSpec, UnsupportedModel
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
 
@@ -27,7 +26,7 @@ def repeats(path):
     check = Check()
     with patch("train.data_checks.check._MOST_SHOWN", 10**6):
         check.report(path, "")
-    found = [one for name in ("duplicates", "near_duplicates") for one in check.found[name].first]
+    found = [one for name in ("duplicates", "near_duplicates") for one in check.findings[name].first]
     return {one["line"] - 1: one["of"] - 1 for one in found}
 
 
@@ -105,23 +104,25 @@ def test_options_without_meaning_are_refused(tmp_path):
     path = write(tmp_path / "f.jsonl", chat("a", "b"))
     with pytest.raises(InvalidSpec, match="'poetry'"):
         checked(path, method="poetry")
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(UnsupportedModel, match="no tokenizer"):
         checked(path, model=tmp_path)
     assert lines(checked(path, method="dpo"), "bad_lines") == [1]
 
 
 async def test_report_apart_runs_in_a_process_of_its_own(tmp_path):
-    path = gsm8k(tmp_path / "f.jsonl", "train", 20)
-    assert (await report_apart(path, "f"))["examples"] == 20
+    path = write(tmp_path / "f.jsonl", chat("a", "b"))
+    assert (await report_apart(path, "f"))["examples"] == 1
     with pytest.raises(CheckFailed, match="nowhere"):
         await report_apart(tmp_path / "nowhere", "f")
+    with pytest.raises(UnsupportedModel):
+        await report_apart(path, "f", model=tmp_path)
 
 
 def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):
     data, model = write(tmp_path / "f.jsonl", chat("a", "b")), tmp_path / "model"
     model.mkdir()
     (model / "tokenizer_config.json").write_text(json.dumps({"vocab": str(data)}))
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(UnsupportedModel, match="no tokenizer"):
         checked(data, model=model)
 
 

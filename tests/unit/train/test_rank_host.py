@@ -137,6 +137,16 @@ async def test_group_blames_the_rank_with_its_own_error(monkeypatch, ranks, last
     assert (error["rank"], error["code"], error["blame"]) == (rank, code, blame)
 
 
+async def test_group_blames_the_first_of_equal_failures(ranks):
+    (one, first), (other, second) = ranks
+    group = Group(limits=SELDOM)
+    await group.adopt("j", [one, other])
+    second.say("fatal", type="RuntimeError", message="CUDA error: device-side assert triggered")
+    await asyncio.sleep(0.01)
+    first.say("fatal", type="RuntimeError", message="connection closed by peer")
+    assert (await ended(group)).error["rank"] == 1
+
+
 @pytest.mark.parametrize("starved, blame", [(None, "outside"), (False, "outside"), (True, "memory")])
 async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, ranks, starved, blame):
     one, child = ranks[0]

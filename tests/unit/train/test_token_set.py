@@ -180,7 +180,7 @@ def test_check_of_documents_counts_and_converts_them(tmp_path):
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]) == {"text": "word "}
     check = Check(max_tokens=8)
     check.report(data, "")
-    assert not check.found["too_long"].count, "none is cut"
+    assert not check.findings["too_long"].count, "none is cut"
 
 
 def test_steps_of_one_long_document_are_counted_in_rows():

@@ -32,3 +32,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path, monk
         replace_file(path, b"new", durable=True)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_crash_leaves_is_found_by_the_prefix_of_a_hidden_file(tmp_path, monkeypatch):
+    left = []
+    monkeypatch.setattr(os, "rename", lambda temporary, path: left.append(temporary.name))
+    for name in (".incoming-1", "open"):
+        replace_file(tmp_path / name, b"x")
+    assert left[0].startswith(".incoming-1.") and left[1].startswith(".open.")

@@ -168,6 +168,7 @@ REFUSED = {
         "input.0.content",
     ),
     "a threshold out of reach": ({**SCORE, "pass_threshold": 11}, "pass_threshold"),
+    "a threshold of a range upside down": ({**SCORE, "range": [10, 0], "pass_threshold": 5}, "range"),
     "a strange label": ({**LABEL, "passing_labels": ["fine"]}, "passing_labels"),
     "a long source": ({"type": "python", "name": "x", "source": "def grade" + "x" * (2 << 20)}, ""),
 }
