@@ -11,6 +11,7 @@ again; one waits while its key's limits are used up, a day at most.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
@@ -34,6 +35,8 @@ from appliance.store.database import HAS_PAIR, Part
 from appliance.store.records import keys
 from appliance.store.rows import RESPONSES as ROWS
 from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
+
+log = logging.getLogger("appliance.controller")
 
 TASKS = "responses"
 URL = "/v1/responses"
@@ -71,6 +74,9 @@ class StoredResponses:
         """Store copies from a gateway: each {"key", "previous", "input", "response"}; of a chat completion `input` is
         what it was asked with, an object. Returns how many were new."""
         if not self._config.responses_kept_days:
+            return 0
+        if self._quotas.disk.room_bytes() <= 0:  # refused, a gateway would send them again and hold all others
+            log.error("%d answered responses are not stored: the disk is short of space", len(copies))
             return 0
         return await asyncio.to_thread(lambda: sum(map(self._add, copies)))
 

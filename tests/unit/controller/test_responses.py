@@ -156,13 +156,6 @@ async def test_take_of_an_owner_without_keys_stores_nothing(control: Control):
     assert RESPONSES.find(control.db, name(2)) is None and RESPONSES.find(control.db, name(3)) is not None
 
 
-async def test_take_on_a_short_disk_is_refused(control: Control, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(type(control.context.quotas.disk), "room_bytes", lambda _: 0)
-    with pytest.raises(httpx.HTTPStatusError, match="507"):
-        await send(control, copy(1))
-    assert RESPONSES.find(control.db, name(1)) is None
-
-
 # --- in background
 
 
