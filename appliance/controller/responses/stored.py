@@ -11,6 +11,7 @@ again; one waits while its key's limits are used up, a day at most.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
@@ -34,6 +35,8 @@ from appliance.store.database import HAS_PAIR, Part
 from appliance.store.records import keys
 from appliance.store.rows import RESPONSES as ROWS
 from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
+
+log = logging.getLogger("appliance.controller")
 
 TASKS = "responses"
 URL = "/v1/responses"
