@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
-
-import psutil
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +124,7 @@ class DeviceKind:
 
     def parts(self, count: int) -> tuple[Found, ...]:
         """The host as `count` devices."""
-        each_bytes = psutil.virtual_memory().total // count
+        each_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
         return tuple(Found(index, self.title, each_bytes) for index in range(count))
 
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:

@@ -9,11 +9,12 @@ import hashlib
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from appliance.controller.evals.shapes import sample_object
-from appliance.controller.responses.objects import completion_row, queued
+from appliance.controller.responses.objects import completion_row, queued_row
 from appliance.store.database import Database
 from appliance.store.objects import evals, files, jobs, models
 from appliance.store.records import keys
@@ -30,7 +31,6 @@ from appliance.store.rows import (
     JobRow,
     KeyRow,
     ModelRow,
-    ResponseRow,
     UploadRow,
     VersionRow,
 )
@@ -217,10 +217,9 @@ def _responses(db: Database) -> None:
     message = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
     item = {"id": "after", "type": "message", "role": "user", "content": "1+1?"}
     for response_id in RESPONSES:
-        asked = {"model": PLAIN_MODEL, "input": [item]}
-        answer = {**queued(response_id, asked, time.time()), "status": "completed", "output": [message]}
-        about = {"status": "completed", "created_s": time.time(), "bytes": 0, "background": 1}
-        ROWS.insert(db, ResponseRow(id=response_id, key_id="key_conformance0", input=[item], response=answer, **about))
+        row = queued_row({"model": PLAIN_MODEL, "input": [item]}, "key_conformance0", "")
+        answer = {**row.response, "id": response_id, "status": "completed", "output": [message]}
+        ROWS.insert(db, replace(row, id=response_id, status="completed", response=answer, request=None))
 
 
 def _completions(db: Database) -> None:

@@ -318,7 +318,6 @@ async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, start):
 async def test_sleep_waits_for_nobody_to_be_served(engine_box, start):
     replica, sdk, _, pid = await start("busy", engine_box.version("long", seed=1, max_position_embeddings=4096))
     core = next(each for each in group_pids(pid) if each != pid)
-    sdk = sdk
     streams = [
         asyncio.create_task(
             sdk.completions.create(model="starter", prompt="x", max_tokens=1500, extra_body={"ignore_eos": True})

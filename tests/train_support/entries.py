@@ -33,12 +33,12 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     written = _count_written_elements()
     publish(run.rank, "v1", {})
     written_elements = sum(written)
-    for module in run.engine.module.modules():
-        if own := list(module.parameters(recurse=False)):
-            GatherReplacedLayerParams(own, module).__enter__()  # nothing to do without tensor parallelism
     params = list(run.engine.module.parameters())
     gathered = zero.GatheredParameters(params) if fragments.is_zero3(run.engine) else nullcontext()
     with gathered, torch.no_grad():
+        for module in run.engine.module.modules():
+            if own := list(module.parameters(recurse=False)):
+                GatherReplacedLayerParams(own, module).__enter__()  # nothing to do without tensor parallelism
         factors = {
             stored_name(p.name): p.tensor.detach().to(torch.bfloat16).clone()
             for p in fragments.parameters(run.engine)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class Progress:
 @dataclass(frozen=True)
 class Rank:
     """State that all parts of a run share. engine: DeepSpeed's, around train.methods.packed_objective. emit: reports on
-    the first rank and does nothing on others."""
+    the first rank and does nothing on others. reported: of the newest steps; snapshots keep them, since a box that dies
+    may not have recorded them."""
 
     spec: TrainSpec
     store: WeightStore
@@ -60,6 +62,7 @@ class Rank:
     grid: Grid
     emit: Events
     progress: Progress
+    reported: deque[dict[str, Any]] = field(default_factory=partial(deque, maxlen=100))
 
 
 def any_rank(*flags: bool) -> list[bool]:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from runtime.processes.kernel import Bounds
 from weights.format.layout import Layout
@@ -247,7 +248,8 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
     PreTrainedTokenizerFast. generation: why generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+    from transformers.models.auto import tokenization_auto
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -256,8 +258,11 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     plain, report = _as_written(path), {"differs": "", "class": type(tokenizer).__name__, "mended": False}
     if plain is not None and (text := _differs(tokenizer, plain)):
         report["differs"] = text
+        # As tokenizer_config.json would name it: of some families, transformers takes a class of its own all the same.
+        settings = tokenization_auto.get_tokenizer_config(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
         try:
-            other = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            with patch.object(tokenization_auto, "get_tokenizer_config", lambda *_, **__: settings):
+                other = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             if not _differs(other, plain):
                 report["mended"], tokenizer = True, other
         except Exception as error:  # noqa: BLE001 - as above

@@ -168,7 +168,7 @@ class GraderHosts:
             return await self._results(head, rows, bounds)
 
     async def _results(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
-        """As `_together`, without another try."""
+        """As `_together`, without a retry."""
         # In a thread and line by line, so that others run in between: the items of a request may be 64 MiB together.
         lines = await asyncio.to_thread(lambda: [json.dumps(row).encode() + b"\n" for row in (head, *rows)])
         read: Callable[[bytes], Any] = _GRADED.validate_json if head["kind"] == "grade" else json.loads

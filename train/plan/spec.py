@@ -6,8 +6,6 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
 from train.plan.errors import InvalidSpec
 from train.plan.recipe import Schedule
 
@@ -26,7 +24,7 @@ class TrainSpec:
     without changing its loss curve. What values fit each other is `auto.resolve`'s.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"strict": True, "extra": "forbid"}
 
     job_id: str
     base_path: str  # Hugging Face directory of the base model
@@ -106,14 +104,13 @@ class TrainSpec:
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> TrainSpec:
         """Raises InvalidSpec for an unknown field, a missing one, or a value of another type."""
+        from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415  the command line reads the fields alone
+
         try:
-            return _SPEC.validate_json(json.dumps(given))
+            return TypeAdapter(cls).validate_json(json.dumps(given))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise InvalidSpec(f"TrainSpec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-
-
-_SPEC = TypeAdapter(TrainSpec)
 
 
 def every_s(cost_s: float) -> float:

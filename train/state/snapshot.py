@@ -3,8 +3,8 @@ tensor-parallel size can read it.
 
 A snapshot holds, for every trained parameter, `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>` whole, in
 float32 and in the parameter's shape, the tensors that the run keeps from its beginning, and in its meta what the loop
-needs: the step, and how the validations went. Data position, order, learning rate and random streams are functions of
-the step and the spec, so there is nothing else to keep.
+needs: the step, how the validations went, and the reports of the newest steps. Data position, order, learning rate and
+random streams are functions of the step and the spec, so there is nothing else to keep.
 
 It is written between two steps, which wait for it, so only as often as that is cheap (train.plan.spec.every_s).
 """
@@ -80,6 +80,7 @@ class Snapshots:
         self._spec, self._store, self._engine, self._grid = rank.spec, rank.store, rank.engine, rank.grid
         self._emit, self._progress, self._tokens, self._validations = rank.emit, rank.progress, tokens, validations
         self.kept: Mapping[str, torch.Tensor] = {}
+        self._reported = rank.reported
         self._newest: tuple[int, Written] | None = None
         self._refused = False  # the last try found shared memory full, which the job has reported
         self._last_s, self._cost_s = time.monotonic(), 0.0
@@ -141,6 +142,7 @@ class Snapshots:
             return store.reserve(self._layout, kind=KIND, model=self._spec.job_id, version=version_name(step))
 
         meta = {"step": step, "spec": {key: getattr(self._spec, key) for key in _IDENTITY}, "tokens": self._tokens}
+        meta["steps"] = [*self._reported]
         meta |= {"validations": [[*self._validations.scores.items()], self._validations.published]}
         written = write_together(store, self._layout, reserve, self._pieces(), meta)
         self._newest, self._cost_s, self._refused = (step, written), written.seconds, False
@@ -196,6 +198,7 @@ class Snapshots:
         engine.global_steps, engine.global_samples = step, step * spec.batch_size
         scores, self._validations.published = meta.get("validations", ([], []))  # which old ones lack
         self._validations.scores = dict(scores)
+        self._emit("steps", steps=meta.get("steps", []))
         return step, copied
 
 

@@ -29,7 +29,7 @@ class Metrics:
     def __init__(self, rank: Rank, method: Method):
         self._method, self._engine, self._grid, self._emit = method, rank.engine, rank.grid, rank.emit
         self._on_host = kind_of(rank.spec.device_kind).on_host
-        self._began_s = 0.0
+        self._reported, self._began_s = rank.reported, 0.0
         # Around each forward pass: what a rank computes by itself, before it waits for others in collectives. All ranks
         # end a step together, so the step's time says nothing of one of them.
         self.forward_timer = SynchronizedWallClockTimer.Timer("forward")
@@ -69,16 +69,10 @@ class Metrics:
         if not self._on_host:
             metrics["memory_bytes"] = torch.accelerator.max_memory_allocated(self._engine.device)
         timing = {"timing": {"step": {**waited, "training": training_s, "full_iteration": full_s}}} if waited else {}
-        self._emit(
-            "metrics",
-            at_s=round(time.time(), 3),
-            step=step,
-            devices=self._grid.world_size,
-            tokens=data.tokens,
-            **(fields | metrics),
-            rank_seconds=[round(rank_s, 4) for rank_s in rank_seconds],
-            **timing,
-        )
+        report = {"at_s": round(time.time(), 3), "step": step, "devices": self._grid.world_size, "tokens": data.tokens}
+        report |= fields | metrics | {"rank_seconds": [round(rank_s, 4) for rank_s in rank_seconds]} | timing
+        self._reported.append(report)
+        self._emit("metrics", **report)
 
     def begin_validation(self) -> torch.Tensor:
         """The loss so far, which is zero."""

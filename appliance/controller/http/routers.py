@@ -82,7 +82,7 @@ def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
 
 
 def takes(max_bytes: Callable[[ControllerConfig], int]) -> Callable[[Endpoint], Endpoint]:
-    """The most that the body of this route may have, which is stored: 507 while the disk has no room for it."""
+    """The most that the body of this route may have, in place of MAX_BYTES."""
     return _declares(max_bytes=max_bytes)
 
 

@@ -102,6 +102,7 @@ class JobEvents:
         self._db, self._files_dir, self._organization = db, files_dir, organization
         self._handlers = {
             "metrics": self._metrics,
+            "steps": self._steps,
             "validation": self._validation,
             "published": self._published,
             "snapshot": self._snapshot,
@@ -247,6 +248,11 @@ class JobEvents:
         reward = event.get("train_mean_reward")
         shown = _shown("training loss", event.get("loss")) if reward is None else _shown("mean reward", reward)
         add_message(db, row.id, f"Step {step}/{total}: {shown}", data=data, kind="metrics")
+
+    def _steps(self, row: JobRow, event: dict[str, Any]) -> None:
+        """The newest steps before a snapshot, of which nobody heard if the box died."""
+        for report in event["steps"]:
+            self._metrics(jobs.get(self._db, row.id), {**report, "event": "metrics"})
 
     def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
         """From the median time of the last steps, so that one suspension does not distort it."""

@@ -11,6 +11,7 @@ again; one waits while its key's limits are used up, a day at most.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
@@ -34,6 +35,8 @@ from appliance.store.database import HAS_PAIR, Part
 from appliance.store.records import keys
 from appliance.store.rows import RESPONSES as ROWS
 from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
+
+log = logging.getLogger("appliance.controller")
 
 TASKS = "responses"
 URL = "/v1/responses"
@@ -69,9 +72,10 @@ class StoredResponses:
 
     async def take(self, copies: list[Any]) -> int:
         """Store copies from a gateway: each {"key", "previous", "input", "response"}; of a chat completion `input` is
-        what it was asked with, an object. Returns how many were new."""
+        what it was asked with, an object. Returns how many were new. Raises ApiError 507."""
         if not self._config.responses_kept_days:
             return 0
+        self._quotas.disk.check()  # gateways count what is refused as not stored
         return await asyncio.to_thread(lambda: sum(map(self._add, copies)))
 
     def _add(self, copy: Any) -> bool:

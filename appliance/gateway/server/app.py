@@ -77,7 +77,7 @@ class App:
                 log.error("a request was not answered", exc_info=failure, extra=exchange.ids)
                 await exchange.fail(HttpError(500, "The gateway failed.", code="internal_error"))
         except asyncio.CancelledError:
-            pass  # the client is gone
+            exchange.connection.transport.abort()  # the client is gone, or reads nothing while its error is sent
         finally:
             state.exchanges.discard(exchange)
             if not exchange.response_complete:

@@ -1,7 +1,5 @@
 """Backups of a data directory: what is in them, what they share, and that they come back whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The logic of `make gpu-smoke`; its measures need a GPU."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

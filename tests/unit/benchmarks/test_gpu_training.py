@@ -1,7 +1,5 @@
 """What the parts of `make gpu-smoke` for training compute, on a processor and small: right here means right there."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.gpu import training

@@ -1,7 +1,5 @@
 """Traffic that is made for the simulator, and requests that move to an engine that opens."""
 
-from __future__ import annotations
-
 from array import array
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The port of a box is looked at before anything starts."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """Invitations: what a machine gets to join the box, and nodes that were removed."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Where a box keeps what."""
 
+import asyncio
 import os
 import shutil
 from pathlib import Path
@@ -96,6 +97,29 @@ def test_start_fails_where_box_json_cannot_be_written(tmp_path, mode):
     finally:
         os.umask(before)
         shutil.rmtree(BoxPaths.of(tmp_path / "box").shm_root, ignore_errors=True)
+
+
+class SlowBox:
+    """Told to stop as it begins to start."""
+
+    hopeless = ""
+
+    def __init__(self, config, paths, state, stop):
+        self.stop = stop
+
+    async def start(self):
+        self.stop()
+        await asyncio.Event().wait()
+
+    async def end(self):
+        return ""
+
+
+async def test_run_stopped_while_it_starts_returns_130(tmp_path, monkeypatch):
+    monkeypatch.setattr(main, "Box", SlowBox)
+    paths = BoxPaths.of(tmp_path / "box", shm_mount=tmp_path)
+    paths.create()
+    assert await main._run(BoxConfig(), paths, main.BoxState(paths.state_file), None) == 130
 
 
 def test_the_first_key_goes_into_its_file_alone(tmp_path):

@@ -1,7 +1,5 @@
 """Settings of Ray without documentation: it takes unknown ones in silence, so a release may drop them unnoticed."""
 
-from __future__ import annotations
-
 import importlib.util
 import mmap
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Commands run in this process against two kinds of boxes: the real control app over simulated devices, and a server
 with prepared answers for what the real one does only under load or in trouble."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

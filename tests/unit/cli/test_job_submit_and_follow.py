@@ -1,7 +1,5 @@
 """From a file to a job, and a job followed to its end."""
 
-from __future__ import annotations
-
 import json
 import threading
 

@@ -1,7 +1,5 @@
 """Each method has a page whose commands and program a box takes, on the data that the page shows."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

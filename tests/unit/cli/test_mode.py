@@ -1,7 +1,5 @@
 """`appliance mode`: floors, the schedule and the dry run, from the real control app."""
 
-from __future__ import annotations
-
 from tests.unit.cli.conftest import ControlledBox
 
 

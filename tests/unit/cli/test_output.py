@@ -1,7 +1,5 @@
 """Numbers, texts and progress as the command prints them."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 

@@ -1,7 +1,5 @@
 """Every command of the table, against a server with prepared answers: what it sends and what it prints."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Every listing: a table for people, and JSON whose keys scripts rely on, from the real control app."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

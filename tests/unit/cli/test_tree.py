@@ -1,7 +1,5 @@
 """The table of commands and its help."""
 
-from __future__ import annotations
-
 import pytest
 
 from appliance.cli.command import COMMANDS

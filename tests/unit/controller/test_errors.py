@@ -19,6 +19,14 @@ def checked(answer, status: int, code: str | None) -> dict:
     return error
 
 
+async def test_document_says_how_refusals_look_and_nothing_of_fastapis_own(control: Control):
+    document = (await control.http.get("/openapi.json")).json()
+    answers = [operation["responses"] for verbs in document["paths"].values() for operation in verbs.values()]
+    assert len(answers) > 50 and not any("422" in one for one in answers)
+    shapes = [one["4XX"]["content"]["application/json"]["schema"]["properties"]["error"] for one in answers]
+    assert {tuple(sorted(shape["required"])) for shape in shapes} == {("code", "message", "param", "type")}
+
+
 async def test_unknown_urls_and_methods_are_named(control: Control):
     for path in ("/", "/v1/nothing", "/v1/files/a/b/c", "/docs"):
         checked(await control.http.get(path), 404, "unknown_url")

@@ -139,6 +139,17 @@ async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: 
     assert jobs.get(control.db, job_id).eta_s == 36.0, "by the ranks' clock: 18 steps of 2 s"
 
 
+async def test_steps_that_nobody_heard_of_are_recorded_from_the_snapshot(control: Control, events: JobEvents):
+    job_id = await control.job()
+    reports = [metrics(step, 1.0) | {"at_s": 1e9 + step} for step in (1, 2, 3)]
+    events.ingest(job_id, dict(reports[0]))
+    for _ in range(2):
+        events.ingest(job_id, {"event": "steps", "steps": [dict(report) for report in reports]})
+    assert [row.step for row in jobs.all_metrics(control.db, job_id)] == [1, 2, 3]
+    told = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data
+    assert len([event for event in told if event.type == "metrics"]) == 3
+
+
 @pytest.mark.parametrize("end", ["succeeded", "failed"])
 async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_the_model_but_the_result(
     control: Control, events: JobEvents, end: str

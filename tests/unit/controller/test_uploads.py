@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import resource
 import time
+from pathlib import Path
 
 import openai
 import pytest
 
 from appliance.controller.files import storage
-from appliance.store.rows import UPLOADS
+from appliance.store.rows import UPLOADS, UploadRow
 from tests.unit.controller.conftest import Control, chat_lines
 
 DATA = chat_lines()
@@ -52,6 +55,20 @@ async def test_parts_in_any_order_make_the_same_file_as_one_upload(control: Cont
     again = await control.sdk.uploads.complete(upload_id, part_ids=[ids[0], ids[1], ids[2]])
     assert again.file is not None and again.file.id == done.file.id
     await control.job(training_file=done.file.id)
+
+
+def test_join_opens_one_part_at_a_time(tmp_path: Path):
+    """An upload may have more parts than the process may have open files."""
+    ids = [f"part_{number}" for number in range(100)]
+    for part_id in ids:
+        (tmp_path / part_id).write_bytes(b"x")
+    row = UploadRow("upload_x", "f", "user_data", "text/plain", len(ids), 0.0, 1.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, hard))
+    try:
+        storage._join(row, tmp_path, ids, tmp_path / ".joined")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_what_does_not_fit_is_refused_and_can_be_mended(control: Control):

@@ -1,7 +1,5 @@
 """A gateway in the test's own loop, with an engine and a controller that do what the test tells them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Who may do what: routes, methods, keys, scopes; revoked means now; and the private socket of the box itself."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

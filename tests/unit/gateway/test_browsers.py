@@ -1,7 +1,5 @@
 """What browsers and careless base URLs ask: the page and its login, cross-origin requests, HEAD, one slash too many."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Everything that is not inference goes to the controller, with an identity that only the gateway can give."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 
@@ -140,6 +138,22 @@ EVIL = (
     b"x-evil: 1\r\n\r\n"
 )
 AUTH = b"Host: a\r\nAuthorization: Bearer sk-test-all\r\n"
+
+
+async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+
+    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
+    wire = await box.connect()
+    await wire.send(b"POST /v1/files HTTP/1.1\r\n" + AUTH + b"Content-Length: 400000000\r\n\r\n")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            for _ in range(100):  # far more than all buffers between the two take
+                await wire.send(b"x" * 1_000_000)
+    assert all(connection.flow.read_paused for connection in box.state.connections)
+    server.close()
 
 
 async def test_relay_refuses_a_get_with_a_body(box: Box) -> None:

@@ -1,7 +1,5 @@
 """Engines that die, hang, err or lie; clients that leave or never read; the two shapes of errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -133,6 +131,17 @@ async def test_leaving_client_aborts_the_engine_at_once(box: Box, when: str) -> 
     await box.until(lambda: not box.state.connections)
     assert box.state.router.loads["e0"] == ReplicaLoad()
     assert box.state.buffered_bytes == 0
+
+
+async def test_key_that_ends_while_an_unread_error_waits_ends_the_connection(box: Box) -> None:
+    box.engines["e0"].script = sends(b"data: %b\n\n" % (b"x" * (12 << 20)))  # a stream without its end
+    await box.send("POST", "/v1/chat/completions", chat(stream=True, temperature=1))
+    await box.until(lambda: any(exchange.broke_off for exchange in box.state.exchanges))
+    (exchange,) = box.state.exchanges
+    await asyncio.sleep(0.01)
+    assert not exchange.task.done(), "its client does not read"
+    box.revoke()
+    await box.until(lambda: not box.state.connections)
 
 
 POISON = "poison"

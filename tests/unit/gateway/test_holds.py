@@ -1,8 +1,6 @@
 """Requests wait for replicas and for the slots of engines that are awake; drained replicas get nothing new; class batch
 gives way to people."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

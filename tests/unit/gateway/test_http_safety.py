@@ -1,7 +1,5 @@
 """Bytes that are not HTTP, are too much of it, or come too slowly. Every refusal is OpenAI's error object."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

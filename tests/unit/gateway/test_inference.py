@@ -1,7 +1,5 @@
 """Good requests: bytes go through unchanged, heads are ours; greedy streams outlive their engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

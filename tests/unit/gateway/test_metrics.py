@@ -1,7 +1,5 @@
 """What a scrape of /metrics answers, and traces as a collector gets them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import AsyncIterator

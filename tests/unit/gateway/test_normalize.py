@@ -1,7 +1,5 @@
 """Requests in the forms that clients send become those that engines read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import orjson

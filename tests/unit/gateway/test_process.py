@@ -1,7 +1,5 @@
 """The gateway as the process that the box starts, asked by the unchanged `openai` client, and its end of the bus."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

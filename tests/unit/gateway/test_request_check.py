@@ -1,7 +1,5 @@
 """Bodies that would hurt an engine never reach one: fields, sizes, counts, depth, media and forms of answers."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Stored answers of /v1/responses and of chat completions: their copies, and responses that continue earlier ones."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Placement as a pure function of table and outstanding work, and the share of a canary."""
 
-from __future__ import annotations
-
 import time
 from asyncio import Future
 from typing import Any

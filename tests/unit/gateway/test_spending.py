@@ -1,7 +1,5 @@
 """What keys may spend and what they spent: limits by the minute, quotas, allowed models, and the sums of usage."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

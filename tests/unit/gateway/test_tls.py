@@ -1,7 +1,5 @@
 """The endpoint's certificate, and engines on other machines."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import os

@@ -1,7 +1,5 @@
 """Tiny but complete checkpoint directories for the tests of `appliance.models`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

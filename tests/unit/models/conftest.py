@@ -1,8 +1,6 @@
 """Imports try a folder in two processes. Here templates are tried in the test's own, and the one that imports torch is
 not started (tests/unit/train/test_checkpoint_trial.py has it)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

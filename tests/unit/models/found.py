@@ -1,7 +1,5 @@
 """What `train.convert.checkpoint_trial` says of a checkpoint, for tests that do not run it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 TENSORS: dict[str, Any] = {

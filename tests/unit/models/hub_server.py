@@ -3,8 +3,6 @@
 Listing with checksums, HEAD with X-Repo-Commit/ETag/X-Linked-Etag, GET. It can misbehave on purpose.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

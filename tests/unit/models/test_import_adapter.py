@@ -1,7 +1,5 @@
 """Adapters as peft writes them: what is taken, and what is refused by which name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

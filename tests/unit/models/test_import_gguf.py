@@ -1,7 +1,5 @@
 """GGUF files become checkpoints that compute what the model computed that they were written from."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

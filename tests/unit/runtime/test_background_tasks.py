@@ -1,7 +1,5 @@
 """Tasks that outlive their exceptions; their pauses pass at once and are noted."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

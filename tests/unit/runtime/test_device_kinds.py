@@ -1,7 +1,5 @@
 """What kinds of devices set up for the processes that compute on them."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """When a process group counts as dead, by what the kernel gives back then."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Log lines as processes really write them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

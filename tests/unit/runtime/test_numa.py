@@ -1,7 +1,5 @@
 """Which processors a process is bound to, and that a forked one is, with all it starts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

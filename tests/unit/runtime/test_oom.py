@@ -1,7 +1,5 @@
 """The order in which the kernel is to kill."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

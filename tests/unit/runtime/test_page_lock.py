@@ -1,7 +1,5 @@
 """Page locking by the runtime that torch brings, on a stand-in for CUDA's library."""
 
-from __future__ import annotations
-
 import pytest
 import torch  # noqa: F401 - before its own use of ctypes is replaced
 

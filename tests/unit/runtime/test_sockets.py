@@ -1,7 +1,5 @@
 """Sockets are for their owner alone from the first moment, and making one changes nothing for other threads."""
 
-from __future__ import annotations
-
 import os
 import stat
 

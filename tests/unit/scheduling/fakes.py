@@ -1,7 +1,5 @@
 """Stand-ins for the parts that the scheduler's view of the store and the routing table are built on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The memory of home and of nodes that have joined, each with the same policy; no process is started."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

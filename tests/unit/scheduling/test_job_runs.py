@@ -1,7 +1,5 @@
 """What a job's ranks report while nobody listens is taken in before they start anew."""
 
-from __future__ import annotations
-
 import shutil
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The routing table of adapters: their base's engines, as long as these serve the weights they were trained on."""
 
-from __future__ import annotations
-
 import pytest
 
 from appliance.controller.bus.bus import ModelLoad, Report

@@ -1,7 +1,5 @@
 """The loop on the real store behind the port that the routes ask: modes, drains and who asked, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace

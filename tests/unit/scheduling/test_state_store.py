@@ -1,7 +1,5 @@
 """The scheduler's view of the store and of the traffic."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path

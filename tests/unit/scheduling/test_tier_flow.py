@@ -1,7 +1,5 @@
 """Versions and snapshots on their way between the tiers and to engines: what arrives, what stays, what fails."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from unittest.mock import AsyncMock

@@ -1,7 +1,5 @@
 """The database keeps what it acknowledged, knows its own schema, and pages lists without holes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import sqlite3

@@ -1,7 +1,5 @@
 """What a tracker gets of jobs: everything once, across restarts and failures, read beside the box's writer."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

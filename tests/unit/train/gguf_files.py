@@ -1,7 +1,5 @@
 """Tiny GGUF files, written with the `gguf` package as llama.cpp's converter writes a model of transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

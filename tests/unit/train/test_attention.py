@@ -1,7 +1,5 @@
 """Packed attention: exact by splits on a processor, by one kernel on a GPU, and without a row of zeros per example."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention

@@ -1,7 +1,5 @@
 """What a rank trains from stays as it is while the rank lives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

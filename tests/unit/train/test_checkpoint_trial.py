@@ -148,6 +148,17 @@ def test_read_finds_a_class_that_reads_tokenizer_json_otherwise(tmp_path, name):
     assert found["differs"] and found["mended"]
 
 
+def test_read_of_a_family_with_a_class_of_its_own_mends_nothing(tmp_path):
+    """transformers has a list of families, Qwen 2 among them, whose class it takes whatever the file names."""
+    folder = tokenizer(tmp_path, tokenizer_class="LlamaTokenizerFast")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
+    body = json.loads((folder / "tokenizer.json").read_text())
+    body["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    (folder / "tokenizer.json").write_text(json.dumps(body))
+    report = read(folder, 300)
+    assert report["differs"] and report["class"] == "Qwen2Tokenizer" and not report["mended"]
+
+
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "NobodysTokenizerFast"])
 def test_read_finds_nothing_where_classes_agree(tmp_path, name):
     found = read(tokenizer(tmp_path, tokenizer_class=name), 300)

@@ -1,7 +1,5 @@
 """Layers that keep a state know no bounds of examples: a model that has such layers learns from one example a row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

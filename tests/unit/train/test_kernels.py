@@ -1,7 +1,5 @@
 """Liger's fused kernels beside torch's operations."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

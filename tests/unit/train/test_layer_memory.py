@@ -1,7 +1,5 @@
 """What a plan counts for a layer's activations against what torch keeps for the backward pass, on meta tensors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

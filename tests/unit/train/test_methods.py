@@ -1,7 +1,5 @@
 """The table of training methods: how requests and commands name a method and its options."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

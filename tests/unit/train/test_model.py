@@ -1,7 +1,5 @@
 """Adapters on disk are peft's own, and a model built for a snapshot is the loaded one but for its parameters."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Reinforcement and distillation: their schemas and data, their losses against plain computations, and runs over files
 of samples."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import count, cycle

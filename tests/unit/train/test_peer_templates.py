@@ -1,7 +1,5 @@
 """What is trained under the chat templates of common families, which TRL's wheel has."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -96,7 +96,7 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
         learning_rate=1e-3,
         precision="fp32",
     )
-    monkeypatch.setattr("train.data.packing._shuffled", lambda n_packs, *_: np.arange(n_packs))  # TRL was told not to
+    monkeypatch.setattr("train.data.packing._shuffled", lambda n_packs, *_: np.arange(n_packs))  # as in the run of TRL
     monkeypatch.setattr(training, "learning_rate", lambda *_, **__: 1e-3)
     monkeypatch.setattr("train.trainer.engine.ADAM_BETAS", (0.9, 0.999))
     told = []

@@ -6,8 +6,6 @@ the trainer here does not have (pipelines, shared experts), of runs that write a
 (prime-rl, reinforcement of all weights), and torchtitan's peaks, which include its allocator's cache.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Events of a rank outlive the one who listens: numbered, kept until acknowledged, readable by the next listener."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Snapshots: shared memory that others fill at the worst moment costs one, not the job; and the best validation."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

@@ -1,7 +1,5 @@
 """Stores on tmp_path and small versions with known bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

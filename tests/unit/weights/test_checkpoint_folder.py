@@ -1,7 +1,5 @@
 """Files that an import refuses, and the tokens it finds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Nothing malformed is ever mapped: every refusal is a named error that says where."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Files planned here load in the safetensors library, and start where they should."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A remote place, in a directory and in S3 (a real S3 server on loopback): what is written, comes back, is noticed."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """A file that is replaced is never seen half written, and a disk that is full costs neither it nor room."""
 
-from __future__ import annotations
-
 import os
 import stat
 

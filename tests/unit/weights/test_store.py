@@ -1,7 +1,5 @@
 """Reserve, write, commit, lease, evict: the rules of docs/weight-store.md one by one."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat

@@ -1,7 +1,5 @@
 """What several processes, and kill -9 in the middle of them, may and may not do to a store."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Copies on disk: whole or absent, checked on the way out and on the way back."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Tools shown through templates that do not know them, rendered as transformers renders them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a grader is, what is refused by name, and which reward comes out."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Grading in another process: owners in turns, whatever is broken or given up, and nothing left."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

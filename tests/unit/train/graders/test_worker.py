@@ -1,8 +1,6 @@
 """Code of a python grader computes, and can do nothing else: each escape is tried for real, in a process confined like
 those of the box."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
