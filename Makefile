@@ -5,7 +5,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-property e2e soak bench gpu-smoke sdk-conformance clients lint check docs pictures lock wheelhouse clean
+.PHONY: help setup demo test test-unit test-integration test-property e2e soak bench gpu-smoke sdk-conformance clients lint check docs pictures lock wheelhouse clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -17,11 +17,14 @@ setup: ## virtual environment with the pinned packages for CPU or CUDA, as detec
 demo: setup ## the whole loop with visible progress: fine-tune, publish, chat, switch modes under load
 	@$(PY) -m appliance.demo
 
-test: setup ## everything that must pass: lint, then unit, property and end-to-end tests with the time of each
+test: setup ## everything that must pass: lint, then unit, integration, property and end-to-end tests, and their times
 	@images/run-tests.sh "$(PY)"
 
 test-unit: setup ## unit tests only
 	$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal tests/unit
+
+test-integration: setup ## tests that load torch, vLLM, Ray or DeepSpeed, only
+	$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal tests/integration
 
 test-property: setup ## property tests only
 	$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal tests/property
@@ -55,7 +58,7 @@ lint: setup ## ruff: its rules, and its format; no room larger than tests/tools/
 	$(RUFF) format --check .
 	$(PY) -m tests.tools.sizes
 
-check: setup ## before a commit, in minutes: lint, then types beside all unit tests
+check: setup ## before a commit, two minutes: lint, then types beside all unit tests
 	@$(RUFF) check .
 	@$(RUFF) format --check --quiet .
 	@$(PY) -m mypy & types=$$!; $(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal tests/unit; \

@@ -44,6 +44,7 @@ pytest=("$python" -m pytest --durations 5 -rs)
 side_by_side=(--numprocesses "$cores" --maxprocesses 8 --dist worksteal)
 suite unit "${pytest[@]}" "${side_by_side[@]}" tests/unit
 suite types types_end
+suite integration "${pytest[@]}" "${side_by_side[@]}" tests/integration
 suite property "${pytest[@]}" "${side_by_side[@]}" tests/property
 # Two streams of whole files, where the machine has room for a box beside an engine and a training world: the longest
 # come first (tests/e2e/conftest.py).

@@ -18,8 +18,8 @@ import pytest
 from appliance.demo import Load
 from tests.e2e.box_support import COMMAND, WholeBox, wait_for, whole_box
 from tests.e2e.engine_support import save_model
+from tests.integration.train.test_peer_templates import FAMILIES, NO_CALLS, REFUSED, TOOL, encoder_of
 from tests.train_support.tiny import make_model_dir
-from tests.unit.train.test_peer_templates import FAMILIES, NO_CALLS, REFUSED, TOOL, encoder_of
 
 pytestmark = pytest.mark.timeout(900)
 

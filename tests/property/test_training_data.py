@@ -6,8 +6,8 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.integration.train.test_chat import BEGIN, END, FORGETFUL, MARKED, OPENS
 from tests.train_support.tiny import CHATML, tokenizer, trained_texts
-from tests.unit.train.test_chat import BEGIN, END, FORGETFUL, MARKED, OPENS
 from tests.unit.train.test_data_checks import chat, repeats, write
 from train.data.chat import ChatEncoder
 from train.data_checks.check import LIKE, grams, personal_data, words_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,13 @@ import pytest
 
 from train.data.check import DataReport
 from train.data_checks import process
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """These start in seconds. Tests of what loads one of these packages stand in tests/integration."""
+    alone = all("/tests/unit/" in str(item.path) for item in session.items)
+    if loaded := alone and {"torch", "vllm", "ray", "deepspeed"} & sys.modules.keys():
+        raise pytest.UsageError(f"tests in tests/unit load {', '.join(sorted(loaded))}: move them to tests/integration")
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 
 _HEADS = (0, 6)  # queries and keys are normed too: 4 (q + k) in fp32 and 2 (q + k)
 # By model type: bytes of a hidden element and of an element of queries and keys that its norms keep beyond two of the
-# hidden size in the way of Llama's. tests/unit/train/test_layer_memory.py holds them against what torch keeps.
+# hidden size in the way of Llama's. tests/integration/train/test_layer_memory.py holds them against what torch keeps.
 _NORMS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "exaone4", "hunyuan_v1_dense"), _HEADS),
     **dict.fromkeys(("olmo2", "olmo3"), (2, 8)),

@@ -1,5 +1,5 @@
 """Which part of which parameter this rank owns under ZeRO, as plain tensors. The only file that knows DeepSpeed's
-private attributes (pinned: 0.19.8; tests/unit/train/test_deepspeed_contract.py notices when they change).
+private attributes (pinned: 0.19.8; tests/integration/train/test_deepspeed_contract.py notices when they change).
 
 ZeRO cuts parameters without regard to their shapes, so a fragment is a range of the flattened parameter; under tensor
 parallelism of the flattened slice that the rank holds. What all ranks write of their fragments (`written`) covers every

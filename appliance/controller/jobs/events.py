@@ -250,7 +250,7 @@ class JobEvents:
         add_message(db, row.id, f"Step {step}/{total}: {shown}", data=data, kind="metrics")
 
     def _steps(self, row: JobRow, event: dict[str, Any]) -> None:
-        """The newest steps before a snapshot, of which nobody heard if the box died."""
+        """The newest steps before a snapshot: a box that died may not have recorded them."""
         for report in event["steps"]:
             self._metrics(jobs.get(self._db, row.id), {**report, "event": "metrics"})
 

@@ -6,13 +6,12 @@ import threading
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from appliance.cli import output
 from appliance.controller.jobs import settings
 from appliance.store.objects import jobs
 from appliance.store.records import deployments
-from appliance.store.rows import DeploymentRow, JobRow
+from appliance.store.rows import DeploymentRow
 from runtime.devices.kind import Reading
 from tests.simulator.control_plane import change
 from tests.unit.cli.conftest import ControlledBox
@@ -32,12 +31,6 @@ def make_job(box: ControlledBox, tmp_path: Path, *options: str) -> str:
     assert job_id.startswith("ftjob-")
     box.settle()
     return job_id
-
-
-def row_of_job(box: ControlledBox, **more: Any) -> str:
-    row = JobRow("ftjob-1", "starter", "supervised", "file-1", 1, "ft:starter", 1.0, **more)
-    box.do(lambda: jobs.insert(box.context.db, row))
-    return row.id
 
 
 def test_view_shows_any_object_by_the_names_of_its_fields(capsys):

@@ -1,5 +1,5 @@
 """Imports try a folder in two processes. Here templates are tried in the test's own, and the one that imports torch is
-not started (tests/unit/train/test_checkpoint_trial.py has it)."""
+not started (tests/integration/train/test_checkpoint_trial.py has it)."""
 
 import json
 from collections.abc import Callable

@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.integration.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import gradients, log_probs_of, make_model_dir, write_pair_file
-from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.rank import Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file

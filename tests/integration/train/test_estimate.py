@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from transformers.utils import logging as transformers_logging
 
+from tests.integration.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_chat_file
-from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.rank import Progress, Rank
 from train.methods.methods import DEFAULT as SUPERVISED
 from train.methods.packed_objective import PackedObjective

@@ -17,10 +17,10 @@ from appliance.controller.grading.judging import samples_of, sampling_request, s
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.store.objects import jobs
 from appliance.store.records import keys
+from tests.integration.controller.test_jobs import prompts, rewarded
 from tests.simulator.control_plane import judging_of
 from tests.train_support.specs import host_spec
 from tests.unit.controller.conftest import Control
-from tests.unit.controller.test_jobs import prompts, rewarded
 from train.graders.grading import Graded
 from train.graders.hosts import GraderHosts
 from train.rollouts.samples import Facts, Samples, SamplesFile

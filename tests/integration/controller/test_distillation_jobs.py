@@ -14,10 +14,10 @@ from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.grading.judging import CannotGoOn, Grading, Sampled
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
+from tests.integration.controller.test_jobs import prompts
 from tests.simulator.control_plane import judging_of
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
-from tests.unit.controller.test_jobs import prompts
 from train.rollouts.samples import Prompt, Verdict
 
 pytestmark = pytest.mark.usefixtures("checked_here")

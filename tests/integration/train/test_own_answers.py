@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.integration.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from tests.train_support.sampled import Sampler, letters
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import VOCABULARY, make_model_dir, write_prompt_file
 from tests.train_support.world import METHODS, SAMPLES
-from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.rank import Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file

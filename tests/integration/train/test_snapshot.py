@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
+from tests.integration.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
 from tests.train_support.specs import host_spec
-from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
 from train.control.rank import Progress, Rank
 from train.plan.errors import SnapshotMismatch
 from train.state import fragments

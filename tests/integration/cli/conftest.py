@@ -1,0 +1,1 @@
+from tests.unit.cli.conftest import *  # noqa: F403

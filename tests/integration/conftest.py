@@ -1,0 +1,1 @@
+from tests.unit.conftest import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.unit.controller.conftest import *  # noqa: F403

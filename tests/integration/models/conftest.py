@@ -1,0 +1,1 @@
+from tests.unit.models.conftest import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.unit.scheduling.conftest import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.unit.weights.conftest import *  # noqa: F403
