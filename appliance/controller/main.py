@@ -131,7 +131,6 @@ class Parts:
 
 def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     """Build everything in order of dependency. Ray must be initialised. Nothing runs or listens yet."""
-    tempfile.tempdir = str(paths.uploads)  # forms with a file are spooled there: /tmp may be memory
     floor, asleep = config.box.serving_floor, config.scheduler.max_asleep_per_device
     db = Database(paths.database)
     weights = WeightStore(paths.shm_root, budget_bytes=weight_budget_bytes(config, paths))
@@ -259,6 +258,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     # More than asyncio's own number, a few more than cores: reads of requests share them with copies that take minutes.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "controller"))
 
+    tempfile.tempdir = str(paths.uploads)  # forms with a file are spooled there: /tmp may be memory
     parts = build(config, paths)
     context, loop = parts.context, parts.loop
     # Before the first gateway connects: it would read a table without its keys as a revocation of all of them.
