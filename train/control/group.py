@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 
 # Exceptions that mean "another rank is gone": never the root cause.
 _SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
-_CERTAIN, _STARVED, _DIED, _SYMPTOM = range(4)
+_CERTAIN, _RAISED, _STARVED, _DIED, _SYMPTOM = range(5)
 _GRACE_S = 2.0
 """When one rank dies, the others raise from their collectives within 0.1 s, sometimes before its death is seen: so long
-the ends of others are waited for, to blame the one with its own error."""
+the others are given, so that the one with its own error is blamed and the first can report a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -287,4 +287,4 @@ def _raised(rank: int, kind: str, message: str) -> _Failed:
     error = {"code": kind, "blame": "own"}
     if isinstance(getattr(errors, kind, None), type):  # of the input, in words for who gave it
         error |= {"retryable": False, "message": message}
-    return _Failed(rank, f"raised {kind}: {message}", _SYMPTOM if kind in _SYMPTOMS else _CERTAIN, **error)
+    return _Failed(rank, f"raised {kind}: {message}", _SYMPTOM if kind in _SYMPTOMS else _RAISED, **error)
