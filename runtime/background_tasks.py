@@ -124,6 +124,5 @@ class BackgroundTasks:
         log.error("%s failed, time %d in a row", name, trouble["failures"], exc_info=error)
 
     def _well(self, name: str) -> None:
-        trouble = self._troubles.pop(name, None)
-        if trouble is not None:
+        if trouble := self._troubles.pop(name, None):
             log.info("%s has recovered after %d failures", name, trouble["failures"])

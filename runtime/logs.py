@@ -116,12 +116,10 @@ def logs_in(folder: Path) -> list[dict[str, Any]]:
     logs = []
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and not path.name.endswith((".gz", ".zst")):
-            try:
-                status = path.stat()
-            except FileNotFoundError:
-                continue  # turned over meanwhile
             name = path.relative_to(folder).as_posix()
-            logs.append({"name": name, "bytes": status.st_size, "changed_at": status.st_mtime})
+            with contextlib.suppress(FileNotFoundError):  # turned over meanwhile
+                status = path.stat()
+                logs.append({"name": name, "bytes": status.st_size, "changed_at": status.st_mtime})
     return sorted(logs, key=lambda log: log["changed_at"], reverse=True)
 
 

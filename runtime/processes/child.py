@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
+import socket
 import struct
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,23 +27,46 @@ LAST_FRAME = re.compile(rb'\{"ended":(-?\d+)\}\Z')
 KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
 
 
-async def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    """Raises ChannelClosed when the peer is gone."""
-    try:
-        body = encode(message)
-        writer.write(LENGTH.pack(len(body)) + body)
-        await writer.drain()
-    except (BrokenPipeError, ConnectionResetError) as error:
-        raise ChannelClosed("the process is gone") from error
+class Channel:
+    """The supervisor's end of a lifeline. It reads without asyncio's streams: they lose what is unread when a write
+    fails, such as a call to a process that has just ended."""
 
+    def __init__(self, writer: asyncio.StreamWriter):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]  # the peer has said nothing yet
+        self._writer = writer
+        self._connection = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+        self._connection.setblocking(False)
+        self.received = bytearray()  # and not taken yet
 
-async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message. Raises ChannelClosed at end of file, and after a failed write, whose error asyncio raises here
-    too."""
-    try:
-        return json.loads(await reader.readexactly(*LENGTH.unpack(await reader.readexactly(LENGTH.size))))
-    except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError) as error:
-        raise ChannelClosed("the process is gone") from error
+    async def send(self, message: dict[str, Any]) -> None:
+        """Raises ChannelClosed when the peer is gone."""
+        try:
+            body = encode(message)
+            self._writer.write(LENGTH.pack(len(body)) + body)
+            await self._writer.drain()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosed("the process is gone") from error
+
+    async def receive(self) -> dict[str, Any]:
+        """The next message. Raises ChannelClosed at the end."""
+        return json.loads(await self._exactly(*LENGTH.unpack(await self._exactly(LENGTH.size))))
+
+    def close(self) -> None:
+        self._writer.close()
+        self._connection.close()
+
+    async def _exactly(self, size: int) -> bytes:
+        while len(self.received) < size:
+            try:
+                data = await asyncio.get_running_loop().sock_recv(self._connection, 2**18)
+            except ConnectionResetError:  # instead of an end of file, where a call was left unread
+                data = b""
+            if not data:
+                raise ChannelClosed("the process is gone")
+            self.received += data
+        taken = bytes(self.received[:size])
+        del self.received[:size]
+        return taken
 
 
 class Child:
@@ -49,14 +75,12 @@ class Child:
     Use it on one asyncio loop. If the connection closes or this process dies, the child dies.
     """
 
-    def __init__(
-        self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], pid: int, name: str, log: str, log_begin: int
-    ):
+    def __init__(self, channel: Channel, pid: int, name: str, log: str, log_begin: int):
         self.pid, self.name, self.log_path, self._log_begin = pid, name, log, log_begin
         self.fatal: dict[str, Any] | None = None
         self.status: int | None = None
         """Its exit status (as in subprocess) once it is dead; None if its warm parent was replaced."""
-        self._reader, self._writer = streams
+        self._channel = channel
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future] = {}
         self._events: asyncio.Queue[dict | None] = asyncio.Queue()
@@ -88,16 +112,19 @@ class Child:
         log_begin = Path(log_path).stat().st_size if Path(log_path).exists() else 0
         try:
             async with asyncio.timeout(timeout_s):
-                reader, writer = await asyncio.open_unix_connection(str(warm_socket))
-                request = {"entry": entry, "args": args, "env": env or {}, "numa_nodes": list(numa_nodes)}
-                await send(writer, {**request, "log_path": str(log_path), "name": name})
-                pid = (await receive(reader))["pid"]
+                channel = Channel((await asyncio.open_unix_connection(str(warm_socket)))[1])
+                with ExitStack() as undo:
+                    undo.callback(channel.close)
+                    call = {"entry": entry, "args": args, "log_path": str(log_path), "name": name}
+                    await channel.send({**call, "env": env or {}, "numa_nodes": list(numa_nodes)})
+                    pid = (await channel.receive())["pid"]
+                    undo.pop_all()
         except (OSError, ChannelClosed, TimeoutError, json.JSONDecodeError) as error:
             raise WarmParentError(
                 f"the warm parent at {warm_socket} did not fork {name} within {timeout_s} s "
                 f"({type(error).__name__}: {error}); see its log next to {log_path}"
             ) from error
-        return cls((reader, writer), pid, name, str(log_path), log_begin)
+        return cls(channel, pid, name, str(log_path), log_begin)
 
     @property
     def alive(self) -> bool:
@@ -114,7 +141,7 @@ class Child:
         answer = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            await send(self._writer, {"id": number, "call": method, "args": args})
+            await self._channel.send({"id": number, "call": method, "args": args})
             async with asyncio.timeout(timeout_s):
                 return await answer
         except ChannelClosed as error:
@@ -160,10 +187,8 @@ class Child:
         """Call the child's `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
         try:
             async with asyncio.timeout(timeout_s):
-                try:
+                with suppress(ChildDied):  # it ended before its answer arrived
                     await self.call("stop")
-                except ChildDied:
-                    pass  # it ended before its answer arrived
                 await self.closed()
                 return True
         except TimeoutError:
@@ -173,10 +198,9 @@ class Child:
     async def _read(self) -> None:
         try:
             while True:
-                self._dispatch(await receive(self._reader))
-        except ChannelClosed as closed:
-            # After a death within a frame, the warm parent's last one stands where the rest of that would.
-            last = LAST_FRAME.search(getattr(closed.__cause__, "partial", b"")[-32:])
+                self._dispatch(await self._channel.receive())
+        except ChannelClosed:  # within a frame, perhaps: then the warm parent's last one stands where its rest would
+            last = LAST_FRAME.search(self._channel.received[-32:])
             self.status = int(last[1]) if last else self.status
         finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
             self._watch.cancel()
@@ -187,7 +211,7 @@ class Child:
                 self.starved = core_killed or not self._killed and self.status == -signal.SIGKILL
             self._gone.set()
             self.kill()  # processes that the dead one started must not outlive it
-            self._writer.close()
+            self._channel.close()
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(self._death())
@@ -209,12 +233,10 @@ class Child:
             self.status = message["ended"]
             return
         answer = self._waiting.get(message["id"])
-        if answer is None or answer.done():  # the caller stopped waiting
-            return
-        if "error" in message:
-            answer.set_exception(
-                ChildError(message["error"]["type"], message["error"]["message"], message["error"].get("data"))
-            )
+        if answer is None or answer.done():
+            return  # the caller stopped waiting
+        if error := message.get("error"):
+            answer.set_exception(ChildError(error["type"], error["message"], error["data"]))
         else:
             answer.set_result(message["ok"])
 

@@ -44,7 +44,7 @@ _CALLS = (
 
 class _Compared(ctypes.Structure):
     _fields_ = [
-        ("argument", ctypes.c_uint),
+        ("number", ctypes.c_uint),
         ("operation", ctypes.c_int),
         ("a", ctypes.c_uint64),
         ("b", ctypes.c_uint64),
@@ -149,13 +149,8 @@ def _seccomp() -> ctypes.CDLL | None:
         return None
     library.seccomp_init.restype = ctypes.c_void_p
     library.seccomp_init.argtypes = (ctypes.c_uint32,)
-    library.seccomp_rule_add_array.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_uint32,
-        ctypes.c_int,
-        ctypes.c_uint,
-        ctypes.POINTER(_Compared),
-    )
+    rule = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint, ctypes.POINTER(_Compared))
+    library.seccomp_rule_add_array.argtypes = rule
     library.seccomp_load.argtypes = (ctypes.c_void_p,)
     return library
 

@@ -167,12 +167,10 @@ def group_dies_as(kind: DiesAs, pgid: int) -> None:
 def kills_so_far() -> int:
     """Number of processes, of any user, OOM-killed since boot; 0 if the kernel does not report it."""
     try:
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:
         return 0
-    return 0
+    return int(counters.get("oom_kill", 0))
 
 
 @dataclass(frozen=True, slots=True)

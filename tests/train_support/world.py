@@ -195,7 +195,7 @@ class Workshop:
                 await world.reached(max(done, default=0) + 2)
                 report = await world.group.suspend()
             outcome = await world.group.wait()
-            assert outcome.outcome == ("suspended" if report else "succeeded"), world.logs()
+            assert outcome.outcome == ("suspended" if report else "succeeded"), (number, outcome, world.logs())
             assert not any(group_pids(pid) for pid in pids), "the devices must be free"
             assert not done & world.losses().keys(), "no step is done twice"
             done |= world.losses().keys()

@@ -234,7 +234,7 @@ class Group:
                 case "ended" if event["starved"]:
                     raise _Failed(rank, "died: the host's memory ran out", _STARVED, blame="memory")
                 case "ended":
-                    raise _Failed(rank, "died (killed, or out of memory)", _DIED)
+                    raise _Failed(rank, f"died: it {event['how']}", _DIED)
                 case name:
                     try:
                         self._take(rank, name, event)

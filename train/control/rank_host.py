@@ -91,9 +91,8 @@ class RankHost:
         return await self._started().call(method, timeout_s=timeout_s, **args)
 
     async def next_event(self, after: int = 0) -> dict[str, Any]:
-        """The rank's first event with a "number" above `after`, all up to there being acknowledged by it; the last is
-        "ended" (starved: whether the host's memory ran out). Repeating the call is harmless: an answer may have been
-        lost."""
+        """The rank's first event with a "number" above `after`, which acknowledges all up to there; the last is "ended"
+        (starved: the host's memory ran out; how). The call may be repeated, as after a lost answer."""
         self._started()
         return await self._events.next(after)
 
@@ -143,7 +142,8 @@ class _Events:
         for number in count(1):
             event = await child.next_event()
             async with self._news:
-                self._kept.append({**(event or {"event": "ended", "starved": child.starved}), "number": number})
+                ended = {"event": "ended", "starved": child.starved, "how": child.how_it_ended()}
+                self._kept.append({**(event or ended), "number": number})
                 self._news.notify_all()
             if event is None:
                 return

@@ -65,7 +65,7 @@ class RankHost:
         await self.died.wait()
         if self.dead is not None:
             raise self.dead
-        return {"number": after + 1, "event": "ended", "starved": False}
+        return {"number": after + 1, "event": "ended", "starved": False, "how": "ended"}
 
     async def do_call(self, method: str, **_: Any) -> Any:
         return {"phase": "step", "in_phase_s": 0.0, "step": 1}

@@ -49,6 +49,10 @@ def echo(lifeline, args):
     return 0
 
 
+def says_and_ends(lifeline, args):
+    lifeline.emit("done")
+
+
 def starting(lifeline, args):
     """Never comes to `serve`, as an engine that loads for a long time."""
     lifeline.emit("forked", grandchild=_fork_sleeper())

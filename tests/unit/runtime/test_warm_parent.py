@@ -66,6 +66,18 @@ async def test_forks_a_process_that_has_the_preload_already(warm, tmp_path):
     assert not child.alive
 
 
+async def test_what_a_child_said_last_is_read_although_a_call_to_it_came_too_late(warm, tmp_path):
+    child = await spawn(warm, tmp_path, "says_and_ends")
+    while os.path.exists(f"/proc/{child.pid}"):  # nothing is read meanwhile
+        time.sleep(0.01)
+    time.sleep(0.1)  # until its warm parent has closed the lifeline
+    with pytest.raises(ChildDied):
+        await child.call("ping")
+    assert (await child.next_event())["event"] == "done"
+    await child.closed()
+    assert child.how_it_ended() == "ended with exit code 0"
+
+
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGILL, signal.SIGSEGV, 3], ids=str)
 async def test_how_a_child_ended_is_known_to_its_supervisor(warm, tmp_path, by):
     child = await spawn(warm, tmp_path)

@@ -24,6 +24,9 @@ class Child:
         self.name, self.pid, self.alive, self.says, self.starved = "rank", 1, True, asyncio.Queue(), False
         self.arguments, self.env = arguments, env
 
+    def how_it_ended(self):
+        return "was ended by SIGKILL"
+
     async def next_event(self):
         return await self.says.get()
 
