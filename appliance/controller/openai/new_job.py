@@ -29,9 +29,8 @@ from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.phases import max_priority
 from appliance.models.checkpoint import TRAINED_FORM
-from appliance.store.ids import new_id
-from appliance.store.objects import evals, files, jobs, models
-from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
+from appliance.store import evals, files, jobs, models
+from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns, new_id
 from train.data.check import DataReport
 from train.graders.errors import InvalidGrader
 from train.graders.graders import parse
