@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import COMMANDS, POLL_S, TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, patient, until
-from appliance.cli.commands.data import file_path, kept_if_taken, uploaded_id
+from appliance.cli.commands.data import file_path, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
     Option,
@@ -152,12 +152,11 @@ def submit(session: Session, args: Namespace) -> None:
         metadata=dict(args.metadata or ()) or None,
     )
     body["method"] = {"type": args.method, args.method: block}
-    with kept_if_taken(session) as made:
-        body["training_file"] = uploaded_id(session, "--file", args.file, made)
-        if args.validation_file:
-            body["validation_file"] = uploaded_id(session, "--validation-file", args.validation_file, made)
-        # The key keeps a copy of this request, sent again by something on the way, from making a second job.
-        job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
+    body["training_file"] = uploaded_id(session, "--file", args.file)
+    if args.validation_file:
+        body["validation_file"] = uploaded_id(session, "--validation-file", args.validation_file)
+    # The key keeps a copy of this request, sent again by something on the way, from making a second job.
+    job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
     if not args.wait:
         session.show(job, lambda made: made["id"])
     elif session.as_json:
@@ -289,15 +288,14 @@ def plan_job(session: Session, args: Namespace) -> None:
       appliance plan job --model llama-8b --full --zero-stage 3 --devices 4
     """
     body = picked(args, "model method devices") | {"hyperparameters": hyperparameters(args)}
-    uploaded: list[str] = []
     if args.file is not None:
-        body["training_file"] = uploaded_id(session, "--file", args.file, uploaded)
+        body["training_file"] = uploaded_id(session, "--file", args.file)
     try:
         with output.progress(f"the box counts the tokens of {args.file}"):
             plan = session.client.send("POST", "/admin/v1/plan", body={"job": body}, timeout_s=WORK_TIMEOUT_S)
     finally:
-        for one in uploaded:
-            session.client.delete(file_path(one))
+        if args.file is not None and body["training_file"] != args.file:
+            session.client.delete(file_path(body["training_file"]))
     session.show(plan)
     if not plan["fits"]:
         raise CommandFailed("it does not fit")
