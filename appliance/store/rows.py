@@ -464,8 +464,7 @@ class EvalRow:
 class EvalRunRow:
     """One run of an evaluation over its data. results: {criterion: {"passed", "failed", "rewarded", "reward"}}, where
     the last two are items that got a reward and their sum. usage: {model: counters},
-    counts: judged items by status; all as of the last item. bytes: of its data source and its items, with samples and
-    results."""
+    counts: judged items by status; all as of the last item. bytes: of its items, with samples and results."""
 
     id: str
     eval_id: str

@@ -40,7 +40,7 @@ class SimulatedScheduler:
     """Eight devices; a mode change is one hand-over of one step that succeeds when it is waited for."""
 
     def __init__(self, db: Database, devices: int = 8):
-        self._db, self._journal = db, SqliteJournal(db)
+        self._db, self._journal, self.loop = db, SqliteJournal(db), self
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
         self.unloaded: list[str] = []

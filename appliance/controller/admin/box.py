@@ -349,7 +349,7 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
         """Show what this mode (without a body: the current one) would do now, and why. Changes nothing."""
         if body is not None:
             _check(context, body)
-        return context.scheduler.explain(body and mode.policy_of(mode.Mode(**body.model_dump()), floor()))
+        return context.scheduler.loop.explain(body and mode.policy_of(mode.Mode(**body.model_dump()), floor()))
 
     @router.get("/mode/schedule")
     async def list_windows() -> dict[str, Any]:

@@ -122,7 +122,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         changed = replace(row, **changes)
         _check(context, changed, changes.keys())
         rows.DEPLOYMENTS.put(db, changed)
-        context.scheduler.reset_failures(name)  # engines that failed with the old settings may start with the new ones
+        context.scheduler.loop.reset_failures(name)  # engines that failed with the old settings may start now
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
         return deployment_view(changed, context.scheduler.status())
 
@@ -323,7 +323,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
             if settings.as_json() != before:
                 by = name_of(context, caller)
                 models.add_settings(db, name, settings.as_json(), settings.digest, by, time.time())
-        context.scheduler.reset_failures(name)  # engines that failed with the old settings may start with the new ones
+        context.scheduler.loop.reset_failures(name)  # engines that failed with the old settings may start now
         context.routing.models_changed()  # the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
         return await asyncio.to_thread(show_settings, name)

@@ -59,10 +59,6 @@ class Principal:
         """For the store's `viewer`: the request sees only this owner's objects; None for an admin, who sees all."""
         return None if self.is_admin else self.owner
 
-    def seeing_all(self) -> Principal:
-        """For objects of which every operator sees that they exist."""
-        return replace(self, scopes=frozenset({ADMIN}))
-
 
 async def read_principal(request: Request) -> Principal:
     """The caller with its owner, which is stored with the key alone. Raises ApiError 401 for a key or a login that

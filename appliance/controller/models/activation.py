@@ -128,7 +128,7 @@ class Canaries:
         created_s = time.time() if running is None else running.created_s  # with other settings: the counts are kept
         row = CanaryRow(name, version, model.active_version or "", created_s=created_s, **settings)
         CANARIES.put(db, row)
-        self._context.scheduler.reset_failures(row.name)
+        self._context.scheduler.loop.reset_failures(row.name)
         self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {name}")
         record(self._context, caller, "model.canary", name, version=version, **settings)
         return row
