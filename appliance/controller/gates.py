@@ -12,7 +12,7 @@ from typing import Any
 
 from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.context import ControllerContext, record
-from appliance.controller.evals.evals import insert_run
+from appliance.controller.grading.evals import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
 from appliance.controller.jobs.events import add_message
 from appliance.controller.models import activation

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.evals.shapes import sample_object
+from appliance.controller.grading.shapes import sample_object
 from appliance.controller.responses.objects import completion_row, queued_row
 from appliance.store import evals, files, jobs, keys, models
 from appliance.store.database import Database

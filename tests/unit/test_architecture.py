@@ -29,7 +29,6 @@ SUBPACKAGES = (
     "appliance.controller.scheduling",
     "appliance.controller.admin",
     "appliance.controller.openai",
-    "appliance.controller.evals",
     "appliance.controller.grading",
     "appliance.controller.responses",
     "appliance.controller.jobs",

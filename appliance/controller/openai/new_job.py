@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, StringConstraints, create_model
 from appliance.controller.access import model_access
 from appliance.controller.access.model_access import Resolved, resolve, root_base, usable_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading.checks import check_code, check_form, form_of, grader_of, teacher_of
+from appliance.controller.grading.judging import check_code, check_form, form_of, grader_of, teacher_of
 from appliance.controller.http.routers import Metadata, StrictBody
 from appliance.controller.interfaces.errors import (
     ApiError,

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.controller.evals import evals as runner
-from appliance.controller.evals.evals import EvalRunner
+from appliance.controller.grading import evals as runner
+from appliance.controller.grading.evals import EvalRunner
 from appliance.store.rows import EvalRunRow
 from tests.unit.controller.conftest import Control
 from train.graders import worker

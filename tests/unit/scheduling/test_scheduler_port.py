@@ -56,7 +56,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     device = row["id"]
     assert [(place["reason"], place["position"]) for place in port.status()["queue"]] == [("Resources", 1)]
 
-    told = port.explain(Policy("train"))
+    told = port.loop.explain(Policy("train"))
     assert any("ftjob-1 runs on 2 devices" in step and ", because training gets" in step for step in told["steps"])
 
     cordons.drain(db, row, "a test", "ops", 1.0)

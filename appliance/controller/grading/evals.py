@@ -24,11 +24,18 @@ from pydantic import TypeAdapter
 from appliance.controller.access.model_access import caller_of, check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished
-from appliance.controller.evals import shapes
-from appliance.controller.evals.shapes import Entry, Jsonl, Sampled, sample_object
 from appliance.controller.files.storage import FILES
-from appliance.controller.grading.checks import check_code, check_completion, check_form, check_schema, grader_of
-from appliance.controller.grading.judging import Grading, Judged
+from appliance.controller.grading import shapes
+from appliance.controller.grading.judging import (
+    Grading,
+    Judged,
+    check_code,
+    check_completion,
+    check_form,
+    check_schema,
+    grader_of,
+)
+from appliance.controller.grading.shapes import Entry, Jsonl, Sampled, sample_object
 from appliance.controller.http.resource import Resource, list_object, part
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
