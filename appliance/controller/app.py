@@ -27,7 +27,7 @@ from appliance.controller.jobs.phases import JobValidation, remove_copies
 from appliance.controller.models.activation import Canaries
 from appliance.controller.openai import job_routes, model_routes
 from appliance.controller.responses import stored as responses
-from appliance.store import evals, files
+from appliance.store import evals
 from appliance.store.rows import EVAL_RUNS, FILES, JOBS, UNFINISHED
 
 HOUSEKEEPING_EVERY_S, CANARIES_EVERY_S = 30.0, 2.0
@@ -131,10 +131,8 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
         float("-inf") if days is None else now_s - days * DAY_S
         for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.usage_days, kept.audit_days)
     )
-    for row in files.expired(db, now_s=now_s):
-        storage.remove(context, row)
-    old = f"created_s < ? AND NOT coalesce({_FILE_NEEDED}, 0)"
-    while (file := FILES.first(db, old, files_s)) is not None:  # not all at once: a job may begin with the next one
+    over = f"(expires_s <= ? OR created_s < ?) AND NOT coalesce({_FILE_NEEDED}, 0)"
+    while (file := FILES.first(db, over, now_s, files_s)) is not None:  # one by one: a job may begin with the next
         storage.remove(context, file)
     for table, where, before_s in (
         ("idempotency", "created_s < ?", now_s - IDEMPOTENCY_KEEP_S),

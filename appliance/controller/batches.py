@@ -226,7 +226,7 @@ class Batch:
 
         async def body() -> dict[str, Any]:
             source.seek(span[0])
-            request = parse_line(source.read(span[1]))["body"]
+            request = orjson.loads(source.read(span[1]))["body"]
             # No client knows the ids by which it could look stored answers up.
             return {**request, "store": False} if url in CONVERSING else request
 
@@ -386,13 +386,14 @@ def read_lines(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Li
             if len(raw) > line_bytes:
                 lines.add_error("line_too_long", f"The line has more than {line_bytes} bytes.", number)
                 return lines
-            if raw.removeprefix(MARK).strip():
+            text = raw.removeprefix(MARK)  # on Windows files begin with it, and so do the parts of joined ones
+            if text.strip():
                 if len(lines.requests) == max_lines:
                     lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
                     return lines
                 try:
-                    custom_id, lines.model = _checked(raw, endpoint, lines)
-                    lines.requests[custom_id] = offset, len(raw)
+                    custom_id, lines.model = _checked(text, endpoint, lines)
+                    lines.requests[custom_id] = offset + len(raw) - len(text), len(text)
                 except TaskFailed as error:
                     lines.add_error(error.code, str(error), number, error.param)
                 if len(lines.errors) >= _MAX_ERRORS:
@@ -401,11 +402,6 @@ def read_lines(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Li
     if not lines.requests and not lines.errors:
         lines.add_error("empty_file", "The input file holds no requests.")
     return lines
-
-
-def parse_line(raw: bytes) -> Any:
-    """A line. On Windows files begin with a mark of UTF-8, and so do the parts of files that were joined."""
-    return orjson.loads(raw.removeprefix(MARK))
 
 
 class _Request(BaseModel):
@@ -419,7 +415,7 @@ class _Request(BaseModel):
 
 def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
     """(custom_id, model). Raises TaskFailed."""
-    data, why = json_of(raw.removeprefix(MARK))
+    data, why = json_of(raw)
     if not isinstance(data, dict):
         raise TaskFailed("invalid_json_line", f"This line is not a JSON object: {why or 'it is another value'}.")
     try:
