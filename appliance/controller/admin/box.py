@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -168,31 +167,20 @@ def _handover(row: HandoverRow) -> dict[str, Any]:
 
 
 def step_view(row: StepRecord) -> dict[str, Any]:
-    """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them; `path` how weights were loaded ("in
-    place", "layerwise"), or that they or a snapshot are in shared memory. None for a step that moves nothing."""
-    count, moved_s, path = _moved(row.verb, row.detail)
+    """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them (None while processes start: most of that
+    is not copying); `path` how weights were loaded ("in place", "layerwise"), or that they or a snapshot are in shared
+    memory. None for a step that moves nothing."""
+    detail, parts = row.detail, row.detail.get("seconds")
+    count = sum(detail.get("bytes_read") or ()) or detail.get("bytes")
+    moved_s = detail.get("load_s", parts.get("snapshot") if isinstance(parts, dict) else None)
     return {
         **columns(row, "verb target state started_s ended_s undoes detail"),
         "seconds": None if row.started_s is None or row.ended_s is None else row.ended_s - row.started_s,
         "bytes": count,
         "moved_s": moved_s,
         "bytes_per_s": count / moved_s if count and moved_s else None,
-        "path": path,
+        "path": detail["how"].replace("-", " ") if detail.get("how") else "shared memory" if count else None,
     }
-
-
-def _moved(verb: str, detail: Mapping[str, Any]) -> tuple[int | None, float | None, str | None]:
-    """(bytes, seconds in which they moved, path)."""
-    if verb in ("swap_replica", "wake_replica"):
-        read = detail.get("bytes_read") or []
-        seconds, how = detail.get("load_s"), detail.get("how")
-        return (sum(read) if read else detail.get("bytes")), seconds, how and how.replace("-", " ")
-    if verb == "suspend_group" and detail.get("bytes"):
-        return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), "shared memory"
-    if verb in ("start_group", "start_replica"):
-        # Read while processes start: most of the step is not copying, so no rate is computed.
-        return detail.get("bytes"), None, "shared memory" if detail.get("bytes") else None
-    return None, None, None
 
 
 # --- devices, power and nodes
