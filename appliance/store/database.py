@@ -22,7 +22,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
@@ -113,7 +114,7 @@ class _OfThread(threading.local):
     connection: sqlite3.Connection | None = None
 
 
-class Database:
+class Database(AbstractContextManager["Database"]):
     """Connections, transactions, and the mapping between rows and dataclasses. For all threads of one process."""
 
     def __init__(self, path: Path):
@@ -172,9 +173,6 @@ class Database:
             self._closed = True
             if self._of_thread.connection is not None:
                 self._of_thread.connection.close()
-
-    def __enter__(self) -> Database:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -250,15 +248,11 @@ class Column(NamedTuple):
     is_json: bool
 
 
-_COLUMNS: dict[Any, dict[str, Column]] = {}
-
-
+@cache
 def columns_of(kind: Any) -> dict[str, Column]:
     """The columns of a dataclass, from the types of its fields: a Literal allows its words alone, and what SQLite has
     no type for is JSON."""
-    if kind not in _COLUMNS:
-        _COLUMNS[kind] = {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
-    return _COLUMNS[kind]
+    return {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
 
 
 def _column(name: str, hint: Any) -> Column:
