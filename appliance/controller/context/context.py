@@ -60,57 +60,52 @@ troubles: models whose engines fail, each {"model", "version", "reason", "messag
 """
 
 
+@dataclass(frozen=True)
 class Scheduler:
     """The scheduler's loop, with what routes do by it. serving_floor: devices that serving keeps if a mode sets no
     number."""
 
-    def __init__(
-        self,
-        loop: SchedulerLoop,
-        effects: RayEffects,
-        journal: SqliteJournal,
-        routing: BusRouting,
-        db: Database,
-        bus: Bus,
-        weights: WeightStore,
-        memory: BoxMemory,
-        serving_floor: int,
-        config: SchedulerConfig,
-    ):
-        self.loop, self._effects, self._journal, self._routing = loop, effects, journal, routing
-        self._db, self._bus, self._weights, self._memory = db, bus, weights, memory
-        self._serving_floor, self._config = serving_floor, config
+    loop: SchedulerLoop
+    effects: RayEffects
+    journal: SqliteJournal
+    routing: BusRouting
+    db: Database
+    bus: Bus
+    weights: WeightStore
+    memory: BoxMemory
+    serving_floor: int
+    config: SchedulerConfig
 
     def status(self) -> SchedulerStatus:
         """The current state, from memory: no waiting."""
-        now, usage, host = self.loop.status(), self._weights.usage(), self._memory.status()
-        resident = self._effects.resident_bytes()
+        now, usage, host = self.loop.status(), self.weights.usage(), self.memory.status()
+        resident = self.effects.resident_bytes()
         return {
             "devices": now["devices"],
             "replicas": [
-                {**row, "inflight": self._bus.inflight(row["id"]), "rss_bytes": resident.get(row["id"], 0)}
+                {**row, "inflight": self.bus.inflight(row["id"]), "rss_bytes": resident.get(row["id"], 0)}
                 for row in now["replicas"]
             ],
             "memory": {
-                "budget_bytes": self._weights.budget_bytes,
+                "budget_bytes": self.weights.budget_bytes,
                 "used_bytes": usage.used_bytes,
-                "room_bytes": self._weights.room_bytes(),
+                "room_bytes": self.weights.room_bytes(),
                 "host_bytes": psutil.virtual_memory().total,
                 "reserve_bytes": host["reserve_bytes"],
                 "host": host,
-                "nodes": self._memory.nodes(),
-                "asleep_per_device": self._config.max_asleep_per_device,
+                "nodes": self.memory.nodes(),
+                "asleep_per_device": self.config.max_asleep_per_device,
             },
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
-            "handovers_ended": self._journal.ended,
-            "serving_floor": self._serving_floor,
+            "handovers_ended": self.journal.ended,
+            "serving_floor": self.serving_floor,
             "queue": now["jobs"],
             "troubles": now["troubles"],
             "notes": [
-                *self._memory.notes(),
+                *self.memory.notes(),
                 *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
                 *(f"{model}: {text}" for model, text in now["notes"].items()),
-                *(f"{name}: {row.note}" for name, row in models.settings_in_force(self._db).items() if row.note),
+                *(f"{name}: {row.note}" for name, row in models.settings_in_force(self.db).items() if row.note),
                 *now["waits"],
             ],
             "plan_s": now["plan_s"],
@@ -121,7 +116,7 @@ class Scheduler:
 
         by: the person who asked; the resulting hand-overs carry the name.
         """
-        self._routing.refresh()  # models may have come or gone
+        self.routing.refresh()  # models may have come or gone
         self.loop.nudge(by, reason if by else "")
 
     async def set_mode(self, mode: Mode, *, wait: bool = False) -> str | None:
@@ -136,18 +131,18 @@ class Scheduler:
     async def converge_model(self, model: str) -> None:
         """The model's active version changed in the store: swap its replicas to it. Raises SwapFailed if a replica
         serves another version; the reason is that of this model's hand-overs."""
-        last, served = self._journal.last_id(), bool(self._awake(model))
+        last, served = self.journal.last_id(), bool(self._awake(model))
         self.loop.reset_failures(model)
         await self.loop.wait_settled(self.loop.nudge())
-        await self._routing.wait_applied()  # an adapter needs nothing more
-        row = models.find(self._db, model)
+        await self.routing.wait_applied()  # an adapter needs nothing more
+        row = models.find(self.db, model)
         if row is None:
             raise SwapFailed(model, None, "the model was deleted in the meantime")
         version, replicas = row.active_version, self._awake(model)
         if served and not replicas and (trouble := self.loop.trouble(model, version)) is not None:
             raise SwapFailed(model, version, f"no engine starts with it: {trouble.reason}")
         if stale := [r["id"] for r in replicas if r["version"] != version]:
-            steps = [step.detail for step in self._journal.steps_since(last) if step.detail.get("model") == model]
+            steps = [step.detail for step in self.journal.steps_since(last) if step.detail.get("model") == model]
             errors = [str(detail["error"]) for detail in steps if detail.get("error")]
             raise SwapFailed(model, version, "; ".join(errors) or f"{', '.join(stale)} serve another version")
 
@@ -163,10 +158,10 @@ class Scheduler:
     async def unload_adapters(self, names: list[str]) -> None:
         """The rows of these adapters ("NAME@VERSION") are gone: returns when no engine has them loaded. Raises
         OperationFailed if their requests run for too long."""
-        await self._routing.wait_applied()
+        await self.routing.wait_applied()
         for name in names:
             try:
-                await self._effects.unload_adapter(name)
+                await self.effects.unload_adapter(name)
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
 
