@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.data import formats, messages
-from train.data.check import MAX_REASON_CHARACTERS
 from train.data.formats import MARKS, OUTPUTS, SHAPES, SIDES, Shape, convert
 from train.data.records import BadRecord, parse
+from train.data_checks.check import MAX_REASON_CHARACTERS
 from train.methods.methods import METHODS
 
 NAMES = (

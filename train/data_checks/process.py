@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.processes.kernel import Bounds, how_it_ended, run_command
-from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
 from train.data.records import Record
+from train.data_checks.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file, report_findings
 from train.methods import methods
 from train.methods.method import Method
 from train.plan.errors import UnsupportedModel
@@ -145,9 +145,6 @@ def report_on(
         method: name of what the file is for.
         against: the validation file.
     """
-    # Compiled libraries, which take half a second: the controller imports this file too.
-    from train.data_checks.check import Check
-
     chosen = methods.method_of(method) if method else methods.DEFAULT
     count = None
     if model:
@@ -157,7 +154,7 @@ def report_on(
         max_tokens = max_tokens or size(config, "max_position_embeddings", "n_positions") or None
         count = _counter(chosen, encoder)
     against = Path(against) if against else None
-    return Check(chosen.refuses if method else None, count, max_tokens, against).report(Path(path), name)
+    return report_findings(Path(path), name, chosen.refuses if method else None, count, max_tokens, against)
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

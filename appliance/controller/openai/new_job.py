@@ -32,7 +32,7 @@ from appliance.models.checkpoint import TRAINED_FORM
 from appliance.store.ids import new_id
 from appliance.store.objects import evals, files, jobs, models
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
-from train.data.check import DataReport
+from train.data_checks.check import DataReport
 from train.graders.errors import InvalidGrader
 from train.graders.graders import parse
 from train.graders.hosts import GraderHosts

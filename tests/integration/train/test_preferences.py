@@ -15,11 +15,11 @@ from tests.train_support.specs import host_spec
 from tests.train_support.tiny import gradients, log_probs_of, make_model_dir, write_pair_file
 from train.control.rank import Progress
 from train.data.chat import ChatEncoder
-from train.data.check import check_training_file
 from train.data.formats import convert
 from train.data.packing import build_row
 from train.data.records import BadRecord
 from train.data.token_set import open_token_set
+from train.data_checks.check import check_training_file
 from train.methods import packed_objective
 from train.methods.methods import METHODS, method_of
 from train.methods.packed_objective import LogProbHead, PackedObjective, to_batch

@@ -5,9 +5,9 @@ import tracemalloc
 
 import pytest
 
-from train.data.check import MAX_COUNTED_ERRORS, MAX_LISTED_ERRORS, check_training_file
 from train.data.formats import convert
 from train.data.records import BadRecord
+from train.data_checks.check import MAX_COUNTED_ERRORS, MAX_LISTED_ERRORS, check_training_file
 from train.methods.methods import METHODS
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
