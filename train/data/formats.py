@@ -17,7 +17,6 @@ import orjson
 
 from train.data.messages import (
     MEDIA_REFUSES,
-    drop_padded_arguments,
     is_off,
     last_role,
     read_messages,
@@ -182,16 +181,7 @@ def _checked(messages: list[Record], request: Fields) -> Record:
     """The chat record of messages and of the tools of their request. Raises BadRecord."""
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
         raise BadRecord("every assistant message has weight 0 (or train false), so there is nothing to learn")
-    # Templates do not know of it, so that it is only kept by what is trained.
-    allowed = request.take("parallel_tool_calls")
-    if allowed is not None and not isinstance(allowed, bool):
-        raise BadRecord(f"'parallel_tool_calls' is a {kind_of(allowed)}, expected true or false")
-    for index, message in enumerate(messages):
-        if allowed is False and message.get("weight") != 0 and len(calls := message.get("tool_calls", ())) > 1:
-            raise BadRecord(f"messages[{index}] has {len(calls)} tool calls, and 'parallel_tool_calls' is false")
-    tools = read_tools(request)
-    drop_padded_arguments(messages, tools.get("tools", []))
-    return {"messages": messages, **tools}
+    return {"messages": messages, **read_tools(request)}
 
 
 def _conversation(fields: Fields, names: tuple[str, ...]) -> Record:
@@ -263,9 +253,10 @@ def _prompt(fields: Fields) -> Record:
     messages = read_messages(with_system(fields.take("messages"), fields), fields.left)
     if any("weight" in message for message in messages):
         raise BadRecord("has a message with a 'weight'; nothing of a prompt is trained")
-    tools, read = read_tools(fields), ("messages", "tools", "functions")
-    fields.unread()
-    item = {name: value for name, value in fields.record.items() if name not in read}
+    tools = read_tools(fields)
+    fields.refuse()
+    item = {name: value for name, value in fields.record.items() if name not in ("messages", "tools", "functions")}
+    fields.unread.clear()
     if (size := len(orjson.dumps({**item, "messages": messages}))) > MAX_ITEM_BYTES:
         raise BadRecord(f"is {size} bytes long; the limit for what a grader sees is {MAX_ITEM_BYTES}")
     return {"messages": messages, **tools, "item": item}
@@ -323,29 +314,25 @@ def _whole(fields: Fields, sides: list[list[Any]]) -> Record:
 
 
 def _two_texts(fields: Fields) -> Record:
-    """Two texts: whole conversations of "Human:" and "Assistant:", or what they both begin with is the prompt."""
-    sides = [fields.take(name) for name in SIDES]
-    dialogues = [_dialogue(side) for side in sides]
-    if all(dialogues):
-        return _whole(fields, dialogues)
-    if not all(isinstance(side, str) for side in sides if has_value(side)):
-        raise BadRecord("has no prompt: nothing that both outputs answer")
+    """Two texts: what they both begin with is the prompt."""
     _sides(fields)
+    sides = [fields.record[name] for name in SIDES]
+    if not all(isinstance(side, str) for side in sides):
+        raise BadRecord("has no prompt: nothing that both outputs answer")
     shared = os.path.commonprefix(sides)
     if any(side[len(shared) : len(shared) + 1].isalnum() for side in sides):
         shared = re.sub(r"\w+\Z", "", shared)  # no prompt ends within a word
     shared = shared.rstrip()
     prompt = [{"role": "user", "content": shared}] if shared else []
-    return _preference(
-        fields, prompt, "prompt", [[{"role": "assistant", "content": side[len(shared) :]}] for side in sides]
-    )
+    answers = [[{"role": "assistant", "content": side[len(shared) :]}] for side in sides]
+    return _preference(fields, prompt, "prompt", answers)
 
 
 def _are_conversations(record: Record) -> bool:
     """Whether both sides are whole conversations. A list of messages as the prompt is only a repeat if they begin with
     it."""
-    sides, prompt = [record.get(name) for name in SIDES], record.get("prompt")
-    if not all(isinstance(side, list) and any(map(_is_prompt, side)) for side in sides):
+    sides, prompt = [_turns_of(record.get(name)) for name in SIDES], record.get("prompt")
+    if not all(any(map(_is_prompt, side)) for side in sides):
         return False
     return not isinstance(prompt, list) or all(side[: len(prompt)] == prompt for side in sides)
 
@@ -354,19 +341,18 @@ def _is_prompt(turn: Any) -> bool:
     return role_of(turn) in ("system", "user")
 
 
-def _dialogue(text: Any) -> list[Record]:
-    """The turns of a text that begins with "Human:"; none if it does not."""
-    if not isinstance(text, str) or not text.lstrip().startswith("Human:"):
-        return []
-    parts = _DIALOGUE.split(text.strip())[1:]
+def _turns_of(side: Any) -> list[Any]:
+    """The turns of an output: a text is the answer, or begins with "Human:" and has all turns."""
+    if not isinstance(side, str):
+        return listed(side)
+    if not side.lstrip().startswith("Human:"):
+        return [{"role": "assistant", "content": side}]
+    parts = _DIALOGUE.split(side.strip())[1:]
     turns = zip(parts[::2], parts[1::2], strict=True)
     return [{"role": "user" if who == "Human" else "assistant", "content": words.strip()} for who, words in turns]
 
 
 def _sides(fields: Fields) -> list[list[Any]]:
-    sides = [fields.take(name) for name in SIDES]
-    if {isinstance(side, str) for side in sides if not is_empty(side)} == {True, False}:
-        raise BadRecord("'chosen' and 'rejected' must be both texts or both lists of messages")
     return [_output(fields, name) for name in SIDES]
 
 
@@ -380,10 +366,9 @@ def _output(fields: Fields, name: str) -> list[Any]:
             raise BadRecord(
                 f"{name!r} is the JSON text of messages, expected the list itself: jq -c '.{name} |= fromjson' FILE"
             )
-        return [{"role": "assistant", "content": output}]
-    if not isinstance(output, (dict, list)):
+    elif not isinstance(output, (dict, list)):
         raise BadRecord(f"{name!r} is a {kind_of(output)}, expected a text or a list of messages")
-    return listed(output)
+    return _turns_of(output)
 
 
 def _preference(
@@ -438,8 +423,8 @@ _CONVERSATIONS = (
 )
 SHAPES: tuple[Shape, ...] = (
     Shape("preference", (("input",), OUTPUTS), _openai_preference, REFUSES, has=OUTPUTS),
-    # TRL's implicit prompts; answers to a prompt (TRL, orca, alpaca) or to a conversation (ShareGPT); texts that begin
-    # alike.
+    # TRL's implicit prompts, Anthropic's dialogues; answers to a prompt (TRL, orca, alpaca) or to a conversation
+    # (ShareGPT); texts that begin alike.
     _pair(lambda fields: _whole(fields, _sides(fields)), when=_are_conversations),
     _pair(lambda fields: _answers_to_prompt(fields, _question_turns(fields, _QUESTION), "prompt"), _ASKED),
     _pair(lambda fields: _answers_to_prompt(fields, fields.take(*_IN_TURNS), fields.name(*_IN_TURNS)), _IN_TURNS),

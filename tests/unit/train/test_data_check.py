@@ -69,17 +69,6 @@ def test_check_writes_examples_of_another_shape_as_chats(tmp_path, array):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "reason"), [(True, ""), (False, "messages[1] has 2 tool calls, and 'parallel"), ("no", "is a string")]
-)
-def test_check_of_parallel_calls_heeds_what_the_row_allows(tmp_path, parallel, reason):
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    answer = {"role": "assistant", "tool_calls": [call, call]}
-    record = {"messages": [GOOD["messages"][0], answer], "parallel_tool_calls": parallel}
-    report = check_training_file(write(tmp_path / "f", record))
-    assert reason in (report.errors[0][1] if report.errors else "") and report.ok == (not reason)
-
-
-@pytest.mark.parametrize(
     "content, reason",
     [
         (b"", "no examples"),
