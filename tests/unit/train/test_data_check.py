@@ -88,7 +88,6 @@ def test_check_writes_examples_of_another_shape_as_chats(tmp_path, array):
         ("{\u201cprompt\u201d: 1}".encode(), "curly quotes"),
         (b'{"prompt": "a"},\n{"prompt": "b"},\n', "a comma follows"),
         (b'{"prompt": "a"}{"prompt": "b"}\n', "several JSON values on one line"),
-        (b'{"prompt": "a", "completion": "b", "prompt": "c"}', "the key 'prompt' twice"),
         (b'{"data": [{"prompt": "a", "completion": "b"}]}', "jq -c '.data[]'"),
     ],
 )
