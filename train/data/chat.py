@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 import numpy as np
@@ -35,7 +35,7 @@ Tokens = tuple[np.ndarray, np.ndarray]
 Result = TypeVar("Result")
 Messages = Sequence[dict[str, Any]]
 Render = Callable[..., str]
-"""(messages, tools, add_generation_prompt=False) to text. Raises BadRecord for what the template refuses."""
+"""(messages, tools=None, add_generation_prompt=False) to text. Raises BadRecord for what the template refuses."""
 
 _MessageForm = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -47,8 +47,7 @@ _THOUGHT_CLOSED = re.compile(rf"(?:{_THOUGHT_END.pattern})\s{{0,4}}\Z")
 _TOOL = {"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """text: what is tokenised. spans: (start, end) characters of it that are trained; text[:start] is the prompt."""
 
     text: str
@@ -84,10 +83,7 @@ class ChatEncoder:
         """Rows of (token ids (n,) int32, trained (n,) bool), one for all trained turns or one for each where the
         template needs it (train.data.turns). Raises BadRecord if the template refuses the example or loses something of
         it, or the model does not know a token of it: on a GPU the rank would fail in words about some kernel."""
-        rows = [self._tokens(row) for row in self.rows(example)]
-        if any(tokens is None for tokens in rows):  # an engine's prompt would end within a token of the row
-            rows = [self._tokens(row) for row in self.rows(example, apart=True)]
-        return [tokens for tokens in rows if tokens is not None]
+        return [self._tokens(row) for row in self.rows(example)]
 
     def encode_whole(self, example: dict[str, Any]) -> Tokens:
         """The example as one row. Raises BadRecord also where the template needs one for each turn."""
@@ -110,24 +106,22 @@ class ChatEncoder:
 
     def prompt(self, example: dict[str, Any]) -> np.ndarray:
         """Token ids (n,) int32 up to where the assistant is to answer. Raises BadRecord if the template refuses it."""
-        tools = example.get("tools")
 
         def asked(render: Render, messages: Messages) -> str:
-            text = render(messages, tools, add_generation_prompt=True)
+            text = render(messages, add_generation_prompt=True)
             bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-            if bare != messages and _try(render, bare, tools, add_generation_prompt=True) == text:
+            if bare != messages and _try(render, bare, add_generation_prompt=True) == text:
                 raise BadRecord("has calls, which the model's chat template does not write")
             return text
 
         return np.array(self._tokenise(self._in_first_form(example, asked))["input_ids"], dtype=np.int32)
 
-    def rows(self, example: dict[str, Any], *, apart: bool = False) -> list[Row]:
+    def rows(self, example: dict[str, Any]) -> list[Row]:
         """The rendered rows of an example. Raises BadRecord."""
-        tools = example.get("tools")
         rows = self._in_first_form(
-            example,
-            lambda render, messages: Conversation(render, messages, tools, self.form, self._stops).rows(apart=apart),
+            example, lambda render, messages: Conversation(render, messages, self.form, self._stops).rows()
         )
+        tools = example.get("tools")
         prompt = rows[0].text[: rows[0].spans[0][0]]
         if tools and not any(tool["function"]["name"] in prompt for tool in tools):
             self.n_without_tools += 1
@@ -159,22 +153,24 @@ class ChatEncoder:
                 pass
         return tuple(partial(form, parts=False) for form in forms)
 
-    def _tokens(self, row: Row) -> Tokens | None:
-        """The row's tokens; None for one of several turns where a token has both prompt and answer."""
-        encoded = self._tokenise(row.text)
-        ids = np.array(encoded["input_ids"], dtype=np.int32)
-        starts, ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    def _tokens(self, row: Row) -> Tokens:
+        ids, starts, ends = self._cut(row.text, [0])
+        # A token that has both prompt and answer is cut: an engine's prompt ends there.
+        cuts = [start for start, _ in row.spans if ((starts < start) & (ends > start)).any()]
+        if cuts:
+            ids, starts, ends = self._cut(row.text, [0, *cuts])
         trained = np.zeros(len(ids), bool)
         for start, end in row.spans:
-            if ((starts < start) & (ends > start)).any():
-                if len(row.spans) > 1:
-                    return None
-                # Prompt and answer as an engine has them: the prompt's tokens end where the prompt does.
-                prompt, answer = (self._tokenise(text)["input_ids"] for text in (row.text[:start], row.text[start:]))
-                ids = np.array([*prompt, *answer], dtype=np.int32)
-                return ids, np.arange(len(ids)) >= len(prompt)
             trained |= (starts >= start) & (starts < end) & (ends > starts)
         return ids, trained
+
+    def _cut(self, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids int32, starts, ends), each (n,), of the pieces that begin at these characters."""
+        pieces = [(at, self._tokenise(text[at:end])) for at, end in pairwise([*cuts, len(text)])]
+        ids = np.concatenate([np.array(encoded["input_ids"], np.int32) for _, encoded in pieces])
+        offsets = [np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2) + at for at, encoded in pieces]
+        starts, ends = np.concatenate(offsets).T
+        return ids, starts, ends
 
     def _stops(self, text: str) -> bool:
         return any(token in text for token in self._stop_tokens)
@@ -192,7 +188,7 @@ class ChatEncoder:
         refusals = []
         for form in forms:
             try:
-                return make(partial(self._render, form), messages)
+                return make(partial(self._render, form, tools=example.get("tools")), messages)
             except BadRecord as bad:
                 refusals.append(bad)
         raise refusals[0]
@@ -277,8 +273,7 @@ def _short_id(text: str) -> str:
 # -- turns ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TurnForm:
+class TurnForm(NamedTuple):
     """How a template begins and ends an answer.
 
     header: the text before an answer; if a generation prompt lacks it, it is cut from the answer. tail: the text after
@@ -301,14 +296,16 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
     system = {"role": "system", "content": "b"}
     # Some templates insist on a system prompt, or are for tools alone.
     for start, tools in (([user], None), ([system, user], None), ([system, user], [_TOOL])):
-        if (text := _try(render, [*start, answer], tools)) is not None:
+        if (text := _try(render, [*start, answer], tools=tools)) is not None:
             break
     if text is None or PROBE not in text:
         return TurnForm("", "", "", eos or "", eos or "")
     before, _, tail = text.rpartition(PROBE)
-    question = _try(render, start, tools)
+    question = _try(render, start, tools=tools)
     header = before[len(question) :] if question is not None and before.startswith(question) else ""
-    within = (_try(render, [*start, answer, {"role": "user", "content": "c"}], tools) or text).rpartition(PROBE)[2]
+    within = (_try(render, [*start, answer, {"role": "user", "content": "c"}], tools=tools) or text).rpartition(PROBE)[
+        2
+    ]
     tail, blank = tail.rstrip(), tail[len(tail.rstrip()) :]
     end, marker = tail, re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
     if not within.startswith(tail) and marker and stops(marker[0]):
@@ -326,19 +323,18 @@ def _to_first(eos: str | None, text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages with their tools, under a template (`render`) of this form. stops: as `turn_form` has it."""
+    """Messages under a template (`render`, with their tools) of this form. stops: as `turn_form` has it."""
 
     render: Render
     messages: Messages
-    tools: Any
     form: TurnForm
     stops: Callable[[str], bool]
 
-    def rows(self, *, apart: bool = False) -> list[Row]:
-        """One for all trained turns where they line up, and one for each that does not. apart: one for each trained
-        turn in any case. Raises BadRecord where the template loses something of a trained turn."""
+    def rows(self) -> list[Row]:
+        """One for all trained turns where they line up, and one for each that does not. Raises BadRecord where the
+        template loses something of a trained turn."""
         messages = self.messages
-        whole = self.render(messages, self.tools)
+        whole = self.render(messages)
         together: list[tuple[int, int]] = []
         checked = 0
         own: list[Row] = []
@@ -353,7 +349,7 @@ class Conversation:
             checked = index
             if index == len(messages) - 1 and whole.startswith(prompt):
                 whole = prompt + written  # with its end of turn, which some templates leave to the next message
-            end = None if apart else _end_in(whole, prompt, written, message)
+            end = _end_in(whole, prompt, written, message)
             if end is None:
                 own.append(Row(prompt + written, ((len(prompt), len(prompt) + len(written)),)))
             else:
@@ -364,11 +360,11 @@ class Conversation:
         """(prompt, written) of the assistant's turn `messages[index]`. Raises BadRecord."""
         before, message = self.messages[:index], self.messages[index]
         thinks = any(kind == "reasoning" for kind, _ in _texts(message))
-        through = self.render(self.messages[: index + 1], self.tools)
-        prompt = self._try(before, add_generation_prompt=True) if before else None
+        through = self.render(self.messages[: index + 1])
+        prompt = _try(self.render, before, add_generation_prompt=True) if before else None
         parting = _parting(prompt, through) if prompt is not None else 0
         if prompt is not None and parting < len(prompt):
-            bare = self._try(before)
+            bare = _try(self.render, before)
             ask_at = _parting(prompt, bare) if bare is not None else len(prompt)  # where the generation prompt begins
             if parting < ask_at:
                 # What came before is written otherwise once it is answered (gpt-oss drops earlier thoughts): the answer
@@ -395,11 +391,9 @@ class Conversation:
 
     def _answer_begins(self, before: Messages, through: str) -> int:
         """Where the text of an answer begins in `through`: two answers part there."""
-        other = self._try([*before, {"role": "assistant", "content": PROBE}])
+        other = _try(self.render, [*before, {"role": "assistant", "content": PROBE}])
         if other is None:
-            raise BadRecord(
-                "is rendered by the model's chat template in a way that does not show where an answer begins"
-            )
+            raise BadRecord("is rendered by the chat template in a way that does not show where an answer begins")
         return min(_parting(other, through), other.rfind(PROBE))
 
     def _ended(self, index: int, through: str, written: str) -> str:
@@ -415,7 +409,7 @@ class Conversation:
             return body if self._closes(index, body) else body + form.end
         last = calls[-1]
         result = {"role": "tool", "content": PROBE, "tool_call_id": last["id"], "name": last["function"]["name"]}
-        after = self._try([*self.messages[: index + 1], result])
+        after = _try(self.render, [*self.messages[: index + 1], result])
         marker = _MARKER.match(after[len(through) :]) if after and after.startswith(through) else None
         return body.removesuffix(form.blank) + (marker[1] if marker and stops(marker[1]) else form.end)
 
@@ -426,11 +420,8 @@ class Conversation:
         if not self.stops(last):
             return False
         twice = {**messages[-1], "tool_calls": [*messages[-1]["tool_calls"], messages[-1]["tool_calls"][-1]]}
-        doubled = self._try([*messages[:-1], twice])
-        return doubled is None or doubled.count(last) <= self.render(messages, self.tools).count(last)
-
-    def _try(self, messages: Messages, **options: Any) -> str | None:
-        return _try(self.render, messages, self.tools, **options)
+        doubled = _try(self.render, [*messages[:-1], twice])
+        return doubled is None or doubled.count(last) <= self.render(messages).count(last)
 
 
 def _last(text: str) -> str:
@@ -502,21 +493,15 @@ def _forms(text: str) -> Iterator[str]:
 
 def _leaves(value: Any) -> Iterator[str]:
     """The texts, keys and whole numbers of a call's arguments; templates write other values in several ways."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, str) or type(value) is int:
         yield str(value)
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield str(key)
-            yield from _leaves(inner)
-    elif isinstance(value, list):
-        for inner in value:
+    elif isinstance(value, (dict, list)):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from _leaves(inner)
 
 
-def _try(render: Render, messages: Messages, tools: Any = None, **options: Any) -> str | None:
+def _try(render: Render, messages: Messages, **options: Any) -> str | None:
     try:
-        return render(messages, tools, **options)
+        return render(messages, **options)
     except BadRecord:  # templates may insist on whole conversations
         return None
