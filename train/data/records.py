@@ -100,12 +100,19 @@ def examples(file: BinaryIO) -> Iterator[Line]:
     except BadRecord as bad:
         yield 1, BadFile(str(bad))
         return
-    for number, element in enumerate(array or (), 1):
-        raw = orjson.dumps(element)
-        yield number, raw if len(raw) <= MAX_EXAMPLE_BYTES else _too_long(len(raw))
-    if array is None:
-        file.seek(0)
-        yield from _lines(file)
+    if array is not None:
+        for number, element in enumerate(array, 1):
+            raw = orjson.dumps(element)
+            limit = f"is {len(raw)} bytes long; the limit for one example is {MAX_EXAMPLE_BYTES}"
+            yield number, raw if len(raw) <= MAX_EXAMPLE_BYTES else BadRecord(limit)
+        return
+    file.seek(0)
+    for number, line in enumerate(iter(lambda: file.readline(MAX_EXAMPLE_BYTES + 1), b""), 1):
+        if len(line) > MAX_EXAMPLE_BYTES:
+            yield number, BadFile(f"is longer than {MAX_EXAMPLE_BYTES} bytes, the limit for one example")
+            return
+        if raw := _bare(line):
+            yield number, raw
 
 
 def _array(file: BinaryIO) -> list[Any] | None:
@@ -141,26 +148,6 @@ def _bare(raw: bytes) -> bytes:
     while raw.startswith(MARK):
         raw = raw[len(MARK) :].strip()
     return raw
-
-
-def _too_long(size: int) -> BadRecord:
-    return BadRecord(f"is {size} bytes long; the limit for one example is {MAX_EXAMPLE_BYTES}")
-
-
-def _lines(file: BinaryIO) -> Iterator[Line]:
-    number = 0
-    while raw := file.readline(MAX_EXAMPLE_BYTES + 1):
-        number += 1
-        if len(raw) > MAX_EXAMPLE_BYTES and not raw.endswith(b"\n"):
-            size = len(raw)
-            while rest := file.readline(1 << 20):
-                size += len(rest)
-                if rest.endswith(b"\n"):
-                    break
-            yield number, _too_long(size)
-            continue
-        if raw := _bare(raw):
-            yield number, raw
 
 
 def foreign_file(file: BinaryIO) -> tuple[str, str] | None:

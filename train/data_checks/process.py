@@ -1,4 +1,4 @@
-"""Reads data files in a process of its own: `python -m train.data_checks.process REQUEST`.
+"""Reads data files in a process of its own: `python -m train.data_checks.process REQUEST`. Compares tokenizers.
 
 A request is the name of a function below and its arguments as JSON; what is printed is its result, or {"error": text,
 ...} with exit code 2. The process ends with its parent, and is killed beyond its limits of CPU and memory: the file may
@@ -190,6 +190,36 @@ def _counter(
         return [[len(tokens) for tokens, _ in row] for row in rows]
 
     return count
+
+
+# -- two tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def differ(student: Path, teacher: Path) -> str:
+    """In what two files tokenizer.json differ, "" if every token means the same to both; also why that cannot be said.
+    It may take half a second."""
+    try:
+        written = student.read_bytes(), teacher.read_bytes()
+        ours, theirs = map(_vocabulary, written) if written[0] != written[1] else ({}, {})
+    except OSError as error:  # without the path, which is the box's
+        return f"their tokenizers could not be read: {error.strerror}"
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return "their tokenizers are not the same file, and one of them is not of a form that can be compared"
+    number = min((n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)), default=None)
+    if number is None:
+        return ""
+    here, there = (repr(texts[number][:60]) if number in texts else "none" for texts in (ours, theirs))
+    return f"it reads tokens, and their tokenizers differ: {number} is {here} to the student and {there} to it"
+
+
+def _vocabulary(written: bytes) -> dict[int, str]:
+    """Tokens by number."""
+    tokenizer = json.loads(written)
+    vocabulary = tokenizer["model"].get("vocab") or {}
+    if isinstance(vocabulary, list):  # of unigrams, each with its score
+        vocabulary = {token[0]: number for number, token in enumerate(vocabulary)}
+    vocabulary = vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    return {int(number): str(text) for text, number in vocabulary.items()}
 
 
 if __name__ == "__main__":

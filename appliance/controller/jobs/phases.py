@@ -39,9 +39,8 @@ from appliance.store.errors import IllegalTransition
 from appliance.store.objects import files, jobs
 from appliance.store.records import keys
 from appliance.store.rows import FileRow, JobEventRow, JobRow, JobWanted, TaskRow
-from train.data.same_tokens import differ
 from train.data_checks.check import DataReport
-from train.data_checks.process import TOKENS
+from train.data_checks.process import TOKENS, differ
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
 

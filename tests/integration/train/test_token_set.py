@@ -13,10 +13,9 @@ from tests.train_support.world import METHODS
 from train.data.chat import ChatEncoder
 from train.data.formats import TEXT
 from train.data.packing import plan_packs
-from train.data.same_tokens import differ
 from train.data.token_set import _pieces, open_token_set
 from train.data_checks.check import check_training_file
-from train.data_checks.process import TOKENS, checked, report_on
+from train.data_checks.process import TOKENS, checked, differ, report_on
 from train.methods.methods import method_of
 from train.model.model import load_tokenizer
 from train.plan.auto import DatasetStats, steps
