@@ -14,10 +14,9 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ import numpy as np
 import orjson
 
 from train.data.formats import TEXT, Example, convert, shape_of
-from train.data.records import BadFile, BadRecord, Line, NoAnswer, Record, examples, parse
+from train.data.records import BadFile, BadRecord, NoAnswer, Record, examples, parse
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.
@@ -38,7 +37,6 @@ MAX_LEFT_OUT, _MAX_NAME = 30, 60
 # Examples whose tokens are counted, from the first on; those after them are estimated, corrected by what the first say.
 COUNTED_EXAMPLES = 2000
 
-_SHAPE_EXAMPLES = 100  # the first ones, by which the shape of a file is known
 _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
@@ -89,40 +87,26 @@ class Read(NamedTuple):
 
 
 def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[Read]:
-    """Every example of a file. The shape of most of the first is that of all, of those that the method takes if
-    `refuses` says which; a record of another shape is unusable, and so is a file of which it takes none. Raises
-    OSError."""
+    """Every example of a file. The shape of the first is that of all: a record of another shape is unusable, and so is
+    a file of a shape that the method does not take, as `refuses` says. Raises OSError."""
+    shape = ""
     with open(path, "rb") as file:
-        shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
-        for line, raw in examples(file):  # read again: the first ones may take 1.6 GiB together
+        for line, raw in examples(file):
             found: Example | BadRecord
             try:
-                own = shape_of(record := _parsed(raw))
-                shape = shape or own
-                if refuses and (refusal := refuses(shape)):
+                if isinstance(raw, BadRecord):
+                    raise raw
+                own = shape_of(record := parse(raw))
+                if not shape and refuses and (refusal := refuses(own)):
                     raise BadFile(refusal)
+                shape = shape or own
                 if own != shape:
                     ends = " (its last message is from the user)" if own == "prompt" else ""
-                    why = (refuses(own) if refuses else None) or f"has the shape {own!r}{ends}"
-                    raise BadRecord(f"{why}; most of the file's first examples are {shape!r}")
+                    raise BadRecord(f"has the shape {own!r}{ends}; the file's first example is {shape!r}")
                 found = convert(record)
             except BadRecord as bad:
                 found = bad
             yield Read(line, shape or "empty", found)
-
-
-def _parsed(raw: bytes | BadRecord) -> Any:
-    if isinstance(raw, BadRecord):
-        raise raw
-    return parse(raw)
-
-
-def _usual_shape(first: Iterable[Line], refuses: Refuses | None) -> str | None:
-    seen: Counter[str] = Counter()
-    for _, raw in first:
-        with suppress(BadRecord):
-            seen[shape_of(_parsed(raw))] += 1
-    return max(seen, key=lambda shape: (refuses is None or refuses(shape) is None, seen[shape]), default=None)
 
 
 def check_training_file(

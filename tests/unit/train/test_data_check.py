@@ -145,17 +145,12 @@ PROMPT = PAIR["input"]
 
 @pytest.mark.parametrize("method", [None, "supervised", "dpo", "reinforcement"])
 @pytest.mark.parametrize("odd", [PAIR, PROMPT], ids=["pair", "prompt"])
-def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, odd, method):
+def test_check_of_several_shapes_refuses_lines_unlike_the_first(tmp_path, odd, method):
     source = write(tmp_path / "f.jsonl", odd, odd, *[GOOD] * 10)
     how = {} if method is None else {"refuses": METHODS[method].refuses}
     report = check_training_file(source, chat_path=tmp_path / "out", **how)
-    mine = {"dpo": PAIR, "reinforcement": PROMPT}.get(method)
-    if mine is odd:
-        assert [line for line, _ in report.errors] == list(range(3, 13))
-    elif (method, odd) in (("dpo", PROMPT), ("reinforcement", PAIR)):
-        assert [line for line, _ in report.errors] == [1] and report.shape == "chat", "of the whole file"
-    else:
-        assert [line for line, _ in report.errors] == [1, 2] and report.n_examples == 10, report.errors
+    mine = {None: odd, "dpo": PAIR, "reinforcement": PROMPT}.get(method)
+    assert [line for line, _ in report.errors] == (list(range(3, 13)) if mine is odd else [1])
     assert not (tmp_path / "out").exists() and not report.ok
 
 
