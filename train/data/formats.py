@@ -25,7 +25,7 @@ from train.data.messages import (
     untrained,
     with_system,
 )
-from train.data.records import BadRecord, Fields, NoAnswer, Record, Refuses, has_value, is_empty, kind_of, listed
+from train.data.records import BadRecord, Fields, NoAnswer, Record, Refuses, has_value, kind_of, listed
 
 SIDES = ("chosen", "rejected")
 OUTPUTS = ("preferred_output", "non_preferred_output")
@@ -56,7 +56,7 @@ def _is_mark(value: Any) -> bool:
 
 
 def _is_set(value: Any) -> bool:
-    return has_value(value) and not (isinstance(value, dict) and all(map(is_empty, value.values())))
+    return has_value(value) and (not isinstance(value, dict) or any(map(has_value, value.values())))
 
 
 MARKS = ("label", "kto_tag")
@@ -109,14 +109,13 @@ class Example(NamedTuple):
 @dataclass(frozen=True)
 class Shape:
     """name: in reports and for methods; several rows of the table may share one. needs: of each of these groups one key
-    has to have a value. has: keys that have to be there, whatever is in them. refuses: keys that make a row unusable if
+    has to have a value. refuses: keys that make a row unusable if
     nothing reads them. marked: a mark of the answer has to be there. when: what else chooses the shape."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
     read: Callable[[Fields], Record]
     refuses: Refuses = field(default_factory=lambda: _CHAT_REFUSES)
-    has: tuple[str, ...] = ()
     marked: bool = False
     when: Callable[[Record], bool] = lambda record: True
 
@@ -124,8 +123,7 @@ class Shape:
         """has: whether the record has a key."""
         if self.marked and not any(_is_mark(record.get(key)) for key in MARKS):
             return False
-        has_all = all(key in record for key in self.has) and all(any(map(has, group)) for group in self.needs)
-        return has_all and self.when(record)
+        return all(any(map(has, group)) for group in self.needs) and self.when(record)
 
 
 def shape_of(record: Any) -> str:
@@ -190,7 +188,7 @@ def _conversation(fields: Fields, names: tuple[str, ...]) -> Record:
 
 def _answered(fields: Fields, question: tuple[str, ...], answer: tuple[str, ...]) -> Record:
     value, name = fields.take(*answer), fields.name(*answer)
-    if is_empty(value):
+    if not has_value(value):
         raise NoAnswer(f"{name!r} is empty")
     if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(turn, dict) for turn in value)):
         raise BadRecord(f"{name!r} is a {kind_of(value)}, expected a string or a list of messages")
@@ -213,7 +211,7 @@ def _question_turns(fields: Fields, question: tuple[str, ...]) -> list[Record]:
     prompt, history = fields.take(*question), list(_history(fields))
     further = tuple(key for key in _MORE if key not in question)
     more = fields.take(*further)
-    if isinstance(more, list) and is_empty(prompt):
+    if isinstance(more, list) and not has_value(prompt):
         prompt, more = more, None
     if isinstance(prompt, list):
         if has_value(more):
@@ -359,7 +357,7 @@ def _sides(fields: Fields) -> list[list[Any]]:
 def _output(fields: Fields, name: str) -> list[Any]:
     """The turns of one side."""
     output = fields.take(name)
-    if is_empty(output):
+    if not has_value(output):
         raise NoAnswer(f"{name!r} is empty")
     if isinstance(output, str):
         if _MESSAGES_AS_TEXT.match(output):
@@ -404,7 +402,7 @@ def _single(name: str, question: tuple[str, ...], answer: tuple[str, ...], **mor
 
 
 def _pair(read: Callable[[Fields], Record], *needs: tuple[str, ...], **more: Any) -> Shape:
-    return Shape("preference", (SIDES, *needs), read, REFUSES, has=SIDES, **more)
+    return Shape("preference", (("chosen",), ("rejected",), *needs), read, REFUSES, **more)
 
 
 TEXT = "text"
@@ -422,7 +420,7 @@ _CONVERSATIONS = (
     _single("input_output", ("input",), ("output",), when=lambda record: "instruction" not in record),
 )
 SHAPES: tuple[Shape, ...] = (
-    Shape("preference", (("input",), OUTPUTS), _openai_preference, REFUSES, has=OUTPUTS),
+    Shape("preference", (("input",), *((key,) for key in OUTPUTS)), _openai_preference, REFUSES),
     # TRL's implicit prompts, Anthropic's dialogues; answers to a prompt (TRL, orca, alpaca) or to a conversation
     # (ShareGPT); texts that begin alike.
     _pair(lambda fields: _whole(fields, _sides(fields)), when=_are_conversations),

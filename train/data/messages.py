@@ -12,7 +12,6 @@ from train.data.records import (
     Record,
     Refuses,
     has_value,
-    is_empty,
     kind_of,
     listed,
     loads,
@@ -204,7 +203,7 @@ def _text(content: Any, left: set[str], where: str) -> str | None:
 
 def _calls_in(fields: Fields, role: str, where: str) -> list[Any]:
     calls, key = fields.take(*CALLS), fields.name(*CALLS)
-    if is_empty(calls):
+    if not has_value(calls):
         return []
     if role != "assistant":
         raise BadRecord(f"{where}.{key} belongs to assistant messages only")
@@ -220,7 +219,7 @@ def _call(call: Any, left: set[str], where: str, number: int) -> Record:
         name, identity, _ = (fields.take(key) for key in ("name", "id", "type"))
         arguments = _arguments(fields.take(*_ARGUMENTS), name, where)
     return {
-        "id": f"call_{number}" if is_empty(identity) else str(identity),
+        "id": str(identity) if has_value(identity) else f"call_{number}",
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
@@ -231,7 +230,7 @@ def _arguments(given: Any, name: str, where: str) -> str:
     where, text = f"{where}, arguments of {name[:60]!r}", None
     while isinstance(given, str) and given.strip():
         text, given = given, _json(given, where)
-    if is_empty(given):
+    if not has_value(given):
         return "{}"
     if not isinstance(given, dict):
         raise BadRecord(f"{where}: {quoted(given)} is not an object; expected the arguments by name")
@@ -266,7 +265,7 @@ def read_tools(fields: Fields) -> Record:
     tools, key = fields.take("tools", "functions"), fields.name("tools", "functions")
     if isinstance(tools, str):
         tools = _json(tools, repr(key)) if tools.strip() else []
-    if is_empty(tools):
+    if not has_value(tools):
         return {}
     if not isinstance(tools, list):
         raise BadRecord(f"{key!r} is a {kind_of(tools)}, expected a list")
@@ -285,7 +284,7 @@ def _tool(tool: Any, where: str) -> Record:
     parameters = fields.take("parameters", "input_schema")
     if isinstance(parameters, str) and parameters.strip():
         parameters = _json(parameters, f"{where}.parameters")
-    if not is_empty(parameters) and not isinstance(parameters, dict):
+    if has_value(parameters) and not isinstance(parameters, dict):
         raise BadRecord(f"{where}.parameters is a {kind_of(parameters)}, expected a JSON schema as an object")
     schema = {"parameters": parameters} if isinstance(parameters, dict) else {}
     return _without_null({**tool, "function": fields.unread | schema})

@@ -225,13 +225,9 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def is_empty(value: Any) -> bool:
-    """Whether nothing is lost without this value."""
-    return value is None or (not value and isinstance(value, (str, list, dict)))
-
-
 def has_value(value: Any) -> bool:
-    return not is_empty(value)
+    """Whether something is lost without this value."""
+    return value is not None and (bool(value) or not isinstance(value, (str, list, dict)))
 
 
 def listed(value: Any) -> list[Any]:
@@ -281,7 +277,7 @@ class Fields:
     def text(self, *names: str) -> str | None:
         """As `take`, None for an empty value. Raises BadRecord for one that is not a string."""
         value = self.take(*names)
-        if is_empty(value):
+        if not has_value(value):
             return None
         if not isinstance(value, str):
             raise BadRecord(f"{self._prefix}has a {kind_of(value)} as {self.name(*names)!r}, expected a string")

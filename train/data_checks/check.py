@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
@@ -78,17 +78,10 @@ class DataReport:
             self.errors.append((line, cut))
 
 
-class Read(NamedTuple):
-    """One example of a file: its line, the shape of the file, and what it is, or why it cannot be used."""
-
-    line: int
-    shape: str
-    found: Example | BadRecord
-
-
-def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[Read]:
-    """Every example of a file. The shape of the first is that of all: a record of another shape is unusable, and so is
-    a file of a shape that the method does not take, as `refuses` says. Raises OSError."""
+def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[tuple[int, str, Example | BadRecord]]:
+    """(line, shape of the file, example or why it cannot be used) of every example. The shape of the first is that of
+    all: a record of another shape is unusable, and so is a file of a shape that the method does not take, as `refuses`
+    says. Raises OSError."""
     shape = ""
     with open(path, "rb") as file:
         for line, raw in examples(file):
@@ -106,7 +99,7 @@ def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[
                 found = convert(record)
             except BadRecord as bad:
                 found = bad
-            yield Read(line, shape or "empty", found)
+            yield line, shape or "empty", found
 
 
 def check_training_file(
@@ -235,7 +228,9 @@ def report_findings(
         if isinstance(found, Example):
             validation.add(line, grams(_texts_of(found.record)[0]))
     needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
-    checks = {check: {"count": 0, "kinds": Counter(), "first": []} for check in NAMES if needed.get(check, True)}
+    checks: dict[str, dict[str, Any]] = {
+        check: {"count": 0, "kinds": Counter(), "first": []} for check in NAMES if needed.get(check, True)
+    }
     lengths: list[int] = []  # tokens of the usable examples
     texts, by_digest = Texts(), dict[bytes, int]()
 
@@ -265,8 +260,10 @@ def report_findings(
         if near := validation.like(own):
             flag("contaminated", line, of=near[0], share=near[1])
         if matches := [match for text in (body, shared) for match in personal_data(text)]:
-            checks["personal_data"]["kinds"].update(match.kind for match in matches)
-            flag("personal_data", line, kind=matches[0].kind, value=matches[0].hint())
+            checks["personal_data"]["kinds"].update(kind for kind, _ in matches)
+            kind, value = matches[0]
+            # Enough to locate it, too little to reveal it: reports are stored and shown.
+            flag("personal_data", line, kind=kind, value=f"{value[:3]}… ({len(value)} characters)")
 
     data = check_training_file(path, count=count, counted=1 << 62, refuses=refuses, visit=visit)
     n_examples = len(lengths) + checks["bad_lines"]["count"] + checks["empty"]["count"]
@@ -359,15 +356,6 @@ class Texts:
 # -- personal data -----------------------------------------------------------------------------------------------------
 
 
-class Match(NamedTuple):
-    kind: str
-    value: str
-
-    def hint(self) -> str:
-        """Enough to locate it, too little to reveal it: reports are stored and shown."""
-        return f"{self.value[:3]}… ({len(self.value)} characters)"
-
-
 # No pattern backtracks: every repetition is bounded or possessive, so the cost of a text is proportional to its length.
 _SECRET = re.compile(
     r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:[^-]{0,8192}+-----END [A-Z ]{0,30}PRIVATE KEY-----)?"
@@ -398,12 +386,12 @@ _PHONE = re.compile(
 )
 
 
-def personal_data(text: str) -> list[Match]:
-    """The matches of all kinds, in the order of the kinds."""
-    matches: list[Match] = []
+def personal_data(text: str) -> list[tuple[str, str]]:
+    """(kind, match) of all kinds, in the order of the kinds."""
+    matches: list[tuple[str, str]] = []
     for kind, pattern, is_valid in _KINDS:
         found = [match for match in pattern.finditer(text) if is_valid(match[0])]
-        matches += [Match(kind, match[0]) for match in found]
+        matches += [(kind, match[0]) for match in found]
         edges = [0, *(edge for match in found for edge in match.span()), len(text)]
         text = " ".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
     return matches

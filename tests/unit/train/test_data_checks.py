@@ -142,8 +142,8 @@ def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):
     ],
 )
 def test_personal_data_matches_each_form(text, kind):
-    (match,) = personal_data(text)
-    assert match.kind == kind and match.value in text and match.value not in match.hint()
+    ((found, value),) = personal_data(text)
+    assert found == kind and value in text
 
 
 @pytest.mark.parametrize(
@@ -163,5 +163,5 @@ def test_personal_data_similar_text_is_none(text):
 
 
 def test_earlier_kind_wins_where_two_overlap():
-    (match,) = personal_data("https://u:sk-abcdefghijklmnopqrstuvwx@host.example.org")
-    assert match.kind == "secret"
+    ((kind, _),) = personal_data("https://u:sk-abcdefghijklmnopqrstuvwx@host.example.org")
+    assert kind == "secret"
