@@ -168,8 +168,6 @@ def _no_shape(record: Record) -> str:
 
 def _chat(fields: Fields, turns: Any, name: str = "messages") -> Record:
     messages = read_messages(with_system(turns, fields), fields.left, name)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("has no assistant message, so there is nothing to learn")
     if messages[-1]["role"] != "assistant":
         raise BadRecord(f"the last message is from {messages[-1]['role']!r}; expected 'assistant'")
     return _checked(messages, fields)
@@ -287,18 +285,11 @@ def _train_from(messages: list[Record], first: int) -> bool:
 def _openai_preference(fields: Fields) -> Record:
     """{"input": {"messages"}, "preferred_output": [...], "non_preferred_output": [...]}."""
     inputs = fields.take("input")
-    if not isinstance(inputs, dict) or not isinstance(inputs.get("messages"), list):
-        raise BadRecord("'input' must be an object with 'messages', a list")
+    if not isinstance(inputs, dict):
+        raise BadRecord(f"'input' is a {kind_of(inputs)}, expected an object with 'messages'")
     with Fields(inputs, fields.left, "input") as request:
         prompt = request.take("messages")
         return _preference(fields, prompt, "input.messages", [_output(fields, name) for name in OUTPUTS], request)
-
-
-def _answers_to_prompt(fields: Fields, prompt: Any, name: str) -> Record:
-    """Two answers to the turns of a prompt: texts, turns or lists of messages."""
-    if not isinstance(prompt, list):
-        raise BadRecord(f"the prompt is a {kind_of(prompt)}, expected a list of messages")
-    return _preference(fields, prompt, name, _sides(fields))
 
 
 def _whole(fields: Fields, sides: list[list[Any]]) -> Record:
@@ -370,7 +361,7 @@ def _output(fields: Fields, name: str) -> list[Any]:
 
 
 def _preference(
-    fields: Fields, prompt: list[Any], name: str, outputs: list[list[Any]], request: Fields | None = None
+    fields: Fields, prompt: Any, name: str, outputs: list[list[Any]], request: Fields | None = None
 ) -> Record:
     """Two chats that train only their outputs, the preferred one first. request: has the tools, if not the row."""
     if not prompt:
@@ -424,8 +415,10 @@ SHAPES: tuple[Shape, ...] = (
     # TRL's implicit prompts, Anthropic's dialogues; answers to a prompt (TRL, orca, alpaca) or to a conversation
     # (ShareGPT); texts that begin alike.
     _pair(lambda fields: _whole(fields, _sides(fields)), when=_are_conversations),
-    _pair(lambda fields: _answers_to_prompt(fields, _question_turns(fields, _QUESTION), "prompt"), _ASKED),
-    _pair(lambda fields: _answers_to_prompt(fields, fields.take(*_IN_TURNS), fields.name(*_IN_TURNS)), _IN_TURNS),
+    _pair(lambda fields: _preference(fields, _question_turns(fields, _QUESTION), "prompt", _sides(fields)), _ASKED),
+    _pair(
+        lambda fields: _preference(fields, fields.take(*_IN_TURNS), fields.name(*_IN_TURNS), _sides(fields)), _IN_TURNS
+    ),
     _pair(_two_texts),
     Shape(
         "prompt", (("messages",),), _prompt, REFUSES, when=lambda record: last_role(record.get("messages")) == "user"
