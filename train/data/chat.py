@@ -36,7 +36,6 @@ Result = TypeVar("Result")
 Messages = Sequence[dict[str, Any]]
 Render = Callable[..., str]
 """(messages, tools=None, add_generation_prompt=False) to text. Raises BadRecord for what the template refuses."""
-
 _MessageForm = Callable[[dict[str, Any]], dict[str, Any]]
 
 PROBE = "Zq7xV"  # stands for an answer; no template has it
@@ -71,7 +70,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None):
         if not tokenizer.is_fast:
             raise UnsupportedModel(
-                "the model has no fast tokenizer (tokenizer.json), which is needed to tell which tokens are whose"
+                "the model has no fast tokenizer (tokenizer.json), which tells what tokens stand for"
             )
         self.tokenizer, self._vocabulary = tokenizer, vocabulary
         self.n_without_tools = 0  # examples whose tools the template left out
@@ -247,7 +246,7 @@ def _message_form(
     write a call's arguments with tojson, which would quote a text twice; DeepSeek's add them to a text. bare: some
     write calls only of a message whose content is none. short_ids: Mistral's refuse ids that are not nine letters."""
     result = {key: value for key, value in message.items() if key != "weight"}
-    short = _short_id if short_ids else str
+    short = (lambda text: hashlib.sha256(text.encode()).hexdigest()[:9]) if short_ids else str
     if parts:
         result["content"] = [{"type": "text", "text": message["content"]}]
     if thought := message.get("reasoning_content"):
@@ -264,10 +263,6 @@ def _message_form(
     if "tool_call_id" in result:
         result["tool_call_id"] = short(result["tool_call_id"])
     return result
-
-
-def _short_id(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from train.plan.errors import InvalidTrainingData
 from weights.format.names import TOKENIZER_FILES
 
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
-_MAX_LISTED_ERRORS = 20
 _POLL_S = 0.2  # between two looks for a set that another rank writes
 FORMAT = 8
 
@@ -219,7 +218,7 @@ def open_token_set(
     path, base_path = Path(path), Path(base_path)
     directory = cache_dir / set_of(path, base_path)
     if rank == 0 and not directory.exists():
-        encoder, errors = make_encoder(), []
+        encoder = make_encoder()
         with TokenWriter(path, cache_dir) as writer, open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 alive()
@@ -227,9 +226,7 @@ def open_token_set(
                     record = orjson.loads(line)
                     writer.add(record, method.encode(encoder, record))
                 except BadRecord as bad:
-                    errors.append((number, str(bad)))
-            if errors:
-                raise InvalidTrainingData(path.name, errors[:_MAX_LISTED_ERRORS], len(errors))
+                    raise InvalidTrainingData(path.name, [(number, str(bad))], 1) from None
             writer.finish(encoder, base_path)
     while not directory.exists():
         alive()

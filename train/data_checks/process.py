@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,12 +105,12 @@ def checked(
     `chat_path`, all tokens are written beside it for the ranks (train.data.token_set). Raises OSError."""
     chosen = methods.method_of(method) if method else methods.DEFAULT
     encoder = encoder_of(Path(tokenizer)) if tokenizer else None
-    with ExitStack() as stack:
-        writer = None
-        if encoder and chat_path and method:
-            from train.data.token_set import TokenWriter
+    writer = None
+    if encoder and chat_path and method:
+        from train.data.token_set import TokenWriter
 
-            writer = stack.enter_context(TokenWriter(Path(chat_path), Path(chat_path).parent / TOKENS))
+        writer = TokenWriter(Path(chat_path), Path(chat_path).parent / TOKENS)
+    with writer or nullcontext():
         report = check_training_file(
             path,
             chat_path=chat_path,
