@@ -126,20 +126,16 @@ class Shape:
         return all(any(map(has, group)) for group in self.needs) and self.when(record)
 
 
-def shape_of(record: Any) -> str:
-    """Name of a record's shape, from its keys. Raises BadRecord when it has none we know."""
-    return _shape(record).name
-
-
 def convert(record: Any) -> Example:
     """Raises BadRecord."""
-    shape = _shape(record)
+    shape = shape_of(record)
     with Fields(record, set(), refuses=shape.refuses) as fields:
         example = Example(shape.name, shape.read(fields), fields.left)
     return example
 
 
-def _shape(record: Any) -> Shape:
+def shape_of(record: Any) -> Shape:
+    """The shape of a record, from its keys. Raises BadRecord when it has none we know."""
     if not isinstance(record, dict):
         raise BadRecord(f"is a {kind_of(record)}, expected a JSON object")
     # First by keys that have a value: of a row of empty ones, the error says which.

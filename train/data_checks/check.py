@@ -89,7 +89,7 @@ def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[
             try:
                 if isinstance(raw, BadRecord):
                     raise raw
-                own = shape_of(record := parse(raw))
+                own = shape_of(record := parse(raw)).name
                 if not shape and refuses and (refusal := refuses(own)):
                     raise BadFile(refusal)
                 shape = shape or own
