@@ -15,8 +15,9 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +116,11 @@ def check_training_file(
 
     `refuses`: as `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record,
     for `counted` records, BadRecord if the model's chat template or the method refuses it; without it they are
-    estimated. The chat file exists afterwards only if the report is `ok`. `visit` gets the line, the example
+    estimated. The chat file of a report that is not `ok` is removed. `visit` gets the line, the example
     and its tokens, or why it is bad. Raises OSError if the file is unreadable.
     """
-    report, partial = DataReport(), Path(f"{chat_path}.partial")
-    with ExitStack() as stack:
-        output = None
-        if chat_path:
-            stack.callback(partial.unlink, missing_ok=True)
-            number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            output = stack.enter_context(os.fdopen(number, "wb"))
+    report, private = DataReport(), partial(os.open, mode=0o600)
+    with open(chat_path, "wb", opener=private) if chat_path else nullcontext() as output:
         for line, shape, found in read_examples(path, refuses):
             report.shape, rows = shape, list[list[int]]()
             if isinstance(found, Example):
@@ -140,10 +136,9 @@ def check_training_file(
                 report.add_error(line, str(found))
                 if isinstance(found, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
-        _summarise(report)
-        if output and chat_path and report.ok:
-            output.flush()
-            partial.rename(chat_path)
+    _summarise(report)
+    if chat_path and not report.ok:
+        os.unlink(chat_path)
     return report
 
 

@@ -72,8 +72,7 @@ def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]
 def remove_copies(context: ControllerContext, job_id: str) -> None:
     """Delete the data of a job that has ended: nothing reads it any more."""
     for name in _COPIES.values():
-        for half in ("", ".partial"):  # of a check that was killed
-            (context.jobs_dir / job_id / f"{name}{half}").unlink(missing_ok=True)
+        (context.jobs_dir / job_id / name).unlink(missing_ok=True)
     shutil.rmtree(context.jobs_dir / job_id / TOKENS, ignore_errors=True)
 
 
