@@ -80,7 +80,7 @@ class ChatEncoder:
 
     def encode(self, example: dict[str, Any]) -> list[Tokens]:
         """Rows of (token ids (n,) int32, trained (n,) bool), one for all trained turns or one for each where the
-        template needs it (train.data.turns). Raises BadRecord if the template refuses the example or loses something of
+        template needs it. Raises BadRecord if the template refuses the example or loses something of
         it, or the model does not know a token of it: on a GPU the rank would fail in words about some kernel."""
         return [self._tokens(row) for row in self.rows(example)]
 
