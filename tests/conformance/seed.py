@@ -34,7 +34,7 @@ from appliance.store.rows import (
     VersionRow,
 )
 from appliance.store.rows import RESPONSES as ROWS
-from train.data.check import check_training_file
+from train.data_checks.check import check_training_file
 from train.graders.graders import ModelAnswer
 
 JOB = "ft-AF1WoRqd3aJAHsqc9NY7iL8F"

@@ -110,7 +110,7 @@ WITHOUT_TORCH = (
     "train/plan/auto.py",
     "train/plan/errors.py",
     "train/plan/spec.py",
-    "train/data/check.py",
+    "train/data_checks/check.py",
     "train/data_checks/process.py",
     "train/data/formats.py",
     "train/control/group.py",

@@ -28,7 +28,7 @@ class TrainSpec:
 
     job_id: str
     base_path: str  # Hugging Face directory of the base model
-    train_path: str  # chat JSONL as `train.data.check` writes it
+    train_path: str  # chat JSONL as `train.data_checks.check` writes it
     run_dir: str  # tensorboard files, token caches
     shm_root: str  # root of the weight store
     output_model: str  # public name of the result, e.g. ft:base:suffix:id

@@ -40,7 +40,7 @@ from appliance.store import files
 from appliance.store.database import Database
 from appliance.store.rows import BATCHES, UNFINISHED, FileRow, UploadRow, columns, new_id
 from appliance.store.rows import UPLOADS as uploads
-from train.data.check import DataReport
+from train.data_checks.check import DataReport
 from train.data_checks.process import check_apart
 from train.data_checks.process import checked as check_here
 from train.methods.method import Method

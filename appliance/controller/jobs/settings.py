@@ -19,8 +19,8 @@ from appliance.controller.models.capacity import BoxFacts, Estimator, Verdict
 from appliance.store import jobs, models
 from appliance.store.rows import VersionRow
 from runtime.devices.kinds import kind_of
-from train.data.check import DataReport
 from train.data.formats import TEXT
+from train.data_checks.check import DataReport
 from train.methods.method import Method
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter

@@ -31,7 +31,7 @@ from appliance.controller.jobs.phases import max_priority
 from appliance.models.checkpoint import TRAINED_FORM
 from appliance.store import evals, files, jobs, models
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns, new_id
-from train.data.check import DataReport
+from train.data_checks.check import DataReport
 from train.graders.errors import InvalidGrader
 from train.graders.graders import parse
 from train.graders.hosts import GraderHosts

@@ -16,9 +16,9 @@ from tests.train_support.tiny import VOCABULARY, make_model_dir, write_prompt_fi
 from tests.train_support.world import METHODS, SAMPLES
 from train.control.rank import Progress
 from train.data.chat import ChatEncoder
-from train.data.check import check_training_file
 from train.data.formats import BadRecord
 from train.data.packing import build_row
+from train.data_checks.check import check_training_file
 from train.methods.methods import method_of
 from train.methods.own_answers import GROUP
 from train.methods.packed_objective import PackedObjective, to_batch
