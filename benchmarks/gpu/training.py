@@ -160,11 +160,11 @@ def head(
     loss = torch.nn.functional.cross_entropy(exact @ weight.t(), labels)
     errors = map(_error, ours, [loss, *torch.autograd.grad(loss, [exact, weight])])
 
-    logits_bytes = min(estimate.DEVICE_LOGITS_BYTES, 4 * tokens * vocabulary)
-    rows = estimate.held_rows(tokens, logits_bytes // (4 * vocabulary), width, 2)
-    planned = 2 * logits_bytes + vocabulary * (2 * rows + (2 + 4 * (tokens > rows)) * width) + 2 * 2 * tokens * width
+    shape = estimate.ModelShape(vocabulary * width, width, vocab=vocabulary)
+    fields = {"micro_batch": 1, "max_length": tokens, "full": True, "device_kind": kind.name}
+    planned = estimate.head_bytes(shape, fields, 2) + 2 * 2 * tokens * width
     rate = 6 * tokens * vocabulary * width / seconds
-    counted, wrong = "held_rows and DEVICE_LOGITS_BYTES of train.plan.estimate", "train.methods.packed_objective"
+    counted, wrong = "head_bytes of train.plan.estimate", "train.methods.packed_objective"
     return [
         Check("loss head", rate / 1e12, "TFLOP/s"),
         Check("loss head's memory", peak / planned, "x planned", most=1.1, remedy=f"plans count less: {counted}"),

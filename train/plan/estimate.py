@@ -14,9 +14,10 @@ head whole and 1 / t of the rest):
                  ZeRO-1 and 2 with offloading b elements' bytes of the largest parameter, on the device and on the host
     activations  tokens x what all layers keep of one and the one whose backward pass runs works with
                  (below), with activation checkpointing b h of each layer, h the hidden size, and all
-                 that one keeps; and the chunk of fp32 logits twice (train.methods.packed_objective)
-    head         with full tuning, of a vocabulary of v: b v for each held row of the logits' gradient, b v h for the
-                 weight's and 4 v h more where that has to be added up (train.methods.packed_objective)
+                 that one keeps
+    head         of a vocabulary of v, for each row of a chunk of logits 8 v, logits and softmax in fp32; with full
+                 tuning b v more for their gradient, b v h for the weight's and 4 v h where that has to be added up
+                 (train.methods.packed_objective)
     host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
                  (gradients as they arrive and those of the step), in ZeRO-1 and 2 (4 + b) T / N (gradients of the step,
                  and the new weights), in fp32 4 T / N more (accumulated there); weights that are offloaded b P / N
@@ -272,10 +273,11 @@ def residual_bytes(device_kind: str, device_memory_bytes: int, asleep: int) -> i
     return kind.context_bytes + asleep * kind.asleep_bytes + int(FRAGMENTS * device_memory_bytes)
 
 
-def held_rows(rows: int, chunk: int, hidden: int, element: int) -> int:
-    """Rows of the logits' gradient that are held for one product: they take no more than a float32 sum of the head's
-    size, or are one chunk."""
-    return min(rows, max(chunk, 4 * hidden // element))
+def logits_rows(rows: int, vocabulary: int, *, on_host: bool, full: bool) -> int:
+    """Rows whose logits are made at a time. Each chunk reads the head's weight, with full tuning also the sum of its
+    gradient, which takes longer than the arithmetic of few rows."""
+    most = HOST_LOGITS_BYTES if on_host else DEVICE_LOGITS_BYTES * (4 if full else 1)
+    return max(1, min(rows, most // (4 * vocabulary)))
 
 
 def snapshot_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
@@ -298,8 +300,7 @@ def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> 
     tokens, shards = _tokens(fields), fields.get("tensor_parallel", 1)
     layer, works = shape.layer_bytes(shards), shape.working_bytes(shards)
     kept = 2 * shape.hidden * shape.layers + layer if fields["activation_checkpointing"] else shape.layers * layer
-    of_tokens = tokens * (kept + works) * element // 2
-    return of_tokens + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)
+    return tokens * (kept + works) * element // 2 + head_bytes(shape, fields, element)
 
 
 def _tokens(fields: Mapping[str, Any]) -> int:
@@ -307,18 +308,12 @@ def _tokens(fields: Mapping[str, Any]) -> int:
     return fields["micro_batch"] * fields["max_length"] // fields.get("sequence_parallel", 1)
 
 
-def _logits_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """Bytes of fp32 logits that are made at a time."""
-    tokens = _tokens(fields)
-    return min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
-
-
 def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
-    """What making the gradient of the output head's weight takes, in elements of so many bytes, if every token is
-    learnt; 0 with an adapter."""
-    if not shape.vocab or not fields["full"]:
+    """What the output head takes in elements of so many bytes, if every token is learnt."""
+    if not shape.vocab:
         return 0
-    tokens = _tokens(fields)
-    rows = held_rows(tokens, _logits_bytes(shape, fields) // (4 * shape.vocab), shape.hidden, element)
+    tokens, full = _tokens(fields), fields["full"]
+    rows = logits_rows(tokens, shape.vocab, on_host=_on_host(fields), full=full)
     summed = 4 if tokens > rows else 0
-    return shape.vocab * (element * rows + (element + summed) * shape.hidden)
+    gradients = element * rows + (element + summed) * shape.hidden
+    return shape.vocab * (2 * 4 * rows + (gradients if full else 0))
