@@ -185,7 +185,7 @@ def kernels(
     from transformers import AutoConfig, AutoModel
 
     from train.model import attention as packed
-    from train.model.kernels import use_liger
+    from train.model.model import use_liger
 
     kind = of_torch(device)
     packed.register()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from train.plan.estimate import ModelShape, RankMemory
     from train.plan.speed import Load
 
+    Batch = dict[str, Any]
+    Loss = tuple[torch.Tensor, list[torch.Tensor]]
 
 DATA = {
     "conversation": ("conversations with the answer that is to be learnt, without a mark", "supervised"),
@@ -40,17 +42,6 @@ class Option:
     high: float
     auto: float
     help: str
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerCounts:
-    """Answers that a model makes for each prompt in a step (`group`), which are learnt from in `rows` micro-batches;
-    `room`: the most tokens of one. For validation `valid` of each."""
-
-    group: int = 1
-    rows: int = 1
-    room: int = 0
-    valid: int = 1
 
 
 class Method:
@@ -148,10 +139,6 @@ class Method:
         """How many versions of whole weights lie in shared memory beside the result, for engines to sample from."""
         return 0
 
-    def samples(self, options: Mapping[str, Any]) -> AnswerCounts:
-        """How each prompt is sampled; once where the data itself is learnt."""
-        return AnswerCounts()
-
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
@@ -171,9 +158,7 @@ class Method:
         """What the loss of the step that learns from these packs is divided by: its learnt tokens."""
         return tokens.labels_in(packs)
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
         """The sum over a row's examples, a float32 scalar, and of each of `metric_names` the values that are added up.
         log_probs: (sequences,) float32, of the learnt tokens of each sequence, or (n,) of each token (`wide`). batch:
         as train.methods.packed_objective.to_batch makes it."""

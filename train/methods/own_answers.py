@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.data.records import BadRecord, Record
-from train.methods.method import AnswerCounts, Method, Option
+from train.methods.method import Method, Option
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ELEMENT_BYTES
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from train.data.chat import ChatEncoder, Tokens
+    from train.methods.method import Batch, Loss
     from train.plan.auto import DatasetStats, Given, ModelStats
     from train.plan.estimate import ModelShape, RankMemory
 
@@ -46,7 +47,8 @@ ANSWER_OPTIONS = (
 
 
 class OwnAnswers(Method, ABC):
-    """What the methods share. Answers to a prompt are spread over `rows` rows."""
+    """What the methods share. Their `options` have "group", the answers to each prompt in a step, and "rows", the rows
+    over which these are spread."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
     data = "prompt"
@@ -100,14 +102,6 @@ class OwnAnswers(Method, ABC):
     def policies(self, options: Mapping[str, Any]) -> int:
         return 0 if options["policy"] == "adapter" else 2 + int(options["staleness"])  # one of them is being written
 
-    def samples(self, options: Mapping[str, Any]) -> AnswerCounts:
-        return AnswerCounts(
-            group=options["group"],
-            rows=options["rows"],
-            room=options["max_completion_tokens"],
-            valid=options["eval_samples"],
-        )
-
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
@@ -123,9 +117,7 @@ class OwnAnswers(Method, ABC):
                 "give a larger max_length, or shorten it"
             )
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
         """The loss of group relative policy optimisation (Shao et al., 2024, arXiv:2402.03300) as the field has settled
         on it: token by token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), and without a
         penalty for distance from the starting model.

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, inject_adapter_in_model
+from peft import LoraConfig, PeftConfig, get_peft_model, inject_adapter_in_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
-from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import (
     AutoConfig,
@@ -30,7 +28,6 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.devices.kind import HOST_MEMORY
 from train.model import attention
-from train.model.kernels import use_liger
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
@@ -40,6 +37,7 @@ ADAPTER = "default"
 STEM = "adapter_model"
 CONFIG_FILE = "adapter_config.json"
 _PREFIX = "base_model.model."
+LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose gradients tests compare with torch's
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -133,6 +131,19 @@ def _keep_quantised(model: PreTrainedModel, spec: TrainSpec) -> None:
     keep_quantised(model)
 
 
+def use_liger(model: PreTrainedModel) -> None:
+    """Give a model's norms, rotary embedding (for the whole process) and MLPs Liger's fused kernels (Hsu et al., 2024),
+    which keep fewer activations and need a GPU; the output head has a kernel of its own
+    (train.methods.packed_objective). Raises UnsupportedModel for another family."""
+    if model.config.model_type not in LIGER_FAMILIES:
+        known = ", ".join(LIGER_FAMILIES)
+        raise UnsupportedModel(f"kernels 'liger' does not know {model.config.model_type}, only {known}: take 'torch'")
+    # Its import takes a second, and few jobs need it.
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance  # noqa: PLC0415
+
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
 def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
     """Put LoRA layers (Hu et al., 2021; peft) into `model` in place and freeze everything else."""
     targets = _none_of_experts(list(spec.lora_targets) or linear_layers(model), model, asked=bool(spec.lora_targets))
@@ -202,29 +213,17 @@ def config_json(config: LoraConfig, base_model: str) -> bytes:
     return json.dumps(fields, indent=2, default=str, sort_keys=True).encode()
 
 
-@torch.no_grad()
-def merge_into(model: PreTrainedModel, directory: str | Path) -> None:
-    """Add the stored adapter's scaling * B @ A to the weights of `model`, in float32, in place.
-
-    Raises UnsupportedModel when it does not belong to this model or is of a kind that is more than B @ A.
-    """
-    config = PeftConfig.from_pretrained(str(directory))
-    if not isinstance(config, LoraConfig) or config.use_dora or config.bias != "none" or config.modules_to_save:
-        raise UnsupportedModel(f"the adapter {directory} is not plain LoRA and cannot be merged")
-    tensors = load_peft_weights(str(directory), device=HOST_MEMORY)
-    weights = dict(model.named_parameters())
-    for name in sorted(tensors):
-        module, part, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
-        if not part:
-            continue
-        weight, up = weights.get(f"{module}.weight"), tensors.get(name.replace(".lora_A.", ".lora_B."))
-        down = tensors[name]
-        if weight is None or up is None or weight.shape != (up.shape[0], down.shape[1]):
-            raise UnsupportedModel(f"{name} of the adapter {directory} does not fit the model it is merged into")
-        rank = down.shape[0]
-        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, module), config.lora_alpha)
-        scaling = alpha / (rank**0.5 if config.use_rslora else rank)
-        weight.copy_(weight.float() + scaling * (up.float() @ down.float()))
+def merge_into(model: PreTrainedModel, directory: str) -> None:
+    """Add the stored LoRA adapter to the weights of `model`, in place. Raises UnsupportedModel for an adapter that does
+    not belong to this model."""
+    try:
+        adapted = get_peft_model(model, PeftConfig.from_pretrained(directory))
+        stored = set_peft_model_state_dict(adapted, load_peft_weights(directory, device=HOST_MEMORY))
+    except (ValueError, RuntimeError) as error:
+        raise UnsupportedModel(f"the adapter {directory} does not fit the model: {error}") from error
+    if unknown := stored.unexpected_keys:
+        raise UnsupportedModel(f"{unknown[0]} of the adapter {directory} does not fit the model it is merged into")
+    adapted.merge_and_unload()
 
 
 # --- what a model is

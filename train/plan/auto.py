@@ -334,16 +334,13 @@ class Given:
         return self.values.get(name, "auto") != "auto"
 
     def integer(self, name: str, low: int, high: int, *, auto: int) -> int:
+        return int(self.number(name, low, high, auto=auto, kind="whole number"))
+
+    def number(self, name: str, low: float, high: float, *, auto: float, kind: str = "number") -> float:
         value = self.value(name, auto)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not auto and (not is_number or not low <= value <= high or value % 1):
-            raise InvalidHyperparameter(name, value, f"'auto' or a whole number from {low} to {high}")
-        return int(value)
-
-    def number(self, name: str, low: float, high: float, *, auto: float) -> float:
-        value = self.value(name, auto)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise InvalidHyperparameter(name, value, f"'auto' or a number from {low} to {high}")
+        if value is not auto and (not is_number or not low <= value <= high or (kind != "number" and value % 1)):
+            raise InvalidHyperparameter(name, value, f"'auto' or a {kind} from {low} to {high}")
         return float(value)
 
     def choice(self, name: str, options: tuple[Any, ...] = (), *, auto: Any) -> Any:

@@ -69,7 +69,7 @@ class TrainSpec:
     precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embedding and MLPs (train.model.kernels)
+    kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embedding and MLPs (train.model.model.use_liger)
     device_kind: str = field(kw_only=True)  # of the devices that its ranks compute on
 
     # None: as often as it is cheap (every_s); 0: only to leave the devices.

@@ -22,7 +22,6 @@ from torch.distributed import distributed_c10d
 
 from runtime.devices.kind import HOST_MEMORY
 from runtime.devices.kinds import kind_of
-from train.methods.methods import method_of
 from train.model import attention
 from train.model.tensor_parallel import partition_config, seen_through_adapters
 from train.plan.auto import allowed_sizes
@@ -138,7 +137,7 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
     # Stage 0 differs from 1 only in that every rank keeps all optimizer state; in bf16 DeepSpeed has no fp32 master
     # weights there. Stage 1 computes the same in less memory.
     stage, kind = max(1, spec.zero_stage), kind_of(spec.device_kind)
-    elements, rows = sum(p.numel() for p in trained), method_of(spec.method).samples(spec.options).rows
+    elements, rows = sum(p.numel() for p in trained), spec.options.get("rows", 1)
     zero: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": not kind.on_host,

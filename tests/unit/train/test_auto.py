@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from train.data.packing import StepPlan, plan_packs
-from train.methods.dpo import Dpo
+from train.methods.preferences import Dpo
 from train.plan.auto import LEAST_STEPS, OF_LORA, SHORTEST_ROW, DatasetStats, ModelStats, allowed_sizes, resolve, steps
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
 from train.plan.estimate import ModelShape
