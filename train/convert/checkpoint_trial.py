@@ -20,8 +20,6 @@ from unittest.mock import patch
 from runtime.processes.kernel import Bounds
 from weights.format.layout import Layout
 
-# transformers imports them for losses, generation and training: 2.5 s of CPU.
-_NOT_NEEDED = ("pandas", "scipy", "sklearn", "accelerate", "deepspeed", "peft", "triton", "torchvision", "torchao")
 CPU_S, MEMORY_BYTES = 1200, 8 << 30
 MOST_NAMED, MOST_ADDED, MOST_BEYOND = 20, 65_536, 1024
 # Of wrappers and of adapters: torch.compile, FSDP, activation checkpointing, DDP, Lightning, peft.
@@ -48,7 +46,6 @@ class Unfit(Exception):
 
 
 def main() -> None:
-    sys.modules.update(dict.fromkeys(_NOT_NEEDED))  # type: ignore[arg-type]
     os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     import transformers.conversion_mapping
     import transformers.models.auto.modeling_auto  # noqa: F401
@@ -58,7 +55,13 @@ def main() -> None:
     path = Path(request["path"])
     Bounds(CPU_S, MEMORY_BYTES).hold()
     try:
-        tensors = compared(path, request["arch"])
+        try:
+            tensors = compare(path, request["arch"])
+        except (Unfit, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried: nothing is refused
+            reason = f"transformers failed to compare them: {type(error).__name__}: {str(error)[:200]}"
+            tensors = {"unchecked": reason, "renamed": {}, "rows": 0}
         answer = {"tensors": tensors, "tokenizer": read(path, tensors["rows"])}
     except Unfit as error:
         answer = {"unfit": str(error)[:400]}
@@ -66,17 +69,6 @@ def main() -> None:
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
-
-
-def compared(path: Path, arch: str) -> dict[str, Any]:
-    """As `compare`; where the comparison itself fails, nobody knows, and nothing is refused. Raises Unfit."""
-    try:
-        return compare(path, arch)
-    except (Unfit, MemoryError):
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried
-        reason = f"transformers failed to compare them: {type(error).__name__}: {str(error)[:200]}"
-        return {"unchecked": reason, "renamed": {}, "rows": 0}
 
 
 def compare(path: Path, arch: str) -> dict[str, Any]:
@@ -153,21 +145,13 @@ def _built(path: Path, arch: str) -> tuple[Any, str]:
         raise Unfit(f"transformers cannot build {arch} from it: {type(error).__name__}: {error}") from error
 
 
-def _conversions(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    every = get_model_conversion_mapping(model)
-    renamings = [entry for entry in every if isinstance(entry, WeightRenaming)]
-    return every, renamings, [entry for entry in every if isinstance(entry, WeightConverter)]
-
-
 def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, str]:
     """The names that are to be changed: of a wrapper, or of a whole model without the prefix of its base model."""
-    from transformers.core_model_loading import rename_source_key
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    expected = dict.fromkeys(model.state_dict(), True)
-    _, renamings, converters = _conversions(model)
+    expected, conversions = dict.fromkeys(model.state_dict(), True), get_model_conversion_mapping(model)
+    renamings, converters = ([c for c in conversions if isinstance(c, k)] for k in (WeightRenaming, WeightConverter))
     prefix = model.base_model_prefix
     # Parts of a multimodal model are stored without it (multi_modal_projector, vision_tower).
     is_whole = is_whole and model.config.get_text_config() is model.config
@@ -179,11 +163,9 @@ def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, 
     names = {}
     for name in stored:
         options = [name, *_candidates(name)]
-        if is_whole:  # engines neither add the prefix nor leave it out
-            exact = [*options, *(f"{prefix}.{option}" for option in options)]
-            found = next((option for option in exact if leads(option)), None)
-        else:
-            found = None
+        # Engines of a whole model neither add the prefix nor leave it out.
+        exact = [*options, *(f"{prefix}.{option}" for option in options)] if is_whole else []
+        found = next((option for option in exact if leads(option)), None)
         found = found or next((option for option in options if leads(option, prefix, expected)), name)
         # Two tensors of one name would be one; the other stays unknown.
         if found != name and found not in stored and found not in names.values():
@@ -203,12 +185,12 @@ def _candidates(name: str) -> Iterable[str]:
 
 
 def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[str, Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    every, *_ = _conversions(model)
     buffers = {name for name, _ in model.named_buffers()}
-    config = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=every)
+    config = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=get_model_conversion_mapping(model))
     info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
@@ -248,14 +230,16 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
     PreTrainedTokenizerFast. generation: why generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, GenerationConfig
     from transformers.models.auto import tokenization_auto
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
         raise Unfit(f"the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
-    plain, report = _as_written(path), {"differs": "", "class": type(tokenizer).__name__, "mended": False}
+    file, report = path / "tokenizer.json", {"differs": "", "class": type(tokenizer).__name__, "mended": False}
+    plain = Tokenizer.from_file(str(file)) if file.is_file() else None
     if plain is not None and (text := _differs(tokenizer, plain)):
         report["differs"] = text
         # As tokenizer_config.json would name it: of some families, transformers takes a class of its own all the same.
@@ -267,7 +251,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
                 report["mended"], tokenizer = True, other
         except Exception as error:  # noqa: BLE001 - as above
             print(f"not loaded by the plain class: {error}", file=sys.stderr)
-    ids, file = tokenizer.get_vocab(), path / "tokenizer.json"
+    ids = tokenizer.get_vocab()
     # tokenizers numbers an added token anew where ids before it are missing.
     claimed = json.loads(file.read_bytes()).get("added_tokens") if file.is_file() else None
     ids |= {token["content"]: token["id"] for token in claimed or ()}
@@ -275,37 +259,21 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     roles = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {role: str(token) for role in roles if (token := getattr(tokenizer, role, None)) is not None}
     added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1])
-    first = tokenizer("a")["input_ids"][:1]
+    first, generation = tokenizer("a")["input_ids"][:1], ""
+    try:
+        GenerationConfig.from_pretrained(path, local_files_only=True)
+    except OSError:  # there is none, or no JSON, which others say
+        pass
+    except Exception as error:  # noqa: BLE001 - whatever its values make it raise
+        generation = f"{type(error).__name__}: {str(error)[:200]}"
     return report | {
         "added": dict(added[-MOST_ADDED:]),
         "special": {role: [token[:200], ids.get(token)] for role, token in special.items()},
         "beyond": [[token[:200], number] for number, token in beyond[:MOST_BEYOND]],
         "beyond_count": len(beyond),
-        "generation": _unreadable_generation(path),
+        "generation": generation,
         "begins": tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
     }
-
-
-def _unreadable_generation(path: Path) -> str:
-    from transformers import GenerationConfig
-
-    try:
-        GenerationConfig.from_pretrained(path, local_files_only=True)
-    except OSError:  # there is none, or no JSON, which others say
-        return ""
-    except Exception as error:  # noqa: BLE001 - whatever its values make it raise
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
-
-
-def _as_written(path: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception as error:  # noqa: BLE001 - the library raises it bare
-        print(f"nothing to compare the tokenizer with: {error}", file=sys.stderr)
-        return None
 
 
 def _differs(tokenizer: Any, plain: Any) -> str:

@@ -73,7 +73,10 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
     _refuse_unsupported(model)
     if _is_quantised(model.config):
-        _keep_quantised(model, spec)
+        # compressed-tensors and what it imports take seconds, and few jobs need them.
+        from train.model.quantised import keep_quantised  # noqa: PLC0415
+
+        keep_quantised(model)
     _choose_experts(model)
     if spec.base_adapter is not None and not empty:
         merge_into(model, spec.base_adapter)
@@ -117,18 +120,6 @@ def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
 
 def _is_quantised(config: PretrainedConfig) -> bool:
     return getattr(config, "quantization_config", None) is not None
-
-
-def _keep_quantised(model: PreTrainedModel, spec: TrainSpec) -> None:
-    # compressed-tensors and what it imports take seconds, and few jobs need them.
-    from train.model.quantised import keep_quantised  # noqa: PLC0415
-
-    if spec.full or spec.base_adapter is not None or spec.published_kind != "adapter" or spec.tensor_parallel > 1:
-        raise UnsupportedModel(
-            f"the weights of {spec.base_model} are quantised: LoRA alone is trained on them, published as an adapter "
-            "(lora_publish), with tensor_parallel 1, and not on top of another adapter"
-        )
-    keep_quantised(model)
 
 
 def use_liger(model: PreTrainedModel) -> None:
@@ -251,18 +242,12 @@ def _choose_experts(model: PreTrainedModel) -> None:
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:
-    config = model.config.get_text_config()
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UnsupportedModel(f"{config.model_type} caps its attention logits, which packed attention does not")
-    if getattr(config, "index_topk", None):
-        raise UnsupportedModel(
-            f"{config.model_type} attends to the tokens that an indexer picks (DeepSeek's sparse attention), which "
-            "packed attention does not"
-        )
+    """Raises UnsupportedModel for attention that is not computed by what is registered with transformers; what this
+    leaves out, `attention.packed_attention` refuses."""
     if not getattr(model, "_supports_sdpa", False):
         # Nor without it where the model takes implementations of others: those with attention sinks (gpt-oss), which
         # packed attention would leave out without a word.
         raise UnsupportedModel(
-            f"{config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as models "
-            "with attention sinks), which packed attention and sampling do"
+            f"{model.config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as "
+            "models with attention sinks), which packed attention does"
         )
