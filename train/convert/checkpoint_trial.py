@@ -1,9 +1,8 @@
-"""Compares a checkpoint with what transformers makes of it: `python -m train.convert.checkpoint_trial`.
+"""Compares a checkpoint with what transformers makes of it: `python -m train.convert.checkpoint_trial FOLDER ARCH`.
 
 The architecture of config.json is built on the meta device, and the safetensors headers go through the renamings and
 conversions by which transformers would load them, so that nothing is allocated and no byte of a tensor is read. Then
-the tokenizer that transformers makes of the files is held against tokenizer.json itself. The process starts before it
-has the path, on its standard input, because its imports take seconds.
+the tokenizer that transformers makes of the files is held against tokenizer.json itself.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from runtime.processes.kernel import Bounds
 from weights.format.layout import Layout
 
 CPU_S, MEMORY_BYTES = 1200, 8 << 30
-MOST_NAMED, MOST_ADDED, MOST_BEYOND = 20, 65_536, 1024
+MOST_ADDED = 65_536
 # Of wrappers and of adapters: torch.compile, FSDP, activation checkpointing, DDP, Lightning, peft.
 _WRAPPERS = re.compile(
     r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module|base_layer)(?=\.)"
@@ -51,12 +50,11 @@ def main() -> None:
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
-    request = json.loads(sys.stdin.readline())
-    path = Path(request["path"])
+    path, arch = Path(sys.argv[1]), sys.argv[2]
     Bounds(CPU_S, MEMORY_BYTES).hold()
     try:
         try:
-            tensors = compare(path, request["arch"])
+            tensors = compare(path, arch)
         except (Unfit, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried: nothing is refused
@@ -200,15 +198,11 @@ def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[s
     unknown = sorted(name for name in info.unexpected_keys if not (speculates and _SPECULATION.search(name)))
     if not is_whole:
         missing, unknown = ([n for n in some if not _OF_EMBEDDINGS.search(n)] for some in (missing, unknown))
-    shapes = [[name, list(was), list(expected)] for name, was, expected in sorted(info.mismatched_keys)]
-    broken = sorted(info.conversion_errors)
     return {
-        "missing": missing[:MOST_NAMED],
-        "missing_count": len(missing),
-        "unknown": unknown[:MOST_NAMED],
-        "unknown_count": len(unknown),
-        "shapes": shapes[:MOST_NAMED],
-        "unconvertible": broken[:MOST_NAMED],
+        "missing": missing,
+        "unknown": unknown,
+        "shapes": [[name, list(was), list(expected)] for name, was, expected in sorted(info.mismatched_keys)],
+        "unconvertible": sorted(info.conversion_errors),
     }
 
 
@@ -226,7 +220,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     """What the tokenizer of transformers makes of the files, for an embedding of so many rows, 0 for unknown.
 
     added: its added tokens and their ids. special: the token and id of each role. beyond: [token, id] without a row in
-    the embedding, the first few, and how many. begins: whether every text begins with the BOS token. differs: a text
+    the embedding. begins: whether every text begins with the BOS token. differs: a text
     that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
     PreTrainedTokenizerFast. generation: why generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
@@ -269,8 +263,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     return report | {
         "added": dict(added[-MOST_ADDED:]),
         "special": {role: [token[:200], ids.get(token)] for role, token in special.items()},
-        "beyond": [[token[:200], number] for number, token in beyond[:MOST_BEYOND]],
-        "beyond_count": len(beyond),
+        "beyond": [[token[:200], number] for number, token in beyond],
         "generation": generation,
         "begins": tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
     }

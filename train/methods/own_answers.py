@@ -7,7 +7,6 @@ them, and what that takes.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,7 +45,7 @@ ANSWER_OPTIONS = (
 """Options that all of these methods have."""
 
 
-class OwnAnswers(Method, ABC):
+class OwnAnswers(Method):
     """What the methods share. Their `options` have "group", the answers to each prompt in a step, and "rows", the rows
     over which these are spread."""
 
@@ -54,10 +53,6 @@ class OwnAnswers(Method, ABC):
     data = "prompt"
     cut_refuses = True
     wide = True
-
-    @abstractmethod
-    def group(self, options: Mapping[str, Any]) -> int:
-        """How many answers each prompt gets in a step, by `options` of the request."""
 
     def resolve(
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
@@ -80,7 +75,6 @@ class OwnAnswers(Method, ABC):
         options["policy"] = "version" if auto.why_no_adapter(model, fields) else "adapter"
         options["staleness"] = given.integer("staleness", 0, MOST_STALE, auto=0)
         fields["max_length"] = _length(given, options, longest, model.max_position_embeddings)
-        options["group"] = self.group(options)
         row = _HOST_ROW if estimate.kind_of(model.device_kind).on_host else _DEVICE_ROW
         together = max(1, row // fields["max_length"])
         options["rows"] = next(n for n in range(1, options["group"] + 1) if math.ceil(options["group"] / n) <= together)
@@ -158,9 +152,7 @@ class Reinforcement(OwnAnswers):
         effort = given.choice("reasoning_effort", ("default", "low", "medium", "high"), auto="default")
         if effort != "default":  # kept for the run to say that it changes nothing
             fields["options"]["reasoning_effort"] = effort
-
-    def group(self, options: Mapping[str, Any]) -> int:
-        return max(2, round(GROUP * options["compute_multiplier"]))
+        fields["options"]["group"] = max(2, round(GROUP * fields["options"]["compute_multiplier"]))
 
 
 class Distillation(OwnAnswers):
@@ -185,8 +177,9 @@ class Distillation(OwnAnswers):
     # Larger than with one reward for a whole answer: every token has a signal of its own.
     rate_share = 0.3
 
-    def group(self, options: Mapping[str, Any]) -> int:
-        return int(options["samples"])
+    def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
+        super().own_hyperparameters(given, fields)
+        fields["options"]["group"] = int(fields["options"]["samples"])
 
 
 def _length(given: Given, options: dict[str, Any], longest: int, most: int) -> int:

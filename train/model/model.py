@@ -71,13 +71,18 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
             )
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
-    _refuse_unsupported(model)
+    if not getattr(model, "_supports_sdpa", False):
+        # Nor where the model takes other implementations: those with attention sinks (gpt-oss), which packed attention
+        # would leave out without a word. What else it leaves out, it refuses itself.
+        raise UnsupportedModel(
+            f"{model.config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as "
+            "models with attention sinks), which packed attention does"
+        )
     if _is_quantised(model.config):
         # compressed-tensors and what it imports take seconds, and few jobs need them.
         from train.model.quantised import keep_quantised  # noqa: PLC0415
 
         keep_quantised(model)
-    _choose_experts(model)
     if spec.base_adapter is not None and not empty:
         merge_into(model, spec.base_adapter)
     model.config.use_cache = False
@@ -230,24 +235,3 @@ def keeps_state(model: PreTrainedModel) -> bool:
 def checkpoint_name(name: str) -> str:
     """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
     return name.replace(".base_layer.", ".")
-
-
-def _choose_experts(model: PreTrainedModel) -> None:
-    """torch's grouped matrix product, which transformers takes by default, wants rows of whole 16 bytes. (Not those of
-    a convolution, which has three dimensions too.)"""
-    experts = [p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
-    uneven = any(p.shape[-1] * p.element_size() % 16 for p in experts)
-    if uneven and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
-
-
-def _refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModel for attention that is not computed by what is registered with transformers; what this
-    leaves out, `attention.packed_attention` refuses."""
-    if not getattr(model, "_supports_sdpa", False):
-        # Nor without it where the model takes implementations of others: those with attention sinks (gpt-oss), which
-        # packed attention would leave out without a word.
-        raise UnsupportedModel(
-            f"{model.config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as "
-            "models with attention sinks), which packed attention does"
-        )

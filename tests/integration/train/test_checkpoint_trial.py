@@ -31,7 +31,7 @@ ARCHS = {
     "phi3": "Phi3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
-CLEAN = {"unchecked", "rows", "head", "embedding", "tied", "missing_count", "unknown_count"}
+CLEAN = {"unchecked", "rows", "head", "embedding", "tied"}
 
 
 def write(directory: Path, family: str = "llama", **more) -> dict[str, torch.Tensor]:

@@ -8,10 +8,20 @@ import pytest
 
 from train.data.packing import StepPlan, plan_packs
 from train.methods.preferences import Dpo
-from train.plan.auto import LEAST_STEPS, OF_LORA, SHORTEST_ROW, DatasetStats, ModelStats, allowed_sizes, resolve, steps
+from train.plan.auto import (
+    LEAST_STEPS,
+    OF_LORA,
+    SHORTEST_ROW,
+    DatasetStats,
+    ModelStats,
+    allowed_sizes,
+    epochs,
+    peak_rate,
+    resolve,
+    steps,
+)
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
 from train.plan.estimate import ModelShape
-from train.plan.recipe import epochs, peak_rate
 from train.plan.spec import TrainSpec
 
 GSM8K = DatasetStats(7473, 1_200_000, 480)
