@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -208,9 +208,6 @@ class RankMemory:
         """Peak bytes on the device."""
         return self.state_bytes + self.buffers_bytes + self.activations_bytes - self.offloaded_bytes
 
-    def as_dict(self) -> dict[str, int]:
-        return {**asdict(self), "device_bytes": self.device_bytes}
-
 
 def trained_parameters(shape: ModelShape, fields: Mapping[str, Any]) -> int:
     """`fields` are those of a TrainSpec. For LoRA with targets named, the default's count, which is more."""
@@ -252,12 +249,14 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         if stage == 1:
             gradients += 4 * trained // ranks
         offloaded, host = offloaded + away, host + away
+    layer, works = shape.layer_bytes(shards), shape.working_bytes(shards)
+    kept = 2 * shape.hidden * shape.layers + layer if fields["activation_checkpointing"] else shape.layers * layer
     return RankMemory(
         weights_bytes=weights,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
         buffers_bytes=buffers,
-        activations_bytes=_activations(shape, fields, element),
+        activations_bytes=_tokens(fields) * (kept + works) * element // 2 + head_bytes(shape, fields, element),
         offloaded_bytes=offloaded,
         host_bytes=host,
     )
@@ -294,13 +293,6 @@ def version_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
 
 def _on_host(fields: Mapping[str, Any]) -> bool:
     return "device_kind" in fields and kind_of(fields["device_kind"]).on_host
-
-
-def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
-    tokens, shards = _tokens(fields), fields.get("tensor_parallel", 1)
-    layer, works = shape.layer_bytes(shards), shape.working_bytes(shards)
-    kept = 2 * shape.hidden * shape.layers + layer if fields["activation_checkpointing"] else shape.layers * layer
-    return tokens * (kept + works) * element // 2 + head_bytes(shape, fields, element)
 
 
 def _tokens(fields: Mapping[str, Any]) -> int:

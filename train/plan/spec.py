@@ -85,11 +85,6 @@ class TrainSpec:
     early_stopping_patience: int = 0  # validations without a better one after which the run ends; 0: never
 
     @property
-    def ranks_of_row(self) -> int:
-        """How many ranks compute one micro-batch together."""
-        return self.tensor_parallel * self.sequence_parallel
-
-    @property
     def published_kind(self) -> Literal["adapter", "version"]:
         """The kind of what this run publishes, as the weight store knows it."""
         return "version" if self.full or self.lora_publish == "merged" else "adapter"

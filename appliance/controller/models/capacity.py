@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -183,7 +183,7 @@ class Estimator:
         numbers = {
             "trained_parameters": estimate.trained_parameters(shape, fields),
             "devices": shown,
-            "device": memory[shown].as_dict()
+            "device": asdict(memory[shown])
             | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
             "job_bytes": {size: size * box.rank_host_bytes(of_size) + needed for size, of_size in memory.items()},
             "host": {"needed_bytes": needed, "room_bytes": box.store_room_bytes},
