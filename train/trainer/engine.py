@@ -137,7 +137,8 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
     # Stage 0 differs from 1 only in that every rank keeps all optimizer state; in bf16 DeepSpeed has no fp32 master
     # weights there. Stage 1 computes the same in less memory.
     stage, kind = max(1, spec.zero_stage), kind_of(spec.device_kind)
-    elements, rows = sum(p.numel() for p in trained), spec.options.get("rows", 1)
+    elements = sum(p.numel() for p in trained)
+    micro_batches = spec.options.get("rows", 1) * spec.batch_size // spec.micro_batch
     zero: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": not kind.on_host,
@@ -151,10 +152,7 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
         zero["offload_param"] = {"device": HOST_MEMORY, "pin_memory": kind.locks_pages}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": spec.micro_batch,
-        "gradient_accumulation_steps": rows
-        * spec.batch_size
-        * ranks_of_row(vars(spec))
-        // (spec.micro_batch * world_size),
+        "gradient_accumulation_steps": micro_batches * ranks_of_row(vars(spec)) // world_size,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": spec.max_grad_norm,
