@@ -8,13 +8,28 @@ the tokenizer that transformers makes of the files is held against tokenizer.jso
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.models.auto import tokenization_auto
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
 from runtime.processes.kernel import Bounds
 from weights.format.layout import Layout
@@ -45,21 +60,13 @@ class Unfit(Exception):
 
 
 def main() -> None:
-    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    import transformers.conversion_mapping
-    import transformers.models.auto.modeling_auto  # noqa: F401
-
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
     path, arch = Path(sys.argv[1]), sys.argv[2]
     Bounds(CPU_S, MEMORY_BYTES).hold()
     try:
-        try:
-            tensors = compare(path, arch)
-        except (Unfit, MemoryError):
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried: nothing is refused
-            reason = f"transformers failed to compare them: {type(error).__name__}: {str(error)[:200]}"
-            tensors = {"unchecked": reason, "renamed": {}, "rows": 0}
+        tensors = compare(path, arch)
         answer = {"tensors": tensors, "tokenizer": read(path, tensors["rows"])}
     except Unfit as error:
         answer = {"unfit": str(error)[:400]}
@@ -77,10 +84,6 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
     that are not. head, embedding: what the architecture calls them, "" without one. rows: of the embedding.
     unchecked: why nothing was compared, "" if it was. Raises Unfit.
     """
-    import torch
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     model, unchecked = _built(path, arch)
     if model is None:
         return {"unchecked": unchecked, "renamed": {}, "rows": 0}
@@ -96,12 +99,14 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
     shapes = {names.get(name, name): spec.shape for name, spec in stored.items()}
     with torch.device("meta"):
         tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    report = {"unchecked": "", "rows": rows}
-    modules = list(model.named_modules())
-    report["head"] = next((name for name, module in modules if module is head and head is not None), "")
-    report["embedding"] = next((name for name, module in modules if module is embedding and embedding is not None), "")
+    named = {module: name for name, module in model.named_modules()}
+    report = {"unchecked": "", "rows": rows, "head": named.get(head, ""), "embedding": named.get(embedding, "")}
     tied = dict(model.all_tied_weights_keys)
-    differs = _loaded(model, tensors, is_whole=is_whole)
+    try:
+        differs = _loaded(model, tensors, is_whole=is_whole)
+    except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried; that refuses nothing
+        reason = f"transformers failed to compare them: {type(error).__name__}: {str(error)[:200]}"
+        return {"unchecked": reason, "renamed": {}, "rows": rows}
     report |= differs | {"plain": quantised and not any(differs.values())}
     for target, source in tied.items():
         if target in shapes and source not in shapes:
@@ -112,9 +117,6 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
 
 def _built(path: Path, arch: str) -> tuple[Any, str]:
     """The model without weights; None, and why, where transformers does not know or cannot build it. Raises Unfit."""
-    import torch
-    import transformers
-
     model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         return None, f"transformers {transformers.__version__} does not know the model_type {str(model_type)[:80]!r}"
@@ -124,7 +126,7 @@ def _built(path: Path, arch: str) -> tuple[Any, str]:
     except Exception as error:  # noqa: BLE001 - each configuration checks itself in its own way
         raise Unfit(f"transformers cannot read it: {type(error).__name__}: {error}") from error
     if cls is None:
-        cls = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None or not issubclass(cls, transformers.PreTrainedModel):
         return None, f"transformers {transformers.__version__} does not know the architecture {arch}"
     if cls.config_class is not None and not isinstance(config, cls.config_class):
@@ -145,9 +147,6 @@ def _built(path: Path, arch: str) -> tuple[Any, str]:
 
 def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, str]:
     """The names that are to be changed: of a wrapper, or of a whole model without the prefix of its base model."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
     expected, conversions = dict.fromkeys(model.state_dict(), True), get_model_conversion_mapping(model)
     renamings, converters = ([c for c in conversions if isinstance(c, k)] for k in (WeightRenaming, WeightConverter))
     prefix = model.base_model_prefix
@@ -183,10 +182,6 @@ def _candidates(name: str) -> Iterable[str]:
 
 
 def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[str, Any]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-
     buffers = {name for name, _ in model.named_buffers()}
     config = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=get_model_conversion_mapping(model))
     info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
@@ -224,10 +219,6 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
     PreTrainedTokenizerFast. generation: why generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer, GenerationConfig
-    from transformers.models.auto import tokenization_auto
-
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
