@@ -1,44 +1,10 @@
 """Estimates the memory of a fine-tuning job, in bytes, before it starts. Pure arithmetic on shapes.
 
-With P parameters of the model, T of them trained, N ranks and b bytes per element of the run's precision, a rank holds
-(under tensor parallelism of t: N / t in place of N, and of P and T what is left of them on one rank, embeddings and
-head whole and 1 / t of the rest):
-
-    weights      b P (a quantised base less: ModelShape.base_bytes), of which ZeRO-3 keeps b P / N between layers and up
-                 to b min(P, LIVE) while it computes, or what the experts of a layer take
-    gradients    4 T in ZeRO-1 (accumulated in fp32), and 4 T / N more of its reduced part where the optimizer is
-                 offloaded; 4 T / N in ZeRO-2 and 3
-    optimizer    12 T / N: the fp32 master and Adam's two moments
-    buffers      4 R for one reduction of R = max(largest parameter, min(T, 50 M)) elements (train.trainer.engine);
-                 8 R on a GPU, where one bucket is filled while another is reduced, or is reduced in a copy in fp32; in
-                 ZeRO-1 and 2 with offloading b elements' bytes of the largest parameter, on the device and on the host
-    activations  tokens x what all layers keep of one and the one whose backward pass runs works with
-                 (below), with activation checkpointing b h of each layer, h the hidden size, and all
-                 that one keeps
-    head         of a vocabulary of v, for each row of a chunk of logits 8 v, logits and softmax in fp32; with full
-                 tuning b v more for their gradient, b v h for the weight's and 4 v h where that has to be added up
-                 (train.methods.packed_objective)
-    host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
-                 (gradients as they arrive and those of the step), in ZeRO-1 and 2 (4 + b) T / N (gradients of the step,
-                 and the new weights), in fp32 4 T / N more (accumulated there); weights that are offloaded b P / N
-
-What a layer keeps of a token until its backward pass has used it, in bytes of bfloat16, is counted as Korthikanti et
-al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198), section 4.1 do, for
-attention whose scores are recomputed and a gated MLP, with the norms' copies in fp32. q and k: elements of a token's
-queries and of its keys, f: the width of the MLP that it passes, e: its experts.
-
-    norms       2 x (4 h in fp32, 2 h of their result before the weight, 2 h as the input of the next product)
-    attention   4 (q + k): queries, keys, values and result
-    MLP         8 f: gate, its activation, the other matrix's result, and their product; of experts, whose input is a
-                copy for each and whose result is weighed, 4 e h more
-
-In its backward pass one layer works with 8 h + 2 f + 16 e h more: gradients that come and go, of experts also those of
-results weighed in fp32. With adapters it keeps
-less, because frozen weights do without their inputs, and works with as much.
-
 ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
-gradients because that is what train.trainer.engine configures. Host memory is counted in DeepSpeed 0.19.8's source
-(runtime/zero/stage_1_and_2.py and stage3.py, what is made on `self.device` when that is the CPU).
+gradients because that is what train.trainer.engine configures. What else DeepSpeed 0.19.8 holds was counted in its
+source (runtime/zero/stage_1_and_2.py and stage3.py). Activations are counted as Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198), section 4.1 do, for attention whose
+scores are recomputed and a gated MLP, with the norms' copies in fp32.
 """
 
 from __future__ import annotations
@@ -151,13 +117,22 @@ class ModelShape:
         return (self.queries or self.hidden) + self.kv_heads * self.head_dim
 
     def layer_bytes(self, shards: int = 1) -> int:
-        """What one layer keeps of a token. shards: ranks of a tensor-parallel group, which share heads and MLP."""
+        """What one layer keeps of a token until its backward pass has used it, in bytes of bfloat16. With adapters it
+        is less, because frozen weights do without their inputs. shards: ranks of a tensor-parallel group, which share
+        heads and MLP.
+
+        norms       2 x (4 h in fp32, 2 h of their result before the weight, 2 h as the input of the next product)
+        attention   4 (q + k): queries, keys, values and result
+        MLP         8 f: gate, its activation, the other matrix's result, and their product; of experts, whose input
+                    is a copy for each and whose result is weighed, 4 e h more
+        """
         of_hidden, of_heads = self.norms
         cut = (4 + of_heads) * self.heads + 8 * self.ffn + 4 * self.experts * self.hidden
         return (16 + of_hidden) * self.hidden + cut // shards
 
     def working_bytes(self, shards: int = 1) -> int:
-        """What the layer whose backward pass runs works with for a token."""
+        """What the layer whose backward pass runs works with for a token: gradients that come and go, of experts also
+        those of results weighed in fp32."""
         return 8 * self.hidden + (2 * self.ffn + 16 * self.experts * self.hidden) // shards
 
     @property
@@ -228,12 +203,12 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     else:  # half of an adapter's matrices are cut too, the smaller part of what a rank holds
         everything, weights = everything + trained, weights + element * trained
     away = weights // ranks if fields["offload"] == "parameters" else 0
-    if stage == 3:
+    if stage == 3:  # a share between layers, and what is whole while they compute
         live = weights * min(everything, shape.gathered) // everything if ranks > 1 or away else 0
         weights = weights // ranks + live
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
-    # DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm has two (stage_1_and_2.py,
+    # DeepSpeed allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm has two (stage_1_and_2.py,
     # setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that is reduced; in ZeRO-3 one in fp32
     # (stage3.py, "IPG"), beside what is scattered from it. An adapter's largest parameter is small beside a bucket.
     largest = min(trained, shape.largest) if fields["full"] else 0
@@ -242,11 +217,13 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     offloaded = host = 0
     if fields["offload"] != "none":
         offloaded = optimizer
+        # The processor's step works with gradients: in ZeRO-3 as they arrive and those of the step, in ZeRO-1 and 2
+        # those of the step and the new weights, in fp32 also those that are accumulated there.
         step = 8 if stage == 3 else 4 + element + (4 if fields["precision"] == "fp32" else 0)
         host = optimizer + step * trained // ranks
-        if stage < 3:
+        if stage < 3:  # the largest parameter, on both sides
             buffers, host = buffers + element * largest, host + element * largest
-        if stage == 1:
+        if stage == 1:  # the reduced part
             gradients += 4 * trained // ranks
         offloaded, host = offloaded + away, host + away
     layer, works = shape.layer_bytes(shards), shape.working_bytes(shards)

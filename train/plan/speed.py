@@ -1,33 +1,8 @@
 """Estimates the time of an optimizer step before a job starts. Pure arithmetic on shapes.
 
 A rank computes a micro-batch, and meanwhile sends and fetches what ZeRO shares out; the longer of the two counts, and
-LOST of the shorter. For each token, N being the weights that it passes, s the tokens that it attends to on average,
-passes 3 for all weights, 2 for adapters (their base needs no gradients), again 1 with activation checkpointing:
-
-    products     2 N (passes + again) FLOPs, the head's without `again`, at the rate that large products reach, times
-                 h / (h + NARROW), since narrow ones reach less; those of experts at EXPERTS of that
-    attention    2 q s layers (3.5 + again) FLOPs, causal, FlashAttention's backward pass being 2.5 forward ones (Dao,
-                 "FlashAttention-2", arXiv:2307.08691), at ATTENTION of that rate
-    memory       TRAFFIC x what its layers keep (train.plan.estimate) for each of 3 + again passes, as every kernel that
-                 is not a product reads and writes; with adapters ADAPTER bytes more per element into and out of a layer
-    4-bit base   DEQUANTISED bytes of memory traffic per weight of a micro-batch for each of 2 + again passes
-    launches     no less than LAYER_S for each layer of a micro-batch: small models do not fill a device
-
-Links carry per rank, b being the bytes of an element (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 7, with
-fp32 gradients):
-
-    ZeRO-3       2 b P (N - 1) / N in a micro-batch: weights for both passes; and gradients as ZeRO-2
-    ZeRO-2       4 T (N - 1) / N in a micro-batch; ZeRO-1 the same once in a step
-    ZeRO-1, 2    b T (N - 1) / N once in a step: the new weights
-    tensor       4 + 2 again all-reduces of tokens x h for each layer, which nothing hides (Shoeybi et al.,
-                 "Megatron-LM", arXiv:1909.08053)
-    sequence     4 + 2 again exchanges of tokens x (q + k) for each layer, which nothing hides (Jacobs et al.,
-                 "DeepSpeed Ulysses", arXiv:2309.14509)
-    offload      weights b P / N for both passes of a micro-batch; gradients 4 T / N down and weights b T / N up; 28 T
-                 bytes of the host's memory for Adam
-
-The constants were set by the calibration points of tests/unit/train/published_points.csv, which has their sources; the
-others of its points show the error (docs/performance.md).
+LOST of the shorter. The constants were set by the calibration points of tests/unit/train/published_points.csv, which
+has their sources; the others of its points show the error (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -39,16 +14,16 @@ from typing import Any
 from runtime.devices.kinds import Accelerator
 from train.plan.estimate import ELEMENT_BYTES, ModelShape, trained_parameters
 
-NARROW = 512.0
+NARROW = 512.0  # products of width h reach h / (h + NARROW) of the rate of large ones
 EXPERTS = 0.3
 ATTENTION = 0.6
 TRAFFIC = 3.0  # kernel by kernel; compiled ones 1.2
-ADAPTER = 6.0
+ADAPTER = 6.0  # bytes for each element into and out of a layer with one
 HEAD_TRAFFIC = 40.0  # bytes of a logit
-DEQUANTISED = 13.0
+DEQUANTISED = 13.0  # bytes of memory traffic for a weight of a 4-bit base and a pass
 MEMORY_SHARE = 0.85  # of its published rate
 LOST = 0.3
-LAYER_S = 0.002
+LAYER_S = 0.002  # the least for each layer of a micro-batch: small models do not fill a device
 HOST_MEMORY_RATE = 100e9  # of one machine: two sockets reach twice that where every thread reads its own
 UNKNOWN = Accelerator(100e12, 1e12, 20e9, 25e9, 300, 0.6)
 """Stands for a device that no table has: it orders layouts, and nobody is shown its hours."""
@@ -102,6 +77,9 @@ def step_time(
     rate = device.peak_flops * device.product_share * width / (width + NARROW)
     memory_rate = device.memory_rate * MEMORY_SHARE
 
+    # FLOPs of a token. Products with N weights: 2 N forward, as many for the inputs' gradients and, with all weights
+    # trained, for the weights'; narrow ones and those of experts reach less of the rate. Causal attention to s tokens:
+    # 2 q s forward and 2.5 times that backward (Dao, "FlashAttention-2", arXiv:2307.08691), at ATTENTION of the rate.
     heads, head = shape.heads, shape.vocab * shape.hidden
     weights = shape.layers * shape.hidden * (2 * heads + 3 * shape.ffn) if shape.layers else shape.n_parameters
     layers = 3 + again + forwards
@@ -109,6 +87,7 @@ def step_time(
         weights += (1 / EXPERTS - 1) * shape.layers * 3 * shape.hidden * shape.ffn
     flops = 2 * weights * (passes + again + forwards) / shards + 2 * head * (passes + forwards)
     flops += 2 * shape.layers * shape.queries * load.attended * (0.5 + layers) / shards / ATTENTION
+    # Memory traffic of what is not a product: TRAFFIC times what layers keep for each pass, and more for adapters.
     moved = TRAFFIC * shape.layers * shape.layer_bytes(shards) * layers + HEAD_TRAFFIC * shape.vocab
     moved += 0 if fields["full"] else ADAPTER * shape.lora_sides * layers
     compute = tokens * (flops / rate + moved * element / 2 / memory_rate)
@@ -116,14 +95,20 @@ def step_time(
         compute += DEQUANTISED * (shape.n_parameters - shape.outside) * (2 + again + forwards) / memory_rate
     compute = max(compute, LAYER_S * max(1, shape.layers))
 
+    # Bytes over links (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 7, with fp32 gradients). ZeRO-3 fetches
+    # the weights for both passes of a micro-batch, ZeRO-2 and 3 send its gradients; ZeRO-1 sends them once in a step,
+    # and ZeRO-1 and 2 fetch the new weights.
     trained = trained_parameters(shape, fields)
     cut, others = trained / shards, (groups - 1) / groups
     base = shape.base_bytes(element) / shards
     fetched = 2 * base * others if stage == 3 else 0.0
     links = fetched + (4 * cut * others if stage > 1 else 0.0)
     links_of_step = (4 * cut * others if stage == 1 else 0.0) + (element * cut * others if stage < 3 else 0.0)
+    # All-reduces of tensor parallelism (Shoeybi et al., "Megatron-LM", arXiv:1909.08053) and exchanges of sequence
+    # parallelism (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509) in each layer, which nothing hides.
     each_token = heads * (parts - 1) / parts + shape.hidden * 2 * (shards - 1) / shards
     reduced = (4 + 2 * again) * shape.layers * tokens * element * each_token
+    # Offloading: weights for both passes, gradients down, new weights up, and 28 bytes of memory traffic for Adam.
     host = host_of_step = 0.0
     if offload == "parameters":
         host += 2 * base / groups
