@@ -142,7 +142,19 @@ def use_liger(model: PreTrainedModel) -> None:
 
 def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
     """Put LoRA layers (Hu et al., 2021; peft) into `model` in place and freeze everything else."""
-    targets = _none_of_experts(list(spec.lora_targets) or linear_layers(model), model, asked=bool(spec.lora_targets))
+    targets = list(spec.lora_targets) or linear_layers(model)
+    # Of some mixtures (DeepSeek, GLM 4, Qwen3-Next) peft takes names of the dense and the shared MLPs for those of the
+    # experts in older checkpoints, which are fused here.
+    converted = LoraConfig(target_modules=targets)
+    convert_peft_config_for_transformers(converted, model, None)
+    if converted.target_parameters:
+        left = sorted(converted.target_modules or ())
+        if spec.lora_targets:
+            raise UnsupportedModel(
+                f"lora_targets {targets}: {', '.join(sorted(set(targets) - set(left)))} would be those of the experts "
+                f"of {model.config.model_type} too, which get no adapters here; name other layers"
+            )
+        targets = left
     config = LoraConfig(
         r=spec.lora_rank,
         lora_alpha=spec.lora_alpha,
@@ -156,24 +168,6 @@ def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise UnsupportedModel(f"lora_targets {targets} do not fit the model: {error}") from error
-
-
-def _none_of_experts(targets: list[str], model: PreTrainedModel, *, asked: bool) -> list[str]:
-    """`targets` without those that peft takes for the fused experts: of some mixtures (DeepSeek, GLM 4, Qwen3-Next) it
-    takes the names of their matrices in older checkpoints, which are those of the dense and the shared MLPs. Raises
-    UnsupportedModel if they were asked for."""
-    config = LoraConfig(target_modules=targets)
-    convert_peft_config_for_transformers(config, model, None)
-    if not config.target_parameters:
-        return targets
-    left = sorted(config.target_modules or ())
-    if asked:
-        meant = sorted(set(targets) - set(left))
-        raise UnsupportedModel(
-            f"lora_targets {targets}: {', '.join(meant)} would be those of the experts of {model.config.model_type} "
-            "too, which get no adapters here; name other layers"
-        )
-    return left
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
@@ -205,8 +199,8 @@ def config_json(config: LoraConfig, base_model: str) -> bytes:
     """adapter_config.json of a trained adapter; `base_model` is the base's public name."""
     fields = config.to_dict()
     fields |= {"base_model_name_or_path": base_model, "inference_mode": True}
-    fields = {key: sorted(value) if isinstance(value, (set, frozenset)) else value for key, value in fields.items()}
-    return json.dumps(fields, indent=2, default=str, sort_keys=True).encode()
+    default = lambda value: sorted(value) if isinstance(value, set) else str(value)  # noqa: E731
+    return json.dumps(fields, indent=2, default=default, sort_keys=True).encode()
 
 
 def merge_into(model: PreTrainedModel, directory: str) -> None:

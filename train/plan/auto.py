@@ -192,9 +192,9 @@ def resolve(
     fields["snapshot_every_s"] = every if every is None else given.number("snapshot_every_s", 0, 86400, auto=0)
     if own is not None:
         own(given, fields)
-    if unknown := sorted(given.values.keys() - given.read):
-        known = ", ".join(sorted(given.read))
-        raise InvalidHyperparameter(unknown[0], given.values[unknown[0]], f"a known name: one of {known}")
+    for name, value in hyperparameters.items():
+        if value is not None and name not in given.read:
+            raise InvalidHyperparameter(name, value, f"a known name: one of {', '.join(sorted(given.read))}")
     return fields
 
 
@@ -340,11 +340,11 @@ class Given:
     """The hyperparameters as given; remembers which were read, so that a misspelt one is an error."""
 
     def __init__(self, values: dict[str, Any]):
-        self.values = {key: value for key, value in values.items() if value is not None}
+        self.values = {name: value for name, value in values.items() if value not in (None, "auto")}
         self.read: set[str] = set()
 
     def is_set(self, name: str) -> bool:
-        return self.values.get(name, "auto") != "auto"
+        return name in self.values
 
     def integer(self, name: str, low: int, high: int, *, auto: int) -> int:
         return int(self.number(name, low, high, auto=auto, kind="whole number"))
@@ -374,5 +374,4 @@ class Given:
 
     def value(self, name: str, auto: Any) -> Any:
         self.read.add(name)
-        value = self.values.get(name, "auto")
-        return auto if isinstance(value, str) and value == "auto" else value
+        return self.values.get(name, auto)
