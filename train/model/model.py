@@ -199,8 +199,8 @@ def config_json(config: LoraConfig, base_model: str) -> bytes:
     """adapter_config.json of a trained adapter; `base_model` is the base's public name."""
     fields = config.to_dict()
     fields |= {"base_model_name_or_path": base_model, "inference_mode": True}
-    default = lambda value: sorted(value) if isinstance(value, set) else str(value)  # noqa: E731
-    return json.dumps(fields, indent=2, default=default, sort_keys=True).encode()
+    fields = {key: sorted(value) if isinstance(value, (set, frozenset)) else value for key, value in fields.items()}
+    return json.dumps(fields, indent=2, default=str, sort_keys=True).encode()
 
 
 def merge_into(model: PreTrainedModel, directory: str) -> None:
