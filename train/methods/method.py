@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from train.data.records import Record
     from train.data.token_set import TokenSet
     from train.plan.auto import DatasetStats, Given, ModelStats
-    from train.plan.estimate import ModelShape, RankMemory
-    from train.plan.speed import Load
+    from train.plan.estimate import Load, ModelShape, RankMemory
 
     Batch = dict[str, Any]
     Loss = tuple[torch.Tensor, list[torch.Tensor]]

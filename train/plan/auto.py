@@ -28,9 +28,8 @@ from typing import Any, get_args, get_type_hints
 
 from runtime.devices.kinds import kind_of
 from train.plan.errors import InvalidHyperparameter
-from train.plan.estimate import ModelShape
+from train.plan.estimate import Load, ModelShape
 from train.plan.spec import TrainSpec
-from train.plan.speed import Load
 
 _FIELDS = get_type_hints(TrainSpec)
 Own = Callable[["Given", dict[str, Any]], None]
