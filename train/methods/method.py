@@ -64,6 +64,7 @@ class Method:
     # answers are judged, and the rows are made of them (train.rollouts).
     judged_by: str = ""
     takes: tuple[str, ...] = ()  # fields of a request besides hyperparameters; the judge is one of them
+    by_example: bool = False  # the loss is a mean over examples, not over learnt tokens
     rate_share: float = 1.0  # part of the learning rate that suits supervised tuning
     cut_refuses: bool = False  # `check_cut` may raise
     # The loss is minus the sum of all log-probabilities, so that the gradients of the output head are made as it runs,
@@ -149,8 +150,8 @@ class Method:
         not refuse it (`cut_refuses`) leave it out."""
 
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
-        """What the loss of the step that learns from these packs is divided by: its learnt tokens."""
-        return tokens.labels_in(packs)
+        """What the loss of the step that learns from these packs is divided by."""
+        return tokens.examples_in(packs) if self.by_example else tokens.labels_in(packs)
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
         """The sum over a row's examples, a float32 scalar, and of each of `metric_names` the values that are added up.

@@ -9,11 +9,9 @@ from train.data.records import BadRecord, Record
 from train.methods.method import Method, Option
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from train.data.chat import ChatEncoder, Tokens
-    from train.data.token_set import TokenSet
     from train.methods.method import Batch, Loss
     from train.plan.auto import DatasetStats, ModelStats
 
@@ -49,9 +47,10 @@ class Compared(Method):
 
 
 class Pairs(Method):
-    """An example is a pair of outputs for one conversation. The loss of a step is divided by its pairs."""
+    """An example is a pair of outputs for one conversation."""
 
     data = "preference"
+    by_example = True
     sequences = 2  # the preferred output, then the other
     cut_refuses = True
 
@@ -69,9 +68,6 @@ class Pairs(Method):
             raise BadRecord(
                 f"both outputs are the same tokens within max_length {max_length}, so there is nothing to prefer"
             )
-
-    def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
-        return tokens.examples_in(packs)
 
 
 class Dpo(Compared, Pairs):
@@ -115,6 +111,7 @@ class Kto(Compared):
     )
     metric_names = ("rewards/accuracies", "rewards/margins", "kl", "logps")
     needs_divergence = True
+    by_example = True
     data = "unpaired"
 
     @property
@@ -126,9 +123,6 @@ class Kto(Compared):
         learnt = learnt.copy()
         learnt[0] = record["label"]  # Row.marks has it from here
         return [[(ids, learnt)]]
-
-    def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
-        return tokens.examples_in(packs)
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
         """The sum over answers of weight * (1 - sigmoid(margin)), as TRL's KTOTrainer has it but for the KL term.
