@@ -256,7 +256,7 @@ def residual_bytes(device_kind: str, device_memory_bytes: int, asleep: int) -> i
 def logits_rows(rows: int, vocabulary: int, *, on_host: bool, full: bool) -> int:
     """Rows whose logits are made at a time. Each chunk reads the head's weight, with full tuning also the sum of its
     gradient, which takes longer than the arithmetic of few rows."""
-    most = HOST_LOGITS_BYTES if on_host else DEVICE_LOGITS_BYTES * (4 if full else 1)
+    most = HOST_LOGITS_BYTES if on_host else DEVICE_LOGITS_BYTES * (2 if full else 1)
     return max(1, min(rows, most // (4 * vocabulary)))
 
 
