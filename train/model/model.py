@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model, inject_adapter_in_model, set_peft_model_state_dict
@@ -208,7 +209,7 @@ def merge_into(model: PreTrainedModel, directory: str) -> None:
     not belong to this model."""
     try:
         adapted = get_peft_model(model, PeftConfig.from_pretrained(directory))
-        stored = set_peft_model_state_dict(adapted, load_peft_weights(directory, device=HOST_MEMORY))
+        stored: Any = set_peft_model_state_dict(adapted, load_peft_weights(directory, device=HOST_MEMORY))
     except (ValueError, RuntimeError) as error:
         raise UnsupportedModel(f"the adapter {directory} does not fit the model: {error}") from error
     if unknown := stored.unexpected_keys:
