@@ -72,18 +72,13 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
             )
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
-    if not getattr(model, "_supports_sdpa", False):
-        # Nor where the model takes other implementations: those with attention sinks (gpt-oss), which packed attention
-        # would leave out without a word. What else it leaves out, it refuses itself.
-        raise UnsupportedModel(
-            f"{model.config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as "
-            "models with attention sinks), which packed attention does"
-        )
+    _refuse_unsupported(model)
     if _is_quantised(model.config):
         # compressed-tensors and what it imports take seconds, and few jobs need them.
         from train.model.quantised import keep_quantised  # noqa: PLC0415
 
         keep_quantised(model)
+    _choose_experts(model)
     if spec.base_adapter is not None and not empty:
         merge_into(model, spec.base_adapter)
     model.config.use_cache = False
@@ -230,3 +225,29 @@ def keeps_state(model: PreTrainedModel) -> bool:
 def checkpoint_name(name: str) -> str:
     """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
     return name.replace(".base_layer.", ".")
+
+
+def _choose_experts(model: PreTrainedModel) -> None:
+    """Take the plain computation where torch's grouped matrix product, transformers' default, refuses: it wants rows of
+    whole 16 bytes. (Not those of a convolution, which has three dimensions too.)"""
+    experts = [p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
+    uneven = any(p.shape[-1] * p.element_size() % 16 for p in experts)
+    if uneven and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel where packed attention would leave out something without a word."""
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnsupportedModel(f"{config.model_type} caps its attention logits, which packed attention does not")
+    if getattr(config, "index_topk", None):  # of some families nothing but the mask says so, which is not read
+        raise UnsupportedModel(
+            f"{config.model_type} attends to the tokens that an indexer picks (DeepSeek's sparse attention), which "
+            "packed attention does not"
+        )
+    if not getattr(model, "_supports_sdpa", False):  # nor where the model takes other implementations
+        raise UnsupportedModel(
+            f"{config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as models "
+            "with attention sinks), which packed attention does"
+        )
