@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, get_peft_model, inject_adapter_in_model, set_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.utils import load_peft_weights
+from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import (
     AutoConfig,
@@ -199,17 +199,30 @@ def config_json(config: LoraConfig, base_model: str) -> bytes:
     return json.dumps(fields, indent=2, default=str, sort_keys=True).encode()
 
 
+@torch.no_grad()
 def merge_into(model: PreTrainedModel, directory: str) -> None:
-    """Add the stored LoRA adapter to the weights of `model`, in place. Raises UnsupportedModel for an adapter that does
-    not belong to this model."""
-    try:
-        adapted = get_peft_model(model, PeftConfig.from_pretrained(directory))
-        stored: Any = set_peft_model_state_dict(adapted, load_peft_weights(directory, device=HOST_MEMORY))
-    except (ValueError, RuntimeError) as error:
-        raise UnsupportedModel(f"the adapter {directory} does not fit the model: {error}") from error
-    if unknown := stored.unexpected_keys:
-        raise UnsupportedModel(f"{unknown[0]} of the adapter {directory} does not fit the model it is merged into")
-    adapted.merge_and_unload()
+    """Add the stored adapter's scaling * B @ A to the weights of `model`, in float32, in place. (Not peft's own
+    merge: it imports modules and matches expressions that the adapter's configuration, which is foreign, names.)
+
+    Raises UnsupportedModel when it does not belong to this model or is of a kind that is more than B @ A.
+    """
+    config = PeftConfig.from_pretrained(directory)
+    if not isinstance(config, LoraConfig) or config.use_dora or config.bias != "none" or config.modules_to_save:
+        raise UnsupportedModel(f"the adapter {directory} is not plain LoRA and cannot be merged")
+    tensors = load_peft_weights(directory, device=HOST_MEMORY)
+    weights = dict(model.named_parameters())
+    for name in sorted(tensors):
+        module, part, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
+        if not part:
+            continue
+        weight, up = weights.get(f"{module}.weight"), tensors.get(name.replace(".lora_A.", ".lora_B."))
+        down = tensors[name]
+        if weight is None or up is None or weight.shape != (up.shape[0], down.shape[1]):
+            raise UnsupportedModel(f"{name} of the adapter {directory} does not fit the model it is merged into")
+        rank = down.shape[0]
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, module), config.lora_alpha)
+        scaling = alpha / (rank**0.5 if config.use_rslora else rank)
+        weight.copy_(weight.float() + scaling * (up.float() @ down.float()))
 
 
 # --- what a model is
