@@ -118,9 +118,6 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
             if changes.get(field, 0) is None:
                 raise InvalidValue(f"{field} cannot be null.", field)
         _refuse_of_adapter(context, name, changes)
-        if "idle_sleep_s" in changes:
-            idle_s = changes.pop("idle_sleep_s")
-            changes["idle"] = {} if idle_s is None else {"idle_sleep_s": idle_s}
         changed = replace(row, **changes)
         _check(context, changed, changes.keys())
         deployments.put(db, changed)
@@ -181,8 +178,7 @@ def deployment_view(row: DeploymentRow, status: SchedulerStatus) -> dict[str, An
     """`failed_reason`: why its engines fail now, None if they do not."""
     failed = next((trouble["reason"] for trouble in status["troubles"] if trouble["model"] == row.model), None)
     return {
-        **columns(row, "model min_replicas max_replicas tensor_parallel ttft_p95_s tpot_p95_ms"),
-        "idle_sleep_s": row.idle.get("idle_sleep_s"),
+        **columns(row, "model min_replicas max_replicas tensor_parallel ttft_p95_s tpot_p95_ms idle_sleep_s"),
         "pinned": bool(row.pinned),
         "failed_reason": failed,
     }

@@ -18,13 +18,12 @@ from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.devices import mode
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
-from appliance.controller.http.resource import MOST, list_object, listed, metadata_of, object_of, part
+from appliance.controller.http.resource import MOST, list_object, metadata_of, object_of, part
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs, unaudited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import settings
-from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.phases import JOBS, VALIDATIONS, lines_of, pause_reason, set_wanted
+from appliance.controller.jobs.events import JOBS, VALIDATIONS, add_message, pause_reason, set_wanted
 from appliance.controller.models.capacity import Estimator
 from appliance.controller.openai.new_job import (
     Devices,
@@ -38,7 +37,7 @@ from appliance.controller.openai.new_job import (
     refused,
     training_of,
 )
-from appliance.store.database import PAGE_BYTES, Database, Part
+from appliance.store.database import Database, Part
 from appliance.store.objects import jobs
 from appliance.store.rows import JOB_EVENTS, VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
 from train.data_checks.process import CheckFailed, report_apart
@@ -69,14 +68,7 @@ def routes(context: ControllerContext) -> APIRouter:
     def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         viewer = None if caller.may(READ) else caller.viewer
         page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
-        objects, judge_bytes = list[dict[str, Any]](), 0
-        for row in page.data:
-            judge = _judge(db, row, caller)  # a grader may have 2 MiB
-            judge_bytes += len(str(judge.judge)) if judge is not None else 0
-            if objects and judge_bytes > PAGE_BYTES:
-                return listed(objects, has_more=True)
-            objects.append(job_object(row, context.config.organization, judge))
-        return listed(objects, page.has_more)
+        return list_object(page, lambda row: _view(context, row, caller))
 
     @router.get("/{job_id}")
     @_reads
@@ -131,7 +123,7 @@ def routes(context: ControllerContext) -> APIRouter:
         """What was wrong with the job's data, by line; none if it was not that."""
         JOBS.known(db, job_id, caller)
         events = JOB_EVENTS.page(db, {"job_id": job_id}, limit=_ERROR_EVENTS).data
-        return storage.errors_object(*lines_of(reversed(events)))
+        return storage.errors_object(*settings.lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
     def checkpoints(job_id: str, caller: Caller, part: Annotated[Part, part(10)]) -> dict[str, Any]:
@@ -266,10 +258,6 @@ _CHOSEN = (
     *("full", "lora_rank", "n_epochs", "batch_size", "max_length", "learning_rate", "zero_stage", "precision"),
     *("offload", "activation_checkpointing", "micro_batch", "tensor_parallel", "sequence_parallel"),
 )
-_OF_LAYOUT = (
-    *("zero_stage", "offload", "activation_checkpointing", "micro_batch", "devices", "device_bytes", "room_bytes"),
-    *("bound_by", "tokens_per_s", "hours", "kwh"),
-)
 
 
 class JobPlan(StrictBody):
@@ -308,10 +296,11 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
         dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
     bounds = settings.DeviceBounds(max_devices=body.devices)
     try:
-        chosen = settings.SettingsRequest(context, base, method, body.hyperparameters, dataset, bounds).choose()
+        request = settings.SettingsRequest(context, base, method, body.hyperparameters, dataset, bounds)
+        fields, verdict, layouts = request.choose()
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
-    fields, best, verdict = chosen.resolved, next(iter(chosen.layouts), None), chosen.verdict
+    best = next(iter(layouts), None)
     if counted:
         verdict = replace(verdict, warnings=(*verdict.warnings, *settings.cut_warning(method, dataset, fields)))
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
@@ -330,7 +319,7 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
         },
         **asdict(verdict),
         "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
-        "layouts": [{name: layout[name] for name in _OF_LAYOUT} for layout in chosen.layouts[:3]],
+        "layouts": layouts[:3],
     }
 
 

@@ -24,7 +24,7 @@ from appliance.controller.context.context import ControllerContext, ModelStates,
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.jobs.phases import pause_jobs_without_model
+from appliance.controller.jobs.events import pause_jobs_without_model
 from appliance.controller.models import archive
 from appliance.controller.models.lifecycle import remove, to_delete
 from appliance.store.database import Database

@@ -16,8 +16,7 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force, mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting, Traffic
-from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message, fail
-from appliance.controller.jobs.phases import pause_reason
+from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message, fail, pause_reason
 from appliance.controller.models import capacity
 from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, OPEN
 from appliance.memory.box_memory import BoxMemory
@@ -270,7 +269,7 @@ class SqliteStateStore:
             demand=self._demand(row.model),
             ttft_target_s=row.ttft_p95_s,
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
-            **row.idle,
+            idle_sleep_s=row.idle_sleep_s,
             pinned=bool(row.pinned),
             settings=self._settings.get(row.model, ""),
             served=Build(**row.served),

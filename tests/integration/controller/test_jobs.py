@@ -11,7 +11,7 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.grading.judging import CannotGoOn
-from appliance.controller.jobs.phases import VALIDATIONS
+from appliance.controller.jobs.events import VALIDATIONS
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import change, graded
