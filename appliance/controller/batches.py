@@ -35,8 +35,7 @@ from appliance.controller.http.resource import Resource, object_of, part
 from appliance.controller.http.routers import Metadata, StrictBody, json_of
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, message_of, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
-from appliance.store.database import Database
-from appliance.store.ids import new_id
+from appliance.store.database import Database, new_id
 from appliance.store.objects import files as file_rows
 from appliance.store.rows import BATCHES as ROWS
 from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns

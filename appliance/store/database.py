@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import sqlite3
+import string
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -55,6 +57,11 @@ class Part(TypedDict, total=False):
 
 TABLES: dict[str, tuple[set[str], str]] = {}
 """Columns and SQL of each table, by its name."""
+
+
+def new_id(prefix: str, length: int = 24) -> str:
+    """An id as OpenAI writes them: `new_id("file-")` -> "file-9mWkQz…"; `length` random characters of 62 kinds each."""
+    return prefix + "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
 
 
 def sql_list(words: Iterable[str]) -> str:

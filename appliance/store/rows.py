@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
-from appliance.store.database import Table, sql_list
-from appliance.store.ids import new_id
+from appliance.store.database import Table, new_id, sql_list
 from scheduler.core.workload import PolicyKind
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]

@@ -15,8 +15,7 @@ from pydantic import StringConstraints
 
 from appliance.controller.interfaces.errors import Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
-from appliance.store.database import Database
-from appliance.store.ids import new_id
+from appliance.store.database import Database, new_id
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import JobRow, ModelRow, VersionRow

@@ -32,8 +32,7 @@ from appliance.controller.interfaces.errors import (
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
 from appliance.controller.jobs.events import add_message
 from appliance.controller.openai.job_routes import job_object
-from appliance.store.database import Database, Part
-from appliance.store.ids import new_id
+from appliance.store.database import Database, Part, new_id
 from appliance.store.objects import jobs
 from appliance.store.records import audit, keys, windows
 from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, WindowRow, columns

@@ -38,8 +38,7 @@ from appliance.controller.models.activation import Canaries
 from appliance.controller.models.lifecycle import adapter_base, register
 from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
-from appliance.store.database import Database, Part
-from appliance.store.ids import new_id
+from appliance.store.database import Database, Part, new_id
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments, operations
 from appliance.store.rows import MODEL_SETTINGS, DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns

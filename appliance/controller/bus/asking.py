@@ -21,8 +21,7 @@ import orjson
 from appliance.controller.interfaces.errors import error_object
 from appliance.gateway.core.errors import ENGINE_FAILED
 from appliance.gateway.core.table import OPEN
-from appliance.store.database import Database
-from appliance.store.ids import new_id
+from appliance.store.database import Database, new_id
 from appliance.store.records import keys
 
 CONNECT_S = 5.0

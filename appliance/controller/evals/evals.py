@@ -32,8 +32,7 @@ from appliance.controller.grading.judging import Grading, Judged
 from appliance.controller.http.resource import Resource, list_object, part
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from appliance.store.database import Part, owned_by
-from appliance.store.ids import new_id
+from appliance.store.database import Part, new_id, owned_by
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
 from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns

@@ -31,9 +31,8 @@ from appliance.controller.http.resource import Resource
 from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.controller.models.capacity import gb
-from appliance.store.database import Database
+from appliance.store.database import Database, new_id
 from appliance.store.errors import IllegalTransition
-from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import VERSIONS, JobEventRow, JobMetricRow, JobRow, JobWanted, ModelRow, VersionRow, columns

@@ -28,7 +28,7 @@ from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, max_priority
 from appliance.models.checkpoint import TRAINED_FORM
-from appliance.store.ids import new_id
+from appliance.store.database import new_id
 from appliance.store.objects import evals, files, jobs, models
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
 from train.data.check import DataReport

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.engines.versions import EngineSizes
 from appliance.store.objects import models
 from scheduler.core.workload import Device
 from serve.core.config import EngineConfig
