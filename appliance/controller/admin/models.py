@@ -49,7 +49,6 @@ from weights.format.tool_template import with_tools
 
 Replicas = Annotated[int, Field(ge=0, le=65536)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-_NEVER_NULL = ("min_replicas", "tensor_parallel", "pinned")
 # What an adapter has of its own: its host's engines are kept for it. Everything else is a matter of those engines.
 _OF_ADAPTERS = ("min_replicas", "pinned")
 
@@ -58,12 +57,12 @@ class Deploy(StrictBody):
     """Only the given fields change; null removes a target, the limit on replicas or a number about idleness."""
 
     idle_sleep_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    min_replicas: Replicas | None = None
+    min_replicas: Replicas = 0
     max_replicas: Replicas | None = None
-    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] | None = None
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     ttft_p95_s: Annotated[float, Field(gt=0, le=3600)] | None = None
     tpot_p95_ms: Annotated[float, Field(gt=0, le=3.6e6)] | None = None
-    pinned: bool | None = None
+    pinned: bool = False
 
 
 class Change(StrictBody):
@@ -101,21 +100,11 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         states = ModelStates(db, now)
         return list_object(models.page(db, **part), lambda row: model_view(context, row, now, states))
 
-    def deployment_of(name: str) -> DeploymentRow:
-        stored_model(db, name)
-        return deployments.find(db, name) or DeploymentRow(model=name, created_s=time.time())
-
-    @router.get("/models/{name:path}/deployment")
-    def show_deployment(name: str, now: Status) -> dict[str, Any]:
-        return deployment_view(deployment_of(name), now)
-
     @router.patch("/models/{name:path}/deployment")
     @audited("model.deploy")
     async def deploy(name: str, body: Deploy, caller: Caller) -> dict[str, Any]:
-        row, changes = deployment_of(name), body.model_dump(exclude_unset=True)
-        for field in _NEVER_NULL:
-            if changes.get(field, 0) is None:
-                raise InvalidValue(f"{field} cannot be null.", field)
+        changes, row = body.model_dump(exclude_unset=True), deployments.find(db, stored_model(db, name).id)
+        row = row or DeploymentRow(model=name, created_s=time.time())
         _refuse_of_adapter(context, name, changes)
         changed = replace(row, **changes)
         _check(context, changed, changes.keys())
@@ -126,10 +115,10 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
 
     @router.get("/models/{name:path}", response_model=dict[str, Any])
     async def show(name: str, caller: Caller, now: Status) -> Response:
-        """`canary`: the most recent one, running or ended."""
+        """`canary`: the most recent one, running or ended. `settings_history`: the newest settings first."""
         canary = compared.view(last) if (last := canaries.find(db, name)) else None
-        states = ModelStates(db, now)
-        return await answer(lambda: model_view(context, stored_model(db, name), now, states) | {"canary": canary})
+        states, more = ModelStates(db, now), {"canary": canary, "settings_history": _history(db, name)}
+        return await answer(lambda: model_view(context, stored_model(db, name), now, states) | more)
 
 
 def model_view(
@@ -229,13 +218,6 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
     async def begin(name: str, body: Canary, caller: Caller) -> dict[str, Any]:
         return running.view(running.begin(name, caller, **body.model_dump()))
 
-    @router.get("/models/{name:path}/canary")
-    async def show(name: str) -> dict[str, Any]:
-        if (row := canaries.find(db, name)) is None:
-            remedy = "`appliance model canary MODEL VERSION` begins one"
-            raise NotFound(f"{shown(name)} has no canary, and never had one; {remedy}.", "model", "no_canary")
-        return running.view(row)
-
     @router.delete("/models/{name:path}/canary")
     async def end(name: str, caller: Caller) -> dict[str, Any]:
         async with activation.lock(name):
@@ -268,33 +250,15 @@ def _rollback_target(db: Database, row: ModelRow, version: str | None) -> str:
 def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
-    def known(name: str) -> tuple[ModelRow, VersionRow]:
-        model = models.find(db, name)
-        version = models.active(db, model) if model else None
-        if model is None or version is None:
+    @router.patch("/models/{name:path}/settings")
+    @audited("model.settings", "settings")
+    async def change(name: str, body: Change, caller: Caller) -> dict[str, Any]:
+        model, before, devices = stored_model(db, name), _settings(db, name), context.sizes.devices(name)
+        if (version := models.active(db, model)) is None:
             raise unknown_model(name)
         if adapter := version.meta.get("adapter"):
             base = adapter["base"]
             raise InvalidValue(f"{name} is an adapter and is served by the engines of {base}: set {base} up.", "model")
-        return model, version
-
-    @router.get("/models/{name:path}/settings")
-    def show_settings(name: str) -> dict[str, Any]:
-        """An adapter has none: a command that shows its deployment shows its base's too."""
-        rows = MODEL_SETTINGS.list_all(db, "model = ?", stored_model(db, name).id)
-        return {
-            "object": "model.settings",
-            "model": name,
-            "number": rows[0].number if rows else 0,
-            "settings": rows[0].settings if rows else {},
-            "history": [{**columns(row, "number created_s settings note"), "by": row.by_whom} for row in rows],
-        }
-
-    @router.patch("/models/{name:path}/settings")
-    @audited("model.settings", "settings")
-    async def change(name: str, body: Change, caller: Caller) -> dict[str, Any]:
-        model, version = known(name)
-        before, devices = _settings(db, name), context.sizes.devices(name)
         if body.number is not None and body.set:
             raise InvalidValue("Give either 'set' or 'number'.", "number")
         after = merged(before, body.set) if body.number is None else _settings(db, name, body.number)
@@ -323,7 +287,13 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
         context.scheduler.reset_failures(name)  # engines that failed with the old settings may start with the new ones
         context.routing.models_changed()  # the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
-        return await asyncio.to_thread(show_settings, name)
+        history = _history(db, name)
+        return {"settings": settings.as_json(), "settings_number": history[0]["number"] if history else 0}
+
+
+def _history(db: Database, name: str) -> list[dict[str, Any]]:
+    rows = MODEL_SETTINGS.list_all(db, "model = ?", name)
+    return [{**columns(row, "number created_s settings note"), "by": row.by_whom} for row in rows]
 
 
 def _settings(db: Database, name: str, number: int | None = None) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -284,10 +283,6 @@ def chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
     requests, errors = new.requests + old.requests, new.errors + old.errors
     if not old.requests or new.errors * requests <= errors * new.requests:
         return 1.0
+    from scipy.stats import hypergeom  # takes a second, of boxes with canaries alone
 
-    def log_ways(total: int, chosen: int) -> float:
-        return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
-
-    log_all, counts = log_ways(requests, errors), range(new.errors, min(errors, new.requests) + 1)
-    logs = (log_ways(new.requests, n) + log_ways(old.requests, errors - n) - log_all for n in counts)
-    return sum(takewhile(lambda chance: chance > 1e-12, map(math.exp, logs)))  # each is smaller than the one before
+    return float(hypergeom.sf(new.errors - 1, requests, errors, new.requests))

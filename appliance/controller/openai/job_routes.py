@@ -395,9 +395,9 @@ SUBMITTED = ("Priority", "The scheduler has not looked at it yet.")
 class JobUpdate(StrictBody):
     """Only the given fields change; null removes a bound or the deadline."""
 
-    priority: Priority | None = None
+    priority: Priority = 0
     deadline_s: Moment | None = None
-    preemptible: bool | None = None
+    preemptible: bool = True
     min_devices: Devices | None = None
     max_devices: Devices | None = None
 
@@ -436,10 +436,7 @@ def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) ->
     """The columns to write. Raises BadRequest."""
     if not fields:
         raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
-    for name in ("priority", "preemptible"):
-        if fields.get(name, 0) is None:
-            raise InvalidValue(f"{name} cannot be null.", name)
-    changes = fields | ({"preemptible": int(fields["preemptible"])} if "preemptible" in fields else {})
+    changes = dict(fields)
     if not fields.keys().isdisjoint(("min_devices", "max_devices")):
         least, most = (fields.get(name, getattr(row, name)) for name in ("min_devices", "max_devices"))
         sizes = settings.DeviceBounds(least, most).check(row.resolved, settings.nodes_of(context))

@@ -82,7 +82,6 @@ async def test_what_cannot_be_is_refused_by_code(served: Control):
     async def code(method: str, path: str, status: int, **body: Any) -> str:
         return (await ask(served, method, path, status, **body))["error"]["code"]
 
-    assert await code("GET", PATH, 404) == "no_canary"
     assert await code("PUT", PATH, 404, version="v9") == "version_not_found"
     assert await code("PUT", PATH, 400, version="v1") == "invalid_value"
     await code("PUT", PATH, 400, version="v2", share=0.95)
