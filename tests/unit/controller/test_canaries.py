@@ -108,7 +108,7 @@ async def test_a_bad_one_is_rolled_back_on_its_own_and_only_told_of_without_auto
     await ask(served, "PUT", version="v2")
     counted(served, v2=bad, v1=good(180))
     assert (await look_later(served, 5)).state == "running"
-    assert (await ask(served, "GET"))["decision"]["verdict"] == "roll back"
+    assert (await ask(served, "GET", "/admin/v1/models/m"))["canary"]["decision"]["verdict"] == "roll back"
     await ask(served, "PUT", version="v2", auto=True)
     row = await look_later(served, 5)
     assert (row.state, row.reason) == ("rolled_back", "v2 failed 15 of 20 requests, v1 failed 0 of 180 requests")
