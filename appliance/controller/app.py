@@ -30,7 +30,7 @@ from appliance.controller.models.activation import Canaries
 from appliance.controller.openai import job_routes, model_routes
 from appliance.controller.responses import stored as responses
 from appliance.controller.responses.stored import StoredResponses
-from appliance.store.objects import evals, files
+from appliance.store import evals, files
 from appliance.store.rows import EVAL_RUNS, FILES, JOBS, UNFINISHED
 
 HOUSEKEEPING_EVERY_S, CANARIES_EVERY_S = 30.0, 2.0

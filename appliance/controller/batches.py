@@ -35,10 +35,10 @@ from appliance.controller.http.resource import Resource, object_of, part
 from appliance.controller.http.routers import Metadata, StrictBody, json_of
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, message_of, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
-from appliance.store.database import Database, new_id
-from appliance.store.objects import files as file_rows
+from appliance.store import files as file_rows
+from appliance.store.database import Database
 from appliance.store.rows import BATCHES as ROWS
-from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
+from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns, new_id
 from train.data.records import MARK, foreign_file
 
 T = TypeVar("T")

@@ -3,17 +3,22 @@
 Every thread has a connection of its own. WAL with synchronous=FULL syncs the log at every commit
 (https://www.sqlite.org/wal.html); readers never wait, and writers take turns at one lock of this process.
 
-`Table` is declared by the dataclass of its rows, and has what every table does with one row. The modules of `objects`
-and `records` take their `insert`, `find` and `update` from it, and write the SQL that is their own.
+`Table` is declared by the dataclass of its rows, and has what every table does with one row. The modules beside it
+take their `insert`, `find` and `update` from it, and write the SQL that is their own.
+
+StoreError
+├── DatabaseUnusable    the file is not our database, is damaged, or cannot be opened
+├── OtherSchema         another version of this software wrote the file
+├── RowNotFound         no row has this id
+├── UnknownCursor       `after` is the id of nothing in this list
+└── IllegalTransition   a finished job, operation or hand-over was asked to change
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
 import sqlite3
-import string
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +30,6 @@ from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, get_ar
 
 import orjson
 
-from appliance.store.errors import DatabaseUnusable, OtherSchema, RowNotFound, UnknownCursor
-
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
 """For other processes that read, such as a backup."""
@@ -36,6 +39,48 @@ PAGE_BYTES = 2 << 20
 DELETED_AT_ONCE = 100
 """Rows of one transaction of `delete`."""
 _READS = ("SELECT", "WITH", "PRAGMA", "EXPLAIN")
+
+
+class StoreError(Exception):
+    """Base of everything raised by `appliance.store`."""
+
+
+class DatabaseUnusable(StoreError):
+    def __init__(self, path: Path, reason: str):
+        super().__init__(
+            f"{path} cannot be used as the box's database: {reason}. Restore a backup into another data directory "
+            "(`appliance restore`). Without one, keep this file and its -wal in another folder and start with an empty "
+            "box: the files that people sent stay where they are, and are known again when the database returns."
+        )
+
+
+class OtherSchema(StoreError):
+    def __init__(self, path: Path, table: str):
+        super().__init__(
+            f"{path} was written by another release: its table {table} has other columns, and there is no way from one "
+            "to the other. Start the release that wrote it, or start with an empty data directory (`box.data_dir`)"
+        )
+
+
+class RowNotFound(StoreError, LookupError):
+    """A LookupError as well, which is what the scheduler's ports may raise for what is gone: a job whose row had been
+    taken away ended the scheduler's loop."""
+
+    def __init__(self, table: str, row_id: str):
+        super().__init__(f"no row {row_id!r} in {table}")
+
+
+class UnknownCursor(StoreError):
+    def __init__(self, after: str):
+        super().__init__(
+            f"No object with id {after!r} is in this list; 'after' is the id of the last object of the page before"
+        )
+
+
+class IllegalTransition(StoreError):
+    def __init__(self, table: str, row_id: str, found: str, wanted: str):
+        super().__init__(f"{row_id} in {table} is {found} and stays so; it cannot become {wanted}")
+        self.found = found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +102,6 @@ class Part(TypedDict, total=False):
 
 TABLES: dict[str, tuple[set[str], str]] = {}
 """Columns and SQL of each table, by its name."""
-
-
-def new_id(prefix: str, length: int = 24) -> str:
-    """An id as OpenAI writes them: `new_id("file-")` -> "file-9mWkQz…"; `length` random characters of 62 kinds each."""
-    return prefix + "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
 
 
 def sql_list(words: Iterable[str]) -> str:

@@ -4,18 +4,25 @@ dataclass cannot say (indexes, triggers, tables of counters) is in schema.sql.""
 
 from __future__ import annotations
 
+import secrets
+import string
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
-from appliance.store.database import Table, new_id, sql_list
+from appliance.store.database import Table, sql_list
 from scheduler.core.workload import PolicyKind
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
 FINISHED_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 UNFINISHED_PHASES: tuple[str, ...] = tuple(phase for phase in get_args(JobPhase) if phase not in FINISHED_PHASES)
+
+
+def new_id(prefix: str, length: int = 24) -> str:
+    """For example `new_id("file-")` -> "file-9mWkQz…"; `length` random characters of 62 kinds each (24: 142 bits)."""
+    return prefix + "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
 
 
 def columns(row: Any, names: str) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from appliance.controller.grading.judging import Grading, Sampled
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.models.library import ModelVersion, Report
+from appliance.store import jobs
+from appliance.store.box import SqliteJournal
 from appliance.store.database import Database
-from appliance.store.objects import jobs
-from appliance.store.records.box import SqliteJournal
 from appliance.store.rows import VersionRow
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.workload import Device, Policy

@@ -51,8 +51,6 @@ SUBPACKAGES = (
     "appliance.gateway.core",
     "appliance.ui",
     "appliance.models",
-    "appliance.store.objects",
-    "appliance.store.records",
     "appliance.store",
     "scheduler.ray",
     "scheduler.devices",

@@ -32,10 +32,9 @@ from appliance.controller.interfaces.errors import (
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
 from appliance.controller.jobs.events import add_message
 from appliance.controller.openai.job_routes import job_object
-from appliance.store.database import Database, Part, new_id
-from appliance.store.objects import jobs
-from appliance.store.records import audit, keys, windows
-from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, WindowRow, columns
+from appliance.store import jobs, keys
+from appliance.store.database import Database, Part
+from appliance.store.rows import AUDIT, HANDOVERS, WINDOWS, AuditRow, HandoverRow, WindowRow, columns, new_id
 from runtime.logs import end_of, logs_in
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
@@ -113,7 +112,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             by = names.get(row.key_id or "", row.key_id or "box")
             return {"by": by, **columns(row, "id key_id action target outcome detail request_id created_s")}
 
-        return list_object(audit.page(db, **part), view)
+        return list_object(AUDIT.page(db, **part), view)
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:
@@ -354,7 +353,7 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/mode/schedule")
     async def list_windows() -> dict[str, Any]:
-        return listed([row_view(row) for row in windows.list_all(db)])
+        return listed([row_view(row) for row in WINDOWS.list_all(db)])
 
     @router.post("/mode/schedule")
     @audited("mode.schedule.add")
@@ -365,14 +364,14 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
             mode.window_of(row, floor())
         except InvalidSchedule as error:
             raise BadRequest(f"{error}.", error.param, "invalid_schedule") from error
-        windows.insert(db, row)
+        WINDOWS.insert(db, row)
         context.scheduler.nudge(f"window {row.id} was added", name_of(context, caller))
         return row_view(row)
 
     @router.delete("/mode/schedule/{window_id}")
     @audited("mode.schedule.remove")
     async def remove_window(window_id: str, caller: Caller) -> dict[str, Any]:
-        if not windows.delete(db, window_id):
+        if not WINDOWS.delete(db, window_id):
             message = f"No window {shown(window_id)}; `appliance mode schedule list` shows all."
             raise NotFound(message, "window_id", "window_not_found")
         context.scheduler.nudge(f"window {window_id} was removed", name_of(context, caller))

@@ -25,7 +25,7 @@ from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.jobs.events import TRAINING_FAILED
 from appliance.controller.openai.job_routes import job_phase
 from appliance.paths import SHM_MOUNT
-from appliance.store.objects import jobs, models
+from appliance.store import jobs, models
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES
 from runtime.devices.kinds import accelerator

@@ -27,11 +27,10 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.principal import Principal
 from appliance.memory.box_memory import BoxMemory
+from appliance.store import keys, models
+from appliance.store.box import SqliteJournal
 from appliance.store.database import Database
-from appliance.store.objects import models
-from appliance.store.records import audit, keys
-from appliance.store.records.box import SqliteJournal
-from appliance.store.rows import AuditRow
+from appliance.store.rows import AUDIT, AuditRow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.processes.kernel import run_command
@@ -301,4 +300,4 @@ def record(
 ) -> None:
     """action: "noun.verb", for example "key.create". detail: the request's parameters; never a secret."""
     caller.recorded.append(action)
-    audit.insert(context.db, AuditRow(action, target, outcome, detail, caller.key_id, caller.request_id))
+    AUDIT.insert(context.db, AuditRow(action, target, outcome, detail, caller.key_id, caller.request_id))

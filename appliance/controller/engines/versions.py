@@ -19,9 +19,8 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
+from appliance.store import jobs, models, rows
 from appliance.store.database import Database
-from appliance.store.objects import jobs, models
-from appliance.store.records import deployments
 from appliance.store.rows import ModelRow, VersionRow
 from appliance.tiers.tiers import TierFlow, Tiers, name_of
 from runtime.devices.kinds import kind_of
@@ -252,7 +251,7 @@ class EngineSizes:
 
     def devices(self, model: str) -> int:
         """How many devices an engine of this model has."""
-        row = deployments.find(self._db, model)
+        row = rows.DEPLOYMENTS.find(self._db, model)
         return row.tensor_parallel if row is not None else 1
 
     def _settings(self, model: ModelRow) -> ModelSettings:

@@ -32,10 +32,10 @@ from appliance.controller.grading.judging import Grading, Judged
 from appliance.controller.http.resource import Resource, list_object, part
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from appliance.store.database import Part, new_id, owned_by
-from appliance.store.objects import evals
-from appliance.store.objects import files as file_rows
-from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns
+from appliance.store import evals
+from appliance.store import files as file_rows
+from appliance.store.database import Part, owned_by
+from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns, new_id
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, ModelAnswer, judge_models, parse, sources
 from train.graders.grading import Graded

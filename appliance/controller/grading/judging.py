@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 from appliance.controller.bus.asking import Asking
 from appliance.controller.jobs.events import add_message
 from appliance.gateway.core.errors import ENGINES_DIED
+from appliance.store import jobs, keys
 from appliance.store.database import Database
-from appliance.store.objects import jobs
-from appliance.store.records import keys
 from appliance.store.rows import JobRow
 from train.graders.errors import GradingErrors
 from train.graders.graders import Grader, ModelAnswer, judges, parse

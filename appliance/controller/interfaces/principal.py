@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.controller.interfaces.errors import ApiError, KeyRevoked
-from appliance.store.records import keys
+from appliance.store import keys
 from appliance.store.rows import PAGE_SESSIONS
 from runtime.logs import REQUEST_ID
 

@@ -31,11 +31,19 @@ from appliance.controller.http.resource import Resource
 from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.controller.models.capacity import gb
-from appliance.store.database import Database, new_id
-from appliance.store.errors import IllegalTransition
-from appliance.store.objects import jobs, models
-from appliance.store.records import keys
-from appliance.store.rows import VERSIONS, JobEventRow, JobMetricRow, JobRow, JobWanted, ModelRow, VersionRow, columns
+from appliance.store import jobs, keys, models
+from appliance.store.database import Database, IllegalTransition
+from appliance.store.rows import (
+    VERSIONS,
+    JobEventRow,
+    JobMetricRow,
+    JobRow,
+    JobWanted,
+    ModelRow,
+    VersionRow,
+    columns,
+    new_id,
+)
 from train.methods.methods import METHODS
 
 Level = Literal["info", "warn", "error"]

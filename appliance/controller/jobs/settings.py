@@ -27,7 +27,7 @@ from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.jobs.events import VALIDATIONS, add_message, fail
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Estimator, Verdict
-from appliance.store.objects import files, jobs, models
+from appliance.store import files, jobs, models
 from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow, VersionRow
 from runtime.devices.kinds import kind_of
 from train.data.check import DataReport

@@ -37,8 +37,8 @@ from appliance.controller.openai.new_job import (
     refused,
     training_of,
 )
+from appliance.store import jobs
 from appliance.store.database import Database, Part
-from appliance.store.objects import jobs
 from appliance.store.rows import JOB_EVENTS, VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
 from train.data_checks.process import CheckFailed, report_apart
 from train.methods.method import Method

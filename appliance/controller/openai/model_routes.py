@@ -29,9 +29,8 @@ from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflic
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.events import pause_jobs_without_model
 from appliance.controller.models.lifecycle import remove, to_delete
+from appliance.store import keys, models
 from appliance.store.database import Database
-from appliance.store.objects import models
-from appliance.store.records import keys
 from appliance.store.rows import ModelRow, columns
 from appliance.tiers.tiers import name_of
 from weights.format.errors import WeightsError

@@ -28,9 +28,8 @@ from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, max_priority
 from appliance.models.checkpoint import TRAINED_FORM
-from appliance.store.database import new_id
-from appliance.store.objects import evals, files, jobs, models
-from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
+from appliance.store import evals, files, jobs, models
+from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns, new_id
 from train.data.check import DataReport
 from train.graders.errors import InvalidGrader
 from train.graders.graders import parse

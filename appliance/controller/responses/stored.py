@@ -31,8 +31,8 @@ from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFoun
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
 from appliance.controller.responses.objects import COMPLETION, Object, completion_object
+from appliance.store import keys
 from appliance.store.database import HAS_PAIR, Part
-from appliance.store.records import keys
 from appliance.store.rows import RESPONSES as ROWS
 from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
 

@@ -13,7 +13,7 @@ import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.interfaces.principal import Listener
-from appliance.store.records import keys
+from appliance.store import keys
 from appliance.store.rows import RESPONSES
 from tests.unit.controller.conftest import ADMIN, Control
 

@@ -14,16 +14,17 @@ from typing import Literal
 
 import pytest
 
-from appliance.store.database import TABLES, Database, Table
-from appliance.store.errors import (
+from appliance.store import box, files, jobs, keys
+from appliance.store.database import (
+    TABLES,
+    Database,
     DatabaseUnusable,
     IllegalTransition,
     OtherSchema,
     RowNotFound,
+    Table,
     UnknownCursor,
 )
-from appliance.store.objects import files, jobs
-from appliance.store.records import box, keys
 from appliance.store.rows import FileRow, JobMetricRow, JobRow
 
 
@@ -250,7 +251,7 @@ import sys
 from itertools import count
 from pathlib import Path
 from appliance.store.database import Database
-from appliance.store.records import box
+from appliance.store import box
 
 db = Database(Path(sys.argv[1]))
 for number in count():
