@@ -40,22 +40,14 @@ from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store import models, rows
 from appliance.store.database import Database, Part
-from appliance.store.rows import (
-    DeploymentRow,
-    ModelRow,
-    OperationRow,
-    TaskRow,
-    VersionRow,
-    columns,
-    new_id,
-)
+from appliance.store.rows import DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns, new_id
 from appliance.tiers.tiers import name_of as stored_name
 from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
 
 Replicas = Annotated[int, Field(ge=0, le=65536)]
-Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
 # What an adapter has of its own: its host's engines are kept for it. Everything else is a matter of those engines.
 _OF_ADAPTERS = ("min_replicas", "pinned")
 
@@ -232,12 +224,8 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
 
     @router.post("/models/{name:path}/promote")
     async def promote(name: str, caller: Caller) -> dict[str, Any]:
-        """A request that comes again is told what the first has changed."""
         async with activation.lock(name):
-            model, last = stored_model(db, name), rows.CANARIES.find(db, name)
-            if last is not None and last.state == "promoted" and last.version == model.active_version:
-                return {"model": name, "from": last.before, "to": last.version}
-            return await running.promote(model, caller, "asked for")
+            return await running.promote(stored_model(db, name), caller, "asked for")
 
 
 def _rollback_target(db: Database, row: ModelRow, version: str | None) -> str:
@@ -358,9 +346,6 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, caller: Caller) -> dict[str, Any]:
-        for field, text in (("source", body.source), ("origin", body.origin or "")):
-            if not text.isprintable():
-                raise InvalidValue(f"The {field} contains control characters.", field)
         if (name := body.name) is not None:
             if not is_model_name(name):
                 raise InvalidValue(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", "name")

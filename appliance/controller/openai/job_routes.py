@@ -39,7 +39,7 @@ from appliance.controller.openai.new_job import (
 )
 from appliance.store import jobs
 from appliance.store.database import Database, Part
-from appliance.store.rows import JOB_EVENTS, VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
+from appliance.store.rows import JOB_EVENTS, VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow, columns
 from train.data_checks.process import CheckFailed, report_apart
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS, method_of
@@ -160,16 +160,11 @@ def method_routes() -> APIRouter:
     @router.get("")
     def list_methods() -> dict[str, Any]:
         """`takes`: fields of a request besides hyperparameters; `options`: hyperparameters of this method alone."""
-        methods = [
-            {
-                "object": "fine_tuning.method",
-                "name": method.name,
-                "summary": method.summary,
-                "takes": list(method.takes),
-                "options": [asdict(option) for option in method.options],
-            }
-            for method in METHODS.values()
-        ]
+        methods = []
+        for method in METHODS.values():
+            options = [asdict(option) for option in method.options]
+            known = columns(method, "name summary takes")
+            methods.append({"object": "fine_tuning.method", **known, "options": options})
         return {"object": "list", "data": methods, "has_more": False}
 
     return router

@@ -36,7 +36,6 @@ from train.graders.graders import parse
 from train.graders.hosts import GraderHosts
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
-from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
@@ -129,8 +128,8 @@ class Training:
 
 
 def training_of(request: JobCreate) -> Training:
-    """The deprecated top-level hyperparameters and those of the method may both be present; where they disagree, the
-    intent is unknown. Raises BadRequest."""
+    """Where the deprecated top-level hyperparameters and those of the method are both present, the method's count.
+    Raises BadRequest."""
     choice: Any = request.method
     method = METHODS.get(choice.type) if choice else DEFAULT
     if method is None:
@@ -145,10 +144,6 @@ def training_of(request: JobCreate) -> Training:
     block = {name: getattr(own, name) for name in own.model_fields_set} if own is not None else {}
     where = f"method.{method.name}.hyperparameters"
     old, new = request.hyperparameters or {}, block.pop("hyperparameters", None) or {}
-    for name in sorted(old.keys() & new.keys()):
-        if old[name] != new[name]:
-            both = f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}"
-            raise InvalidValue(f"{both}; give it once.", f"hyperparameters.{name}")
     training = Training(method, old | new, where if choice else "hyperparameters", block)
     if method.judged_by and method.judged_by not in block:
         param = training.path(method.judged_by)
@@ -195,9 +190,12 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
     bounds, nodes = settings.DeviceBounds(body.min_devices, body.max_devices), settings.nodes_of(context)
     bounds.check(None, nodes)  # before the batch size that follows from it
+    # Counts of the check at upload, which had no tokenizer.
+    counted, names = data["training_file"].report or {}, ("n_examples", "n_rows", "n_tokens_estimate")
+    report = DataReport(**{name: counted[name] for name in (*names, "longest_example_tokens") if name in counted})
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
-        dataset = _stats_of_upload(data["training_file"])
+        dataset = settings.dataset_of(report)
         resolved = settings.SettingsRequest(context, base, method, training.hyperparameters, dataset, bounds).resolve()
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
@@ -347,13 +345,6 @@ def _judge(
     form_at = training.path("response_format")
     form = form_of(training.block.get("response_format"), form_at)
     return {"grader": grader, **({"response_format": form} if form else {})}
-
-
-def _stats_of_upload(file: FileRow) -> auto.DatasetStats:
-    """Counts of the check at upload, which had no tokenizer."""
-    report = file.report or {}
-    names = ("n_examples", "n_rows", "n_tokens_estimate", "longest_example_tokens")
-    return settings.dataset_of(DataReport(**{name: report[name] for name in names if name in report}))
 
 
 def _data_file(context: ControllerContext, file_id: str, param: str, caller: Principal) -> FileRow:
