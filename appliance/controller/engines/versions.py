@@ -58,8 +58,7 @@ class VersionProvider:
     """Implements `scheduler.ray.effects.Versions`.
 
     A version that an engine is about to load is leased here until the engine has a lease of its own (`taken`). A
-    sleeping engine has none: its version can be evicted like any other without a reader, least recently used first,
-    and its wake reloads it.
+    sleeping engine has none: its version can be evicted, and its wake reloads it.
     """
 
     def __init__(
