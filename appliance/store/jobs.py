@@ -6,9 +6,9 @@ import json
 import time
 from collections.abc import Collection, Iterator
 from statistics import median
-from typing import Any, Unpack
+from typing import Any
 
-from appliance.store.database import HAS_PAIR, Database, IllegalTransition, Page, Part, sql_list
+from appliance.store.database import Database, IllegalTransition, sql_list
 from appliance.store.models import CHECKPOINT_MARK, VERSION_MARK
 from appliance.store.rows import (
     FINISHED_PHASES,
@@ -26,23 +26,7 @@ from appliance.store.rows import (
 MOST_GROWN = 1.5
 """Times the estimate of memory, beyond which a job tells of itself alone."""
 
-insert, find, find_visible, get = JOBS.insert, JOBS.find, JOBS.find_visible, JOBS.get
-
-
-def page(
-    db: Database,
-    *,
-    viewer: str | None,
-    metadata: dict[str, str] | None = None,
-    null_metadata: bool = False,
-    **part: Unpack[Part],
-) -> Page[JobRow]:
-    """Newest first. viewer: the owner who asks, None for an admin. metadata: only jobs that carry all these pairs;
-    null_metadata: only jobs without metadata."""
-    pairs = metadata or {}
-    where = " AND ".join(["metadata IS NULL" if null_metadata else "1", *[HAS_PAIR] * len(pairs)])
-    parameters = [part for pair in pairs.items() for part in pair]
-    return JOBS.page_visible(db, viewer=viewer, where=where, parameters=parameters, **part)
+insert, find, find_visible, get, page = JOBS.insert, JOBS.find, JOBS.find_visible, JOBS.get, JOBS.page_visible
 
 
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:

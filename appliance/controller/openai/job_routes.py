@@ -150,7 +150,7 @@ def _metadata_filter(request: Request) -> dict[str, Any]:
         raise InvalidValue(f"metadata={shown(whole)}: expected metadata[key]=value, or metadata=null.", "metadata")
     if pairs and whole:
         raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
-    return {"metadata": pairs, "null_metadata": whole is not None}
+    return {"metadata": pairs, "where": "1" if whole is None else "metadata IS NULL"}
 
 
 def method_routes() -> APIRouter:
