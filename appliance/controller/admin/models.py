@@ -26,7 +26,7 @@ from appliance.controller.access.model_access import (
     stored_version,
     unknown_model,
 )
-from appliance.controller.context.context import ControllerContext, ModelStates, SchedulerStatus, name_of, record
+from appliance.controller.context.context import ControllerContext, ModelStates, name_of, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.routers import Status, StrictBody, answer, audited
@@ -97,7 +97,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
     def list_models(now: Status, part: Annotated[Part, RECENT]) -> dict[str, Any]:
         """Newest first."""
         states = ModelStates(db, now)
-        return list_object(models.page(db, **part), lambda row: model_view(context, row, now, states))
+        return list_object(models.page(db, **part), lambda row: model_view(context, row, states))
 
     @router.patch("/models/{name:path}/deployment")
     @audited("model.deploy")
@@ -110,22 +110,19 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         rows.DEPLOYMENTS.put(db, changed)
         context.scheduler.reset_failures(name)  # engines that failed with the old settings may start with the new ones
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
-        return deployment_view(changed, context.scheduler.status())
+        return deployment_view(changed)
 
     @router.get("/models/{name:path}", response_model=dict[str, Any])
     async def show(name: str, caller: Caller, now: Status) -> Response:
         """`canary`: the most recent one, running or ended. `settings_history`: the newest settings first."""
         canary = compared.view(last) if (last := rows.CANARIES.find(db, name)) else None
         states, more = ModelStates(db, now), {"canary": canary, "settings_history": _history(db, name)}
-        return await answer(lambda: model_view(context, stored_model(db, name), now, states) | more)
+        return await answer(lambda: model_view(context, stored_model(db, name), states) | more)
 
 
-def model_view(
-    context: ControllerContext, row: ModelRow, status: SchedulerStatus, states: ModelStates
-) -> dict[str, Any]:
+def model_view(context: ControllerContext, row: ModelRow, states: ModelStates) -> dict[str, Any]:
     """`id` is its name, by which a list's next page is asked for. `max_model_len`: the context of its engines;
-    `context_note`: why that is less than the model's own, else "". `settings_note`: why the box itself put these
-    settings in force, else "".
+    `context_note`: why that is less than the model's own, else "".
     `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
     `message`: why its engines fail, None if they do not."""
     db = context.db
@@ -145,10 +142,9 @@ def model_view(
         "adapter": {**adapter, "host": states.host(row.id)} if adapter else None,
         "state": states.word(row.id),
         "message": states.message(row.id),
-        "deployment": deployment_view(deployment, status) if deployment else None,
+        "deployment": deployment_view(deployment) if deployment else None,
         "settings": set_up.settings if set_up else {},
         "settings_number": set_up.number if set_up else 0,
-        "settings_note": set_up.note if set_up else "",
         "versions": [
             {
                 **columns(v, "version created_s bytes source"),
@@ -161,14 +157,9 @@ def model_view(
     }
 
 
-def deployment_view(row: DeploymentRow, status: SchedulerStatus) -> dict[str, Any]:
-    """`failed_reason`: why its engines fail now, None if they do not."""
-    failed = next((trouble["reason"] for trouble in status["troubles"] if trouble["model"] == row.model), None)
-    return {
-        **columns(row, "model min_replicas max_replicas tensor_parallel ttft_p95_s tpot_p95_ms idle_sleep_s"),
-        "pinned": bool(row.pinned),
-        "failed_reason": failed,
-    }
+def deployment_view(row: DeploymentRow) -> dict[str, Any]:
+    names = "model min_replicas max_replicas tensor_parallel ttft_p95_s tpot_p95_ms idle_sleep_s"
+    return {**columns(row, names), "pinned": bool(row.pinned)}
 
 
 def _refuse_of_adapter(context: ControllerContext, name: str, changes: Mapping[str, Any]) -> None:
@@ -216,11 +207,6 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
     @router.put("/models/{name:path}/canary")
     async def begin(name: str, body: Canary, caller: Caller) -> dict[str, Any]:
         return running.view(running.begin(name, caller, **body.model_dump()))
-
-    @router.delete("/models/{name:path}/canary")
-    async def end(name: str, caller: Caller) -> dict[str, Any]:
-        async with activation.lock(name):
-            return running.roll_back(name, caller)
 
     @router.post("/models/{name:path}/promote")
     async def promote(name: str, caller: Caller) -> dict[str, Any]:

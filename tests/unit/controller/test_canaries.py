@@ -83,7 +83,6 @@ async def test_what_cannot_be_is_refused_by_code(served: Control):
     assert await code("PUT", PATH, 400, version="v1") == "invalid_value"
     await code("PUT", PATH, 400, version="v2", share=0.95)
     assert await code("POST", "/admin/v1/models/m/promote", 409) == "no_canary"
-    assert await code("DELETE", PATH, 409) == "no_canary"
     assert await code("PUT", "/admin/v1/models/unserved/canary", 409, version="v2") == "not_deployed"
     served.scheduler.devices = served.scheduler.devices[:1]
     assert await code("PUT", PATH, 409, version="v2") == "no_room_for_canary"
@@ -172,7 +171,7 @@ async def test_publishing_ends_it_one_way_or_the_other(served: Control):
 async def test_its_bytes_are_let_go_when_its_engine_is_gone(served: Control):
     await ask(served, "PUT", version="v2")
     served.scheduler.replicas = [{"model": "m@v2", "state": "starting"}]
-    await ask(served, "DELETE")
+    await ask(served, "POST", "/admin/v1/models/m/rollback")
     await look_later(served, 1)
     assert served.ops.let_go_of == []
     served.scheduler.replicas = []

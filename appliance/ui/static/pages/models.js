@@ -122,7 +122,7 @@ function Canary({ one, canary, onChange }) {
   const runs = canary.state === "running";
   const [act, { busy, error }] = useAct(async (how) => {
     const path = `/admin/v1/models/${inPath(one.name)}`;
-    await (how === "promote" ? post(`${path}/promote`) : call("DELETE", `${path}/canary`));
+    await post(`${path}/${how}`);
     onChange();
   });
   const rows = Object.entries(canary.versions || {});
@@ -138,7 +138,7 @@ function Canary({ one, canary, onChange }) {
     ]} />
     ${may && runs ? html`<div class="buttons">
       <${Sure} class="main" label=${t("canary.promote")} question=${t("canary.promote.sure", { version: canary.version })} busy=${busy} onYes=${() => act("promote")} />
-      <button type="button" disabled=${busy} onClick=${() => act("back")}>${t("canary.back")}</button>
+      <button type="button" disabled=${busy} onClick=${() => act("rollback")}>${t("canary.back")}</button>
     </div><${Failure} error=${error} />` : null}
   </${Card}>`;
 }
