@@ -310,7 +310,7 @@ def plan_job(session: Session, args: Namespace) -> None:
         body["training_file"] = uploaded_id(session, "--file", args.file, uploaded)
     try:
         with output.progress(f"the box counts the tokens of {args.file}"):
-            plan = session.client.send("POST", _PLAN, body={"job": body}, timeout_s=WORK_TIMEOUT_S)
+            plan = session.client.send("POST", _PLAN, body=body, timeout_s=WORK_TIMEOUT_S)
     finally:
         for one in uploaded:
             session.client.delete(file_path(one))

@@ -267,55 +267,47 @@ class JobPlan(StrictBody):
     method: Literal[tuple(METHODS)] = DEFAULT.name  # type: ignore[valid-type]
 
 
-class PlanRequest(StrictBody):
-    job: JobPlan
-
-
 def plan_routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the route to the admin router."""
 
     @router.post("/plan")
     @needs(FINE_TUNING)
     @unaudited  # nothing is changed
-    async def plan(body: PlanRequest, caller: Caller) -> dict[str, Any]:
-        return await _plan(context, body.job, caller)
-
-
-async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:
-    base, method = usable_model(context.db, caller, body.model), METHODS[body.method]
-    counted = body.training_file is not None
-    if body.training_file is not None:
-        dataset = await _counted(context, base, body.training_file, method, caller)
-    else:
-        examples = body.examples or TYPICAL_EXAMPLES
-        dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
-    bounds = settings.DeviceBounds(max_devices=body.devices)
-    try:
-        request = settings.SettingsRequest(context, base, method, body.hyperparameters, dataset, bounds)
-        fields, verdict, layouts = request.choose()
-    except InvalidHyperparameter as error:
-        raise refused(error, "hyperparameters") from error
-    best = next(iter(layouts), None)
-    if counted:
-        verdict = replace(verdict, warnings=(*verdict.warnings, *settings.cut_warning(method, dataset, fields)))
-    common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
-    return {
-        "object": "plan",
-        "kind": "job",
-        "model": base.name,
-        "method": method.name,
-        "hyperparameters": fields.get("options", {}) | common,
-        "data": {
-            "counted": counted,
-            "examples": dataset.n_examples,
-            "tokens": dataset.n_tokens,
-            "longest_example_tokens": dataset.longest_example_tokens,
-            "steps": auto.steps(method.rows(dataset), fields),
-        },
-        **asdict(verdict),
-        "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
-        "layouts": layouts[:3],
-    }
+    async def plan(body: JobPlan, caller: Caller) -> dict[str, Any]:
+        base, method = usable_model(context.db, caller, body.model), METHODS[body.method]
+        counted = body.training_file is not None
+        if body.training_file is not None:
+            dataset = await _counted(context, base, body.training_file, method, caller)
+        else:
+            examples = body.examples or TYPICAL_EXAMPLES
+            dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
+        bounds = settings.DeviceBounds(max_devices=body.devices)
+        try:
+            request = settings.SettingsRequest(context, base, method, body.hyperparameters, dataset, bounds)
+            fields, verdict, layouts = request.choose()
+        except InvalidHyperparameter as error:
+            raise refused(error, "hyperparameters") from error
+        best = next(iter(layouts), None)
+        if counted:
+            verdict = replace(verdict, warnings=(*verdict.warnings, *settings.cut_warning(method, dataset, fields)))
+        common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
+        return {
+            "object": "plan",
+            "kind": "job",
+            "model": base.name,
+            "method": method.name,
+            "hyperparameters": fields.get("options", {}) | common,
+            "data": {
+                "counted": counted,
+                "examples": dataset.n_examples,
+                "tokens": dataset.n_tokens,
+                "longest_example_tokens": dataset.longest_example_tokens,
+                "steps": auto.steps(method.rows(dataset), fields),
+            },
+            **asdict(verdict),
+            "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
+            "layouts": layouts[:3],
+        }
 
 
 async def _counted(
