@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +39,7 @@ from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store import models, rows
 from appliance.store.database import Database, Part
-from appliance.store.rows import DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns, new_id
+from appliance.store.rows import DeploymentRow, ModelRow, OperationRow, TaskRow, columns, new_id
 from appliance.tiers.tiers import name_of as stored_name
 from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
@@ -104,9 +103,23 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
     async def deploy(name: str, body: Deploy, caller: Caller) -> dict[str, Any]:
         changes, row = body.model_dump(exclude_unset=True), rows.DEPLOYMENTS.find(db, stored_model(db, name).id)
         row = row or DeploymentRow(model=name, created_s=time.time())
-        _refuse_of_adapter(context, name, changes)
+        base = next((row.base for row in models.callable_adapters(db) if row.name == name), None)
+        # Null is taken: it removes what was set while the name had whole weights.
+        given = (field for field, value in changes.items() if field not in _OF_ADAPTERS and value is not None)
+        if base is not None and (field := next(given, None)) is not None:
+            why = f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}."
+            raise InvalidValue(f"{why} An adapter's own are {' and '.join(_OF_ADAPTERS)}.", field)
         changed = replace(row, **changes)
-        _check(context, changed, changes.keys())
+        if changed.max_replicas is not None and changed.max_replicas < max(changed.min_replicas, changed.pinned):
+            why = f"max_replicas is {changed.max_replicas} and min_replicas {changed.min_replicas}"
+            expected = "expected min <= max, and at least one for a pinned model"
+            raise InvalidValue(f"{why}; {expected}.", "max_replicas")
+        nodes = job_settings.nodes_of(context)
+        # Values set before a node left stay valid while other fields change.
+        if "tensor_parallel" in changes:
+            nodes.refuse_more("tensor_parallel", changed.tensor_parallel)
+        if "tensor_parallel" in changes or "min_replicas" in changes:
+            nodes.refuse_more_replicas("min_replicas", changed.min_replicas, changed.tensor_parallel)
         rows.DEPLOYMENTS.put(db, changed)
         context.scheduler.reset_failures(name)  # engines that failed with the old settings may start with the new ones
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
@@ -162,28 +175,6 @@ def deployment_view(row: DeploymentRow) -> dict[str, Any]:
     return {**columns(row, names), "pinned": bool(row.pinned)}
 
 
-def _refuse_of_adapter(context: ControllerContext, name: str, changes: Mapping[str, Any]) -> None:
-    """Raises BadRequest for what an adapter, which has no engines, would never use. Null is taken: it removes what was
-    set while the name had whole weights."""
-    base = next((row.base for row in models.callable_adapters(context.db) if row.name == name), None)
-    field = next((field for field, value in changes.items() if field not in _OF_ADAPTERS and value is not None), None)
-    if base is not None and field is not None:
-        why = f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}."
-        raise InvalidValue(f"{why} An adapter's own are {' and '.join(_OF_ADAPTERS)}.", field)
-
-
-def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[str]) -> None:
-    """Raises BadRequest. Values set before a node left stay valid while other fields change."""
-    if row.max_replicas is not None and row.max_replicas < max(row.min_replicas, row.pinned):
-        least = f"min_replicas is {row.min_replicas}" if row.min_replicas else "a pinned model has at least one replica"
-        raise InvalidValue(f"max_replicas is {row.max_replicas} and {least}; expected min <= max.", "max_replicas")
-    nodes = job_settings.nodes_of(context)
-    if "tensor_parallel" in changed:
-        nodes.refuse_more("tensor_parallel", row.tensor_parallel)
-    if "tensor_parallel" in changed or "min_replicas" in changed:
-        nodes.refuse_more_replicas("min_replicas", row.min_replicas, row.tensor_parallel)
-
-
 # --- which version answers: roll back, begin and end a canary
 
 
@@ -199,7 +190,14 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
             if version is None and models.find_canary(db, name) is not None:
                 return running.roll_back(name, caller)
             row = stored_model(db, name)
-            to = _rollback_target(db, row, version)
+            if version is not None:
+                to = stored_version(db, name, version).version
+            elif row.active_version and (older := models.version_before(db, name, row.active_version)) is not None:
+                to = older.version
+            else:
+                why = f"{name} has no version before {row.active_version} that has answered"
+                remedy = "`--version` takes another one of `appliance model show`"
+                raise Conflict(f"{why}; {remedy}.", "version", "no_older_version")
             await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
             record(context, caller, "model.rollback", row.id, before=row.active_version, to=to)
             return {"model": row.id, "from": row.active_version, "to": to}
@@ -212,17 +210,6 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
     async def promote(name: str, caller: Caller) -> dict[str, Any]:
         async with activation.lock(name):
             return await running.promote(stored_model(db, name), caller, "asked for")
-
-
-def _rollback_target(db: Database, row: ModelRow, version: str | None) -> str:
-    if version is not None:
-        return stored_version(db, row.id, version).version
-    older = models.version_before(db, row.id, row.active_version) if row.active_version else None
-    if older is None:
-        why = f"{row.id} has no version before {row.active_version} that has answered"
-        remedy = "`--version` takes another one of `appliance model show`"
-        raise Conflict(f"{why}; {remedy}.", "version", "no_older_version")
-    return older.version
 
 
 # --- how a model's engines are set up, and every version of that
@@ -249,7 +236,12 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise InvalidValue(f"{where}: {words_of_check(first['msg'])}", f"set.{where}") from error
-        _check_size(context, model, version, devices, settings)
+        size, requested = context.sizes.size(model, version, devices, settings), settings.max_model_len
+        if size.problem:
+            raise InvalidValue(f"{name} cannot be served: {size.problem}.", "set")
+        if requested is not None and (size.max_model_len or requested) < requested:
+            own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
+            raise InvalidValue(f"max_model_len {requested:,} does not fit: {own}.", "set.max_model_len")
         if settings.chat_template is not None:
             text = with_system_prompt(with_tools(settings.chat_template), settings.system_prompt or "")
             try:
@@ -292,18 +284,6 @@ def merged(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         inside = name in ("engine_args", "sampling") and isinstance(value, dict)
         after[name] = (merged(after.get(name, {}), value) or None) if inside else value
     return {name: value for name, value in after.items() if value is not None}
-
-
-def _check_size(
-    context: ControllerContext, model: ModelRow, version: VersionRow, devices: int, settings: ModelSettings
-) -> None:
-    size = context.sizes.size(model, version, devices, settings)
-    if size.problem:
-        raise InvalidValue(f"{model.id} cannot be served: {size.problem}.", "set")
-    requested = settings.max_model_len
-    if requested is not None and (size.max_model_len or requested) < requested:
-        own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
-        raise InvalidValue(f"max_model_len {requested:,} does not fit: {own}.", "set.max_model_len")
 
 
 # --- imports; after a restart one starts over from what is on disk

@@ -256,7 +256,10 @@ class JobEvents:
         total = event.get("total_steps") or row.total_steps
         tokens = (row.trained_tokens or 0) + (int(event.get("tokens") or 0) if before is None else 0)
         latest = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
-        eta_s = self._eta_s(row.id, step, total)
+        # From the median time of the last steps, so that one suspension does not distort it.
+        recent = jobs.last_metrics(db, row.id, _ETA_WINDOW_STEPS)
+        gaps = sorted((b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False))
+        eta_s = None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
         jobs.update(db, row.id, step=step, total_steps=total, eta_s=eta_s, trained_tokens=tokens, **latest)
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
@@ -268,12 +271,6 @@ class JobEvents:
         """The newest steps before a snapshot: a box that died may not have recorded them."""
         for report in event["steps"]:
             self._metrics(jobs.get(self._db, row.id), {**report, "event": "metrics"})
-
-    def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
-        """From the median time of the last steps, so that one suspension does not distort it."""
-        recent = jobs.last_metrics(self._db, job_id, _ETA_WINDOW_STEPS)
-        gaps = sorted((b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False))
-        return None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, loss = self._db, int(event["step"]), event.get("loss")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
-from appliance.controller.access.model_access import Resolved, resolve, usable_model
+from appliance.controller.access.model_access import resolve, usable_model
 from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.devices import mode
 from appliance.controller.files import storage
@@ -39,9 +39,8 @@ from appliance.controller.openai.new_job import (
 )
 from appliance.store import jobs
 from appliance.store.database import Database, Part
-from appliance.store.rows import JOB_EVENTS, VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow, columns
+from appliance.store.rows import JOB_EVENTS, VERSIONS, JobJudgeRow, JobRow, VersionRow, columns
 from train.data_checks.process import CheckFailed, report_apart
-from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, UnsupportedModel
@@ -116,7 +115,8 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
-        return list_object(JOB_EVENTS.page(db, {"job_id": job_id}, **part), event_object)
+        page, names = JOB_EVENTS.page(db, {"job_id": job_id}, **part), "level message type"
+        return list_object(page, lambda row: object_of(row, "fine_tuning.job.event", names, data=row.data or {}))
 
     @router.get("/{job_id}/errors")
     def errors(job_id: str, caller: Caller) -> dict[str, Any]:
@@ -173,13 +173,6 @@ def method_routes() -> APIRouter:
 # --- objects; times that end in `_s` are Unix times with fractions
 
 
-def job_status(row: JobRow) -> str:
-    """An accepted cancellation is final, so it shows before the devices are free."""
-    if row.wanted == "cancel" and not row.finished:
-        return "cancelled"
-    return _STATUS_OF_PHASE.get(row.phase, row.phase)
-
-
 def job_phase(row: JobRow) -> str:
     """The detailed phase for operators: also pausing, paused, cancelling."""
     if row.finished:
@@ -214,7 +207,10 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
     """OpenAI's object, and what the box knows of the job; times that end in `_s` are Unix times with fractions. judge:
     of a job that has one."""
     judged_by = judge.judge if judge is not None else {}
-    status, succeeded, trained_with = job_status(row), row.phase == "succeeded", hyperparameters(row)
+    succeeded, trained_with = row.phase == "succeeded", hyperparameters(row)
+    # An accepted cancellation is final, so it shows before the devices are free.
+    cancelled = row.wanted == "cancel" and not row.finished
+    status = "cancelled" if cancelled else _STATUS_OF_PHASE.get(row.phase, row.phase)
     return object_of(
         row,
         "fine_tuning.job",
@@ -234,10 +230,6 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
         publish_as=row.output_model if row.stable_name else None,
         **{name: bool(getattr(row, name)) for name in ("activate", "preemptible")},
     )
-
-
-def event_object(row: JobEventRow) -> dict[str, Any]:
-    return object_of(row, "fine_tuning.job.event", "level message type", data=row.data or {})
 
 
 def checkpoint_object(row: VersionRow) -> dict[str, Any]:
@@ -276,8 +268,14 @@ def plan_routes(context: ControllerContext, router: APIRouter) -> None:
     async def plan(body: JobPlan, caller: Caller) -> dict[str, Any]:
         base, method = usable_model(context.db, caller, body.model), METHODS[body.method]
         counted = body.training_file is not None
-        if body.training_file is not None:
-            dataset = await _counted(context, base, body.training_file, method, caller)
+        if body.training_file is not None:  # what the job's validation would find in it
+            row = FILES.known(context.db, body.training_file, caller, "training_file")
+            tokenizer = settings.tokenizer_of(context, base)
+            report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
+            if not report.ok:
+                why = f"The file {row.id} has {storage.summary(report)}"
+                raise BadRequest(why, "training_file", "invalid_training_file")
+            dataset = settings.dataset_of(report)
         else:
             examples = body.examples or TYPICAL_EXAMPLES
             dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
@@ -310,19 +308,6 @@ def plan_routes(context: ControllerContext, router: APIRouter) -> None:
         }
 
 
-async def _counted(
-    context: ControllerContext, base: Resolved, file_id: str, method: Method, caller: Principal
-) -> auto.DatasetStats:
-    """What the job's validation would find in the file. Raises BadRequest and NotFound."""
-    row = FILES.known(context.db, file_id, caller, "training_file")
-    tokenizer = settings.tokenizer_of(context, base)
-    report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
-    if not report.ok:
-        why = f"The file {row.id} has {storage.summary(report)}"
-        raise BadRequest(why, "training_file", "invalid_training_file")
-    return settings.dataset_of(report)
-
-
 # --- POST /v1/files/{id}/check: what is in training data. The request waits for the answer, as an upload does.
 
 
@@ -342,7 +327,15 @@ def check_routes(context: ControllerContext) -> APIRouter:
     @unaudited  # reads a file
     async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
         row = FILES.known(db, file_id, caller)
-        options = _options(context, body, caller)
+        options: dict[str, Any] = {"max_tokens": body.max_tokens, "method": body.method}
+        if body.model is not None:
+            base = usable_model(db, caller, body.model)
+            if (directory := settings.tokenizer_of(context, base)) is None:
+                why = f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is."
+                raise BadRequest(why, "model", "model_not_ready")
+            options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
+        if body.against is not None:
+            options["against"] = str(context.files_dir / FILES.known(db, body.against, caller, "against").id)
         try:
             async with context.file_threads:
                 report = await report_apart(context.files_dir / row.id, row.id, **options)
@@ -355,21 +348,6 @@ def check_routes(context: ControllerContext) -> APIRouter:
         return report
 
     return router
-
-
-def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:
-    """Raises BadRequest, NotFound."""
-    options: dict[str, Any] = {"max_tokens": body.max_tokens, "method": body.method}
-    if body.model is not None:
-        base = usable_model(context.db, caller, body.model)
-        directory = settings.tokenizer_of(context, base)
-        if directory is None:
-            why = f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is."
-            raise BadRequest(why, "model", "model_not_ready")
-        options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
-    if body.against is not None:
-        options["against"] = str(context.files_dir / FILES.known(context.db, body.against, caller, "against").id)
-    return options
 
 
 # --- /admin/v1/queue, and an operator's changes to jobs: order and bounds
@@ -402,7 +380,13 @@ def queue_routes(context: ControllerContext, router: APIRouter) -> None:
             _entry(job_object(row, context.config.organization), place, planned.get(row.id), pause_reason(db, row))
             for place, row in enumerate(rows, 1)
         ]
-        return {"object": "list", "data": data, "owners": _owners(data)}
+        owners: dict[str | None, dict[str, Any]] = {}
+        for entry in data:  # among equal priorities, everyone's first job comes before anyone's second
+            nothing = {"owner": entry["owner"], "running": 0, "waiting": 0, "devices": 0}
+            share = owners.setdefault(entry["owner"], nothing)
+            share["running" if entry["devices"] else "waiting"] += 1
+            share["devices"] += len(entry["devices"])
+        return {"object": "list", "data": data, "owners": list(owners.values())}
 
     @router.patch("/jobs/{job_id}")
     @audited("job.update")
@@ -442,13 +426,3 @@ def _entry(job: dict[str, Any], position: int, planned: dict[str, Any] | None, p
         reason, message = VALIDATING if job["phase"] == "validating" else SUBMITTED
     names = "id owner phase priority devices min_devices max_devices allowed_sizes deadline_s preemptible created_s"
     return {"position": position, **{name: job[name] for name in names.split()}, "reason": reason, "message": message}
-
-
-def _owners(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each owner has: among equal priorities, everyone's first job comes before anyone's second."""
-    shares: dict[str | None, dict[str, Any]] = {}
-    for entry in entries:
-        share = shares.setdefault(entry["owner"], {"owner": entry["owner"], "running": 0, "waiting": 0, "devices": 0})
-        share["running" if entry["devices"] else "waiting"] += 1
-        share["devices"] += len(entry["devices"])
-    return list(shares.values())
