@@ -325,7 +325,19 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
         arguments = columns(body, "source origin name revision as_version")
-        arguments["adapter"] = await _adapter(context, body)
+        try:
+            find, ops = context.model_ops.library.find_adapter, context.model_ops
+            adapter = await ops.run(find, body.source, name=body.name, revision=body.revision)
+        except OperationFailed as error:
+            raise BadRequest(str(error), "source", error.code) from error
+        if adapter is None and body.base is not None:
+            why = f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one."
+            raise InvalidValue(why, "base")
+        arguments["adapter"] = None
+        if adapter is not None:  # the arguments of `ModelLibrary.import_adapter`
+            own, trained_on, revision = adapter
+            below = adapter_base(context, own, trained_on, body.base)
+            arguments["adapter"] = {"name": own, "revision": revision, **below}
         target, progress = name or body.source, {"done": 0, "total": None, "unit": "", "message": "starting"}
         with db.transaction():
             for twin in rows.OPERATIONS.list_all(db, "state = 'running' AND target = ?", target):
@@ -350,22 +362,6 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
 
 def operation_view(row: OperationRow) -> dict[str, Any]:
     return columns(row, "id kind target state progress error result created_s ended_s")
-
-
-async def _adapter(context: ControllerContext, body: Import) -> dict[str, Any] | None:
-    """The arguments of `ModelLibrary.import_adapter`; None for a whole model. Raises BadRequest, Conflict."""
-    try:
-        ops = context.model_ops
-        adapter = await ops.run(ops.library.find_adapter, body.source, name=body.name, revision=body.revision)
-    except OperationFailed as error:
-        raise BadRequest(str(error), "source", error.code) from error
-    if adapter is not None:
-        name, trained_on, revision = adapter
-        return {"name": name, "revision": revision, **adapter_base(context, name, trained_on, body.base)}
-    if body.base is not None:
-        why = f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one."
-        raise InvalidValue(why, "base")
-    return None
 
 
 def import_kind(context: ControllerContext) -> Kind:

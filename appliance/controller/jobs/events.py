@@ -287,7 +287,14 @@ class JobEvents:
 
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
-        self._ensure_output_model(row, int(event["bytes"]))
+        if models.find(db, row.output_model) is None:
+            base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
+            fields: dict[str, Any] = {"arch": "unknown", "params": 0}
+            if base is not None:
+                fields = columns(base.model, "arch params max_model_len info")
+            fields |= {"owner": row.owner, "owned_by": f"org-{self._organization}", "source": f"job {row.id}"}
+            fields |= {"base": row.model, "job_id": row.id, "bytes": int(event["bytes"]), "created_s": time.time()}
+            models.insert(db, ModelRow(row.output_model, "fine-tuned", **fields))
         if models.find_version(db, row.output_model, version) is not None:
             return
         meta = {name: event.get(name) for name in ("epoch", "seconds")}
@@ -307,18 +314,6 @@ class JobEvents:
         what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
         data = {"step": step, "job_id": row.id, **meta}
         add_message(db, row.id, f"{what} created at step {step}", data=data)
-
-    def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
-        db = self._db
-        if models.find(db, row.output_model) is not None:
-            return
-        base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
-        fields: dict[str, Any] = {"arch": "unknown", "params": 0}
-        if base is not None:
-            fields = columns(base.model, "arch params max_model_len info")
-        fields |= {"owner": row.owner, "owned_by": f"org-{self._organization}", "source": f"job {row.id}"}
-        fields |= {"base": row.model, "job_id": row.id, "bytes": size_bytes, "created_s": time.time()}
-        models.insert(db, ModelRow(row.output_model, "fine-tuned", **fields))
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         """An event tells of the first: small models on a CPU write one at nearly every step."""

@@ -20,7 +20,7 @@ from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
 from appliance.controller.http.resource import MOST, list_object, metadata_of, object_of, part
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs, unaudited
-from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import JOBS, VALIDATIONS, add_message, pause_reason, set_wanted
@@ -65,8 +65,12 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("")
     @_reads
     def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
-        viewer = None if caller.may(READ) else caller.viewer
-        page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
+        """Filters: `metadata[key]=value`, any number of pairs, or `metadata=null` for jobs without metadata."""
+        viewer, pairs = None if caller.may(READ) else caller.viewer, metadata_of(request)
+        if (whole := request.query_params.get("metadata")) not in (None, "null") or (whole and pairs):
+            raise InvalidValue("metadata: expected metadata[key]=value, or metadata=null, not both.", "metadata")
+        where = "1" if whole is None else "metadata IS NULL"
+        page = jobs.page(db, viewer=viewer, metadata=pairs, where=where, **part)
         return list_object(page, lambda row: _view(context, row, caller))
 
     @router.get("/{job_id}")
@@ -141,16 +145,6 @@ def _judge(db: Database, row: JobRow, caller: Principal) -> JobJudgeRow | None:
 
 def _view(context: ControllerContext, row: JobRow, caller: Principal) -> dict[str, Any]:
     return job_object(row, context.config.organization, _judge(context.db, row, caller))
-
-
-def _metadata_filter(request: Request) -> dict[str, Any]:
-    """`metadata[key]=value` pairs, or `metadata=null` for jobs without metadata; never both. Raises BadRequest."""
-    pairs, whole = metadata_of(request), request.query_params.get("metadata")
-    if whole not in (None, "null"):
-        raise InvalidValue(f"metadata={shown(whole)}: expected metadata[key]=value, or metadata=null.", "metadata")
-    if pairs and whole:
-        raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
-    return {"metadata": pairs, "where": "1" if whole is None else "metadata IS NULL"}
 
 
 def method_routes() -> APIRouter:
