@@ -38,7 +38,7 @@ from appliance.controller.openai.new_job import (
     training_of,
 )
 from appliance.store import jobs
-from appliance.store.database import Database, Part
+from appliance.store.database import Part
 from appliance.store.rows import JOB_EVENTS, VERSIONS, JobJudgeRow, JobRow, VersionRow, columns
 from train.data_checks.process import CheckFailed, report_apart
 from train.methods.methods import DEFAULT, METHODS, method_of
@@ -137,14 +137,10 @@ def routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-def _judge(db: Database, row: JobRow, caller: Principal) -> JobJudgeRow | None:
-    """Return the job's grader or teacher, unless the caller sees the job by the scope `read` alone."""
-    sees = row.method in _JUDGED and caller.viewer in (None, row.owner)
-    return jobs.find_judge(db, row.id) if sees else None
-
-
 def _view(context: ControllerContext, row: JobRow, caller: Principal) -> dict[str, Any]:
-    return job_object(row, context.config.organization, _judge(context.db, row, caller))
+    """With its grader or teacher, unless the caller sees the job by the scope `read` alone."""
+    sees = row.method in _JUDGED and caller.viewer in (None, row.owner)
+    return job_object(row, context.config.organization, jobs.find_judge(context.db, row.id) if sees else None)
 
 
 def method_routes() -> APIRouter:
