@@ -192,10 +192,10 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     bounds.check(None, nodes)  # before the batch size that follows from it
     # Counts of the check at upload, which had no tokenizer.
     counted, names = data["training_file"].report or {}, ("n_examples", "n_rows", "n_tokens_estimate")
-    report = DataReport(**{name: counted[name] for name in (*names, "longest_example_tokens") if name in counted})
+    of_upload = DataReport(**{name: counted[name] for name in (*names, "longest_example_tokens") if name in counted})
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
-        dataset = settings.dataset_of(report)
+        dataset = settings.dataset_of(of_upload)
         resolved = settings.SettingsRequest(context, base, method, training.hyperparameters, dataset, bounds).resolve()
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
