@@ -229,10 +229,6 @@ class Database(AbstractContextManager["Database"]):
         return [row[0] for row in self.execute(sql, parameters)]
 
 
-HAS_PAIR = "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
-"""A condition on the metadata of a row."""
-
-
 def owned_by(viewer: str | None) -> dict[str, str]:
     """The `scope` of a list for this owner. With None, an admin or the box itself, it is every row."""
     return {} if viewer is None else {"owner": viewer}
@@ -362,6 +358,7 @@ class Table(Generic[Row]):
         *,
         where: str = "1",
         parameters: Sequence[Any] = (),
+        metadata: Mapping[str, str] | None = None,
         after: str | None = None,
         limit: int = 20,
         descending: bool = True,
@@ -371,8 +368,8 @@ class Table(Generic[Row]):
         """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
 
         order_by: a column that comes before that order. scope: column values that say whose list it is. where,
-        parameters: a filter on it. Raises UnknownCursor if `after` is not a row of the list. The filter may hide that
-        row: a cursor is only a position.
+        parameters, metadata (pairs of a row): filters on it. Raises UnknownCursor if `after` is not a row of the list;
+        a filter may hide that row.
 
         A page ends before `limit` once its text is longer than PAGE_BYTES; it has one row at least. unread: columns
         that the list does not show, and that are None in its rows.
@@ -380,6 +377,11 @@ class Table(Generic[Row]):
         scope, places = scope or {}, (order_by, "seq") if order_by else ("seq",)
         owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
         conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
+        for pair in (metadata or {}).items():
+            conditions.append(
+                "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
+            )
+            values += pair
         if after is not None:
             position = db.execute(
                 f"SELECT {', '.join(places)} FROM {self._name} WHERE {owned} AND id = ?", [*scope.values(), after]

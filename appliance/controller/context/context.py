@@ -21,9 +21,8 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import Mode, PowerKeeper
-from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.versions import LibraryOps
+from appliance.controller.engines.versions import EngineSizes, LibraryOps, SettingsCheck
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.principal import Principal

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("checked_here")
 
 
 async def ask(control: Control, **job):
-    return await control.http.post("/admin/v1/plan", json={"job": {"model": "starter"} | job}, headers=ADMIN)
+    return await control.http.post("/admin/v1/plan", json={"model": "starter"} | job, headers=ADMIN)
 
 
 @pytest.mark.parametrize("given", [{}, {"lora_rank": 8}, {"batch_size": 4, "n_epochs": 2}])
@@ -49,7 +49,7 @@ async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Cont
         ({"model": "starter", "training_file": "file-none"}, 404),
         ({"model": "ft:bobs"}, 404),
     ):
-        assert (await control.http.post("/admin/v1/plan", json={"job": job})).status_code == status
+        assert (await control.http.post("/admin/v1/plan", json=job)).status_code == status
 
 
 async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(control: Control):
