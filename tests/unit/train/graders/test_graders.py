@@ -63,7 +63,7 @@ def test_a_string_is_compared(operation: str, text: str, answer: str, reward: fl
 def test_templates_reach_into_items_and_samples() -> None:
     sample = Sample('{"steps": [{"n": 7}]}', [{"id": "call_1"}])
     item = {"a": {"b": [1, {"c d": "x"}]}, "zh": "你好"}
-    assert fill("{{item.a.b.0}} {{ item.a.b[1]['c d'] }} {{item.zh}}", sample, item) == "1 x 你好"
+    assert fill("{{item.a.b.0}} {{ item.a['b'][1]['c d'] }} {{item.zh}}", sample, item) == "1 x 你好"
     assert fill("{{ sample.output_json.steps[0].n }}", sample, item) == "7"
     assert fill("{{sample.output_tools}}", sample, item) == '[{"id": "call_1"}]'
     assert fill("{{sample.choices.0.message.content}} {not one}", Sample("hi"), None) == "hi {not one}"
@@ -153,9 +153,6 @@ REFUSED = {
     ),
     "no end": ({**EQUAL, "input": "{{ item.answer }"}, "input"),
     "a sum": ({**EQUAL, "input": "{{ item.a + 1 }}"}, "input"),
-    "a block of Jinja": ({**EQUAL, "input": "\0block if item %}"}, "input"),
-    "too many variables": ({**EQUAL, "input": "{{ item.a }}" * 1001}, ""),
-    "a long number": ({**EQUAL, "input": f"{{{{ item.a.{'9' * 5000} }}}}"}, "input"),
     "a sample's field": ({**EQUAL, "input": "{{sample.text}}"}, "input"),
     "cosine": (
         {"type": "text_similarity", "name": "x", "input": "", "reference": "", "evaluation_metric": "cosine"},
