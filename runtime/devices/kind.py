@@ -218,10 +218,6 @@ class DeviceKind:
         """Only of kinds that lock pages. A thread that locks has made a device its current one by `use`."""
         raise NotImplementedError(self.title)
 
-    def mark(self) -> Callable[[], None]:
-        """A function, for any thread, that waits for the work that this thread has submitted by now."""
-        return lambda: None
-
     def unplanned_attention(self) -> None:
         """Keep torch's attention off kernels that are planned again for every length of a sequence."""
 
