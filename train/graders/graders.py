@@ -135,7 +135,7 @@ class TextSimilarity(_Compared):
 
 
 class Python(_Grader):
-    """The number that `grade(sample, item)` of the source returns; it runs in a confined process (worker.py)."""
+    """The number that `grade(sample, item)` of the source returns; it runs in a confined process (sandbox.py)."""
 
     type: Literal["python"]
     source: str

@@ -1,5 +1,5 @@
 """Computes the reward of a sample from a grader, its item and the answers of models. It may take minutes of CPU: a
-process that serves others calls it in another process (hosts.py)."""
+process that serves others calls it in another process (sandbox.py)."""
 
 from __future__ import annotations
 

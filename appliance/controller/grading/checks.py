@@ -28,9 +28,8 @@ from train.graders import graders
 from train.graders.errors import InvalidGrader, MissingField
 from train.graders.graders import Grader, judges, leaves
 from train.graders.grading import Graded
-from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke
+from train.graders.sandbox import ForkBroke, GraderHosts, WorkerBroke, refusal
 from train.graders.templates import MAX_TEXT, Sample
-from train.graders.worker import refusal
 
 _LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")
 

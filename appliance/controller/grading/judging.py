@@ -27,7 +27,7 @@ from appliance.store.rows import JobRow
 from train.graders.errors import GradingErrors
 from train.graders.graders import Grader, ModelAnswer, judges, parse
 from train.graders.grading import Graded, requests
-from train.graders.hosts import GraderHosts, WorkerBroke
+from train.graders.sandbox import GraderHosts, WorkerBroke
 from train.graders.templates import Sample
 from train.rollouts.samples import Prompt, Verdict
 
