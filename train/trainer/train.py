@@ -118,8 +118,6 @@ class Run:
         self.snapshots.kept = {name: torch.from_numpy(kept.values) for name, kept in self.references.items()}
         if self.step == 0 or (self.rollouts is not None and self._validates()):  # its answers may be there by now
             self._validate()
-        if self.step == 0:
-            self._warn_of_fewer_validations()
         self._publish()  # an earlier world may have been about to finish or to publish
         while not self._is_over():
             if self._agree(self.step > self.first_step and self.snapshots.due()):
@@ -240,7 +238,7 @@ class Run:
         return self.step * self.spec.batch_size / len(self.train.packs)
 
     def _validates(self) -> bool:
-        return self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations)
+        return self.plan.validates(self.step, self.spec.eval_interval)
 
     def _publish(self) -> None:
         """Collective: publish this step if it ends an epoch, or is the best and may be the result."""
@@ -285,13 +283,6 @@ class Run:
         for _, part in self._evaluated("validating", rows(), until_s, **shared):
             loss += part
         return self.metrics.end_validation(loss)
-
-    def _warn_of_fewer_validations(self) -> None:
-        every, most = self.spec.eval_interval, self.spec.most_validations
-        apart = self.plan.apart(every, most)
-        if apart > every:
-            text = f"validations are {apart} steps apart, not {every} (eval_interval): publish=best has at most {most}"
-            self.rank.emit("message", level="warn", text=text)
 
     def _best_is_published(self) -> bool:
         """Collective: whether the result is a version that was published before."""
