@@ -5,16 +5,12 @@ A method that compares the trained model with the one it started from (Method.ne
 of the weights: before the first step the model is still the starting one (an adapter adds nothing yet). The ranks share
 the packs, and the values are added up over the ranks, so every rank has all of them.
 
-The values are in `<run_dir>/reference/<key>.npy`; the key is the base version, the tokens (so the template, the
-tokenizer and the data) and how they are computed: whoever starts a run may put those of another there. They are in
-every snapshot too, for a run that goes on elsewhere: by then the starting model is gone.
+The values are in `<run_dir>/reference`, by the digest of the tokens, so an aborted pass is resumed. They are in every
+snapshot too, for a run that goes on elsewhere: by then the starting model is gone.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +24,7 @@ from train.control.rank import DevicesWanted, Rank
 from train.data.token_set import TokenSet
 from train.methods.packed_objective import to_batch
 from train.plan.errors import TrainingDiverged
-from train.plan.spec import TrainSpec
+from weights.format.names import replace_file
 
 
 class Reference:
@@ -37,10 +33,9 @@ class Reference:
 
     def __init__(self, rank: Rank, tokens: TokenSet):
         self._rank, self._tokens = rank, tokens
-        self._path = Path(rank.spec.run_dir) / "reference" / f"{_key(rank.spec, tokens)}.npy"
-        self.values = np.full((tokens.n_examples, tokens.sequences), np.nan, np.float32)
-        if self._path.exists():
-            self._set(np.load(self._path))
+        self._path = Path(rank.spec.run_dir) / "reference" / tokens.digest
+        values = np.full((tokens.n_examples, tokens.sequences), np.nan, np.float32)
+        self._set(np.fromfile(self._path, np.float32).reshape(values.shape) if self._path.exists() else values)
 
     def _set(self, values: np.ndarray) -> None:
         self.values = values
@@ -98,14 +93,4 @@ class Reference:
         self._set(values)
         if self._rank.grid.rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(".partial")
-            with open(partial, "wb") as file:
-                np.save(file, values)
-            os.rename(partial, self._path)
-
-
-def _key(spec: TrainSpec, tokens: TokenSet) -> str:
-    # Not the path of a base with a version: it is in shared memory at one time and on disk at another.
-    base = [spec.base_model, spec.base_version] if spec.base_version else [spec.base_path, spec.base_adapter]
-    facts = [*base, tokens.digest, tokens.capacity, spec.packing, spec.method, spec.options, spec.precision]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+            replace_file(self._path, values.tobytes())
