@@ -117,7 +117,6 @@ WITHOUT_TORCH = (
     "train/data_checks/process.py",
     "train/data/formats.py",
     "train/control/group.py",
-    "train/control/rank_host.py",
     "train/graders/sandbox.py",
     "train/methods/methods.py",
     "runtime/devices/kind.py",
