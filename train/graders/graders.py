@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as default
+from types import CodeType
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -22,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from train.graders import formula, similarity, templates
+from train.graders import similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader, MissingField
 
 RunPython = Callable[[str, dict[str, Any], Any], float]
@@ -35,11 +36,26 @@ MAX_MESSAGES = 64
 MAX_LABELS = 256
 MAX_PARTS = 64
 MAX_BYTES = 2 << 20
+MAX_FORMULA = 4096  # characters
+ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_ANSWER_TOKENS = 1024
 REASON_CHARACTERS = 160
 REASON_TOKENS = 512
 """With at least this token limit, a judge gives a reason before its result. REASON_CHARACTERS take as many tokens only
 if nearly all are rare characters that a tokenizer writes byte by byte, so the result still fits."""
+
+_FUNCTIONS: dict[str, Callable[..., float]] = {
+    "min": min,
+    "max": max,
+    "abs": abs,
+    # Floats: a power of unbounded whole numbers takes minutes and gigabytes.
+    "floor": lambda number: float(math.floor(number)),
+    "ceil": lambda number: float(math.ceil(number)),
+    "exp": math.exp,
+    "sqrt": math.sqrt,
+    "log": math.log,
+}
+_ARITHMETIC = (ast.UnaryOp, ast.UAdd, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.Load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,8 @@ class _Strict(BaseModel):
 
 
 class _Grader(_Strict):
+    """All but `multi` have a method `reward`, which raises GradingFailed."""
+
     name: str = Field(min_length=1, max_length=256)
     pass_threshold: float | None = Field(None, allow_inf_nan=False)
     """A sample passes with at least this reward; without it, above half of the grader's range."""
@@ -96,12 +114,9 @@ class _Compared(_Grader):
     input: Template
     reference: Template
 
-    def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
-        """Raises GradingFailed."""
-        return self.compare(*(templates.fill(text, sample, item) for text in (self.input, self.reference)))
-
-    def compare(self, text: str, reference: str) -> Reward:
-        raise NotImplementedError
+    def compared(self, sample: templates.Sample, item: Any) -> tuple[str, str]:
+        """Input and reference. Raises GradingFailed."""
+        return templates.fill(self.input, sample, item), templates.fill(self.reference, sample, item)
 
 
 class StringCheck(_Compared):
@@ -111,15 +126,15 @@ class StringCheck(_Compared):
     type: Literal["string_check"]
     operation: Literal["eq", "ne", "like", "ilike"]
 
-    def compare(self, text: str, reference: str) -> Reward:
-        match self.operation:
-            case "eq" | "ne":
-                same = text == reference
-                return float(same == (self.operation == "eq")), GradingErrors()
-            case "like":
-                return float(reference in text), GradingErrors()
-            case _:
-                return float(reference.casefold() in text.casefold()), GradingErrors()
+    def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
+        text, reference = self.compared(sample, item)
+        holds = {
+            "eq": text == reference,
+            "ne": text != reference,
+            "like": reference in text,
+            "ilike": reference.casefold() in text.casefold(),
+        }
+        return float(holds[self.operation]), GradingErrors()
 
 
 class TextSimilarity(_Compared):
@@ -129,8 +144,8 @@ class TextSimilarity(_Compared):
     evaluation_metric: Literal[tuple(similarity.METRICS)]  # type: ignore[valid-type]
     """OpenAI's `cosine` compares embeddings of a hosted model, which a box does not have."""
 
-    def compare(self, text: str, reference: str) -> Reward:
-        reward, cut = similarity.similarity(self.evaluation_metric, text, reference)
+    def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
+        reward, cut = similarity.similarity(self.evaluation_metric, *self.compared(sample, item))
         return reward, GradingErrors(truncated_observation_error=cut)
 
 
@@ -147,7 +162,6 @@ class Python(_Grader):
         return None
 
     def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
-        """Raises GradingFailed."""
         if not math.isfinite(reward := run(self.source, sample.for_code(), item)):
             flags = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=f"{reward}")
             raise GradingFailed(f"grade() returned {reward}, which is not a reward", flags)
@@ -159,14 +173,9 @@ class _Part(_Strict):
     text: Template
 
 
-def _role(given: Any) -> Any:
-    """The role of OpenAI's simple messages may be any text: one that no template knows becomes the user's."""
-    known = ("system", "developer", "user", "assistant")
-    return given if not isinstance(given, str) or given in known else "user"
-
-
 class Message(_Strict):
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_role)]
+    # The role of OpenAI's simple messages may be any text: one that no template knows becomes the user's.
+    role: Annotated[str, AfterValidator(lambda role: role if role in ROLES else "user")]
     content: Template | _Part | Annotated[list[Template | _Part], Field(max_length=MAX_PARTS)]
     type: Literal["message"] | None = None
 
@@ -249,7 +258,6 @@ class _ModelGrader(_Grader):
         raise NotImplementedError
 
     def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
-        """Raises GradingFailed."""
         if answer is None:
             self.request(sample, item)  # says which variable has no value
             answer = ModelAnswer(error="it was not asked")
@@ -343,6 +351,7 @@ class Multi(_Grader):
     calculate_output: str
     graders: dict[str, Annotated[Leaf, Field(discriminator="type")]] = Field(min_length=1, max_length=MAX_GRADERS)
     """Graders by the name that the formula uses."""
+    _code: CodeType
 
     @property
     def bounds(self) -> None:
@@ -352,8 +361,51 @@ class Multi(_Grader):
     def _computes(self) -> Self:
         if odd := next((name for name in self.graders if not name.isidentifier()), None):
             raise InvalidGrader("graders", f"the name {odd!r} cannot be used in a formula: use letters, digits and _")
-        formula.check(self.calculate_output, set(self.graders), "calculate_output")
+        try:
+            tree = _parsed(self.calculate_output)
+            self._code = compile(tree, "formula", "eval")
+        except (SyntaxError, RecursionError, MemoryError, OverflowError) as error:
+            raise InvalidGrader("calculate_output", f"cannot be read as a formula: {error}") from None
+        named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        if unknown := named - set(self.graders) - set(_FUNCTIONS):
+            names, called = (", ".join(sorted(some)) for some in (unknown, self.graders))
+            raise InvalidGrader("calculate_output", f"names {names}, but the graders are called {called}")
         return self
+
+    def value(self, rewards: Mapping[str, float]) -> float:
+        """The formula's value. Raises GradingFailed when there is none (a division by zero, a root of a negative
+        number)."""
+        try:
+            result = eval(
+                self._code, {"__builtins__": {}} | _FUNCTIONS, {name: float(one) for name, one in rewards.items()}
+            )
+            if isinstance(result, complex) or not math.isfinite(result):
+                raise ValueError(f"it is {result}")
+            return float(result)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            given = ", ".join(f"{name} = {reward:g}" for name, reward in rewards.items())
+            text = f"calculate_output has no value for {given}: {error}"
+            raise GradingFailed(text, GradingErrors(formula_parse_error=True)) from None
+
+
+def _parsed(formula: str) -> ast.Expression:
+    """A formula as an expression of arithmetic alone, with floats as its numbers. Raises InvalidGrader, and what Python
+    raises for what it cannot parse."""
+    if len(formula) > MAX_FORMULA:
+        raise InvalidGrader("calculate_output", f"has {len(formula)} characters; at most {MAX_FORMULA} are taken")
+    # In formulas of OpenAI's API ^ is a power.
+    tree = ast.parse(formula.strip().replace("^", "**"), mode="eval")
+    for node in ast.walk(tree.body):
+        match node:
+            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                node.value = float(number)
+            case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
+                pass
+            case _ if not isinstance(node, (ast.Name, *_ARITHMETIC)):
+                expected = f"numbers, names of graders, + - * / ^ and {', '.join(_FUNCTIONS)}"
+                why = f"has {ast.unparse(node)!r}; a formula has {expected}"
+                raise InvalidGrader("calculate_output", why)
+    return tree
 
 
 Grader = Leaf | Multi
