@@ -53,44 +53,47 @@ def write_together(
     store: WeightStore, layout: Layout, reserve: Callable[[], Any], pieces: Iterable[Piece], meta: dict[str, Any]
 ) -> Written:
     """Collective: rank 0 calls `reserve()`, every rank writes its pieces into the draft, and rank 0 commits it when all
-    have. If a rank dies before that, the draft is never committed.
+    have. If a rank dies before that, the draft is never committed. Every error frees what was written.
 
-    Raises StoreFull, on every rank, where the store has no room, and OSError on rank 0 alone where its commit finds
-    none (see `is_full`). Every error frees what was written.
+    Raises StoreFull, on every rank, where memory has no room for the draft or for its manifest.
     """
-    began_s, rank = time.perf_counter(), distributed.get_rank()
-    draft, outcome = None, {}
-    if rank == 0:
+    began_s, rank, draft = time.perf_counter(), distributed.get_rank(), None
+
+    def agreed(act: Callable[[], dict[str, Any]]) -> Any:
+        """What `act` returns on rank 0, on every rank."""
+        outcome = {}
         try:
-            draft = reserve()
-            outcome = {"draft": str(draft.path), "target": str(draft.target)}
-        except StoreFull as error:
+            outcome = act() if rank == 0 else outcome
+        except (StoreFull, OSError) as error:
+            if not isinstance(error, StoreFull) and error.errno != errno.ENOSPC:
+                raise
             outcome = {"full": str(error)}
-    outcome = broadcast_json(outcome)
-    if "full" in outcome:
-        raise StoreFull(outcome["full"])
+        outcome = broadcast_json(outcome)
+        if "full" in outcome:
+            raise StoreFull(outcome["full"])
+        return outcome
+
+    def reserved() -> dict[str, Any]:
+        nonlocal draft
+        draft = reserve()
+        return {"draft": str(draft.path)}
+
+    def committed() -> dict[str, Any]:
+        stored = draft.commit(meta=meta)
+        return {"path": str(stored.path), "bytes": stored.nbytes}
+
+    place = agreed(reserved)["draft"]
     if draft is None:
-        draft = store.attach(outcome["draft"], layout)
+        draft = store.attach(place, layout)
     try:
         with torch.no_grad():
             write(draft, pieces)
         barrier()
         if rank > 0:
-            path, nbytes = outcome["target"], draft.layout.nbytes
-            draft.close()
-        else:
-            stored = draft.commit(meta=meta)
-            path, nbytes = stored.path, stored.nbytes
-    except BaseException:
-        if rank == 0:
-            draft.abort()
-        raise
-    return Written(str(path), nbytes, time.perf_counter() - began_s)
-
-
-def is_full(error: Exception) -> bool:
-    """Whether memory was full: a draft's memory is allocated at its reservation, its manifest's is not."""
-    return isinstance(error, StoreFull) or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
+            draft.close()  # else its memory could not be freed after a commit that fails
+        return Written(**agreed(committed), seconds=time.perf_counter() - began_s)
+    finally:
+        draft.close()  # rank 0 frees what was not committed
 
 
 def write(draft: Any, pieces: Iterable[Piece]) -> None:
@@ -101,7 +104,7 @@ def write(draft: Any, pieces: Iterable[Piece]) -> None:
                 files.columns(placed, runs).copy_(ours.to(dtype).view(runs.count, runs.run))
                 continue
             for at, part in _parts(runs, ours, dtype):
-                put = partial(_repeat, os.pwrite, files.fd(placed.file), placed.start + at * dtype.itemsize)
+                put = partial(_repeat, os.pwritev, files.fd(placed.file), placed.start + at * dtype.itemsize)
                 if in_host_memory(part.device):
                     put(part.to(dtype))
                 else:
@@ -116,7 +119,7 @@ def read(lease: Any, pieces: Iterable[Piece]) -> None:
                 ours.view(runs.count, runs.run).copy_(files.columns(placed, runs))
                 continue
             for at, part in _parts(runs, ours, dtype):
-                get = partial(_repeat, _pread, files.fd(placed.file), placed.start + at * dtype.itemsize)
+                get = partial(_repeat, os.preadv, files.fd(placed.file), placed.start + at * dtype.itemsize)
                 if not in_host_memory(part.device):
                     files.staging(part.device).to_device(part, get, dtype)
                 elif part.dtype == dtype:
@@ -170,15 +173,11 @@ def _parts(runs: Strided, ours: torch.Tensor, dtype: torch.dtype) -> Iterator[tu
         yield runs.start + first, ours[first : first + most]
 
 
-def _pread(fd: int, into: memoryview, at: int) -> int:
-    return os.preadv(fd, [into], at)
-
-
-def _repeat(call: Callable[[int, memoryview, int], int], fd: int, at: int, memory: torch.Tensor) -> None:
+def _repeat(call: Callable[[int, list[memoryview], int], int], fd: int, at: int, memory: torch.Tensor) -> None:
     """Repeat `call` until it has copied all of `memory`, which is on the host."""
     rest = memoryview(memory.detach().view(torch.uint8).numpy())
     while rest:
-        count = call(fd, rest, at)
+        count = call(fd, [rest], at)
         if count == 0:
             raise EOFError(f"a file ends at byte {at} of a tensor")
         rest, at = rest[count:], at + count

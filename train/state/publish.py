@@ -34,7 +34,7 @@ from train.model.model import ADAPTER, CONFIG_FILE, DTYPES, STEM, checkpoint_nam
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 from train.state import fragments
-from train.state.copies import Piece, Written, is_full, write_together
+from train.state.copies import Piece, Written, write_together
 from train.state.fragments import Fragment
 from weights.format.errors import StoreFull
 from weights.format.layout import Layout, TensorSpec
@@ -79,9 +79,7 @@ def publish_if_room(rank: Rank, step: int, epoch: float) -> bool:
     version of its own."""
     try:
         publish_step(rank, step, epoch)
-    except (StoreFull, OSError) as error:
-        if not is_full(error):
-            raise
+    except StoreFull as error:
         text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {error}"
         rank.emit("message", level="warn", text=text)
         return False

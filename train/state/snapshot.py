@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from train.control.rank import Rank, broadcast_json
+from train.control.rank import Rank
 from train.plan.errors import SnapshotMismatch
 from train.plan.spec import every_s
 from train.state import copies, fragments
-from train.state.copies import Piece, Written, is_full, write_together
+from train.state.copies import Piece, Written, write_together
 from train.state.fragments import Fragment
 from weights.format.errors import IntegrityError, StoreError, StoreFull
 from weights.format.layout import Layout, TensorSpec
@@ -96,9 +96,7 @@ class Snapshots:
         """Write the state after `step` steps into shared memory. Training goes on without where that is full."""
         try:
             self._write(step, self._store)
-        except (StoreFull, OSError) as error:
-            if not is_full(error):
-                raise
+        except StoreFull as error:
             if not self._refused:
                 self._emit("message", level="warn", text=f"no snapshot at step {step}: {error}")
             self._refused = True
@@ -106,14 +104,11 @@ class Snapshots:
 
     def suspend(self, step: int) -> Written:
         """Write the state of a run that has to leave its devices: on disk if shared memory is full."""
-        newest = self._newest
-        # Rank 0 alone knows whether its commit succeeded.
-        if broadcast_json(newest is not None and newest[0] == step):
-            assert newest is not None
-            return replace(newest[1], seconds=0.0)
+        if self._newest is not None and self._newest[0] == step:
+            return replace(self._newest[1], seconds=0.0)
         try:
             return self._write(step, self._store)
-        except StoreFull as full:  # raised on every rank
+        except StoreFull as full:
             self._emit("message", level="warn", text=f"the snapshot of step {step} goes to disk: {full}")
             return self.save_on_disk(step)
 
@@ -132,7 +127,6 @@ class Snapshots:
     def _write(self, step: int, store: WeightStore) -> Written:
         """Raises as `write_together`."""
         self._progress.enter("snapshot")
-        assert fragments.has_moments(self._engine), "a snapshot before the first step would hold undefined bytes"
         if self._grid.rank == 0:
             _forget_older(store, self._spec.job_id)
 
@@ -204,7 +198,7 @@ class Snapshots:
 
 def _state_of(owned: Iterable[Fragment]) -> Iterator[Piece]:
     for fragment in owned:
-        assert fragment.moments.keys() == set(fragments.MOMENTS)
+        assert fragment.moments.keys() == set(fragments.MOMENTS), "there is no state before the first step"
         for part, ours in (("master", fragment.weights), *fragment.moments.items()):
             for runs, elements in fragment.pieces():
                 yield f"{part}.{fragment.name}", runs, ours[elements]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from deepspeed import comm
 
-from train.control.rank import DevicesWanted, Rank, any_rank, broadcast_json
+from train.control.rank import DevicesWanted, Rank, any_rank
 from train.data.packing import Row, StepData, StepPlan, part_of
 from train.data.token_set import TokenSet
 from train.methods.method import Method
@@ -132,7 +132,7 @@ class Run:
         """Collective: do the next step, all its micro-batches and the optimizer's. Raises DevicesWanted where it was
         aborted: nothing but gradients has changed, and the process is about to end."""
         spec, step, engine = self.spec, self.step, self.engine
-        self.metrics.begin_step()
+        loss = self.metrics.begin()
         data = self.feed.step(step)
         total, warmup_ratio = self.plan.total_steps, spec.warmup_ratio
         rate = learning_rate(
@@ -142,7 +142,6 @@ class Run:
             group["lr"] = rate
         until_s = time.monotonic() + (KEPT_S if step == self.first_step else 0.0)
         scale = 1.0 / data.denominator  # of the global step: gradients and losses of micro-batches add up
-        loss = torch.zeros((), dtype=torch.float32, device=engine.device)
         shared = self._divergence("step", ((row, scale * row.weight) for _, row in data.rows), until_s)
         for number, row in data.rows:
             self._abort_if_wanted("step", until_s)
@@ -279,13 +278,13 @@ class Run:
             return ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in indices)
 
         shared = self._divergence("validating", rows(), until_s)
-        loss = self.metrics.begin_validation()
+        loss = self.metrics.begin()
         for _, part in self._evaluated("validating", rows(), until_s, **shared):
             loss += part
         return self.metrics.end_validation(loss)
 
     def _best_is_published(self) -> bool:
-        """Collective: whether the result is a version that was published before."""
+        """Whether the result is a version that was published before."""
         best = self.validations.best_step
         if self._ends_early and self.step < self.plan.total_steps:
             text = (
@@ -296,9 +295,7 @@ class Run:
             self.rank.emit("message", level="info", text=text)
         if self.spec.publish != "best" or not 0 < best < self.step:
             return False
-        # Only the first rank knows whether its commit succeeded.
-        is_published = bool(broadcast_json(best in self.validations.published))
-        if is_published:
+        if is_published := best in self.validations.published:
             text = f"the result is the version of step {best}, whose validation was the best"
         else:
             text = f"the result is the version of step {self.step}: that of step {best}, the best, was not published"
