@@ -89,7 +89,7 @@ class Row:
     input_ids, position_ids: (tokens,) int64. predict_at, labels: (n,) int64, the positions whose next token is
     learnt and that token. segments: (start, end) of each sequence; the rest of a pack is padding, a separate segment
     without labels. sequence_sizes: the number of labels of each sequence, one after the other in `labels`. reference:
-    (sequences,) float32, what the starting model says of each (train.trainer.reference); None where it is not known.
+    (sequences,) float32, what the starting model says of each (train.trainer.train); None where it is not known.
     weight: 1, or 0 where the row only fills a step, so that every rank computes equally many. marks: of each sequence,
     the loss mask of its first token: no loss reads it, so that it may carry a label of the example (train.methods.kto).
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 
 NAMESPACES = {"item", "sample"}
-SAMPLE_FIELDS = {"output_text", "output_json", "output_tools", "choices"}
+SAMPLE_FIELDS = ("output_text", "output_json", "output_tools", "choices")
 MAX_TEXT = 1 << 20
 """Characters of what a template becomes."""
 _SHOWN = 200
@@ -66,16 +67,11 @@ class Sample:
 
     def for_code(self) -> dict[str, Any]:
         """What a python grader gets; `output_json` is None when the text is not JSON."""
-        try:
-            parsed = self.output_json
-        except GradingFailed:
-            parsed = None
-        return {
-            "output_text": self.output_text,
-            "output_json": parsed,
-            "output_tools": self.output_tools,
-            "choices": self.choices,
-        }
+        fields = dict[str, Any].fromkeys(SAMPLE_FIELDS)
+        for name in fields:
+            with suppress(GradingFailed):
+                fields[name] = getattr(self, name)
+        return fields
 
 
 def _call(text: str) -> dict[str, str] | None:

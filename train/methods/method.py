@@ -60,7 +60,7 @@ class Method:
     DATA. metric_names: of the values that the loss reports, in order. sequences: how many sequences of tokens an
     example is; max_length is the limit of each, and all of them are in one micro-batch. needs_reference: before the
     first step the run computes the log-probability of every sequence once and keeps them with the job
-    (train.trainer.reference); rows have them from then on. needs_divergence: before the first gradient of a step the
+    (train.trainer.train); rows have them from then on. needs_divergence: before the first gradient of a step the
     ranks compute the log-probabilities of all its sequences, without gradients, which takes the time of a forward pass
     and less memory than a step; every batch then has as "divergence" the sum over the step, times the scale, of the
     log-probabilities less the reference. judged_by: "grader" or "teacher" where an example is a prompt: in each step

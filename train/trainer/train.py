@@ -8,8 +8,9 @@ seed and its number: an aborted one is repeated, and only time is lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,14 @@ from train.methods.method import Method
 from train.methods.methods import method_of
 from train.methods.packed_objective import to_batch
 from train.model.tensor_parallel import Grid
+from train.plan.errors import TrainingDiverged
 from train.plan.recipe import learning_rate
 from train.rollouts.rollouts import Rollouts
 from train.state.publish import publish_if_room, publish_step
 from train.state.snapshot import Snapshots, Validations
 from train.trainer.metrics import Metrics
-from train.trainer.reference import Reference
 from weights.format.errors import StoreFull
+from weights.format.names import replace_file
 
 KEPT_S = 60.0
 """Least time before the first step of a world is aborted, so that a job makes progress however often its devices are
@@ -57,6 +59,81 @@ class DataFeed:
     def _row(self, step: int, number: int, packs: np.ndarray) -> Row:
         counted = packs[: max(0, self._plan.counted(step) - number * len(packs))]
         return self._tokens.row(counted) if len(counted) else replace(self._tokens.row(packs), weight=0.0)
+
+
+class Reference:
+    """Log-probabilities of every sequence of the data to the starting model, for methods that compare the trained model
+    with it (Method.needs_reference). They are computed once, before the first step: until then the model is the
+    starting one (an adapter adds nothing yet), so there is no second copy of the weights.
+
+    values: (examples, sequences) float32 of a token set, NaN where they are not known; `tokens.reference` is None until
+    all are. The ranks share the packs, and add the values up. They are in `<run_dir>/reference`, by the digest of the
+    tokens, so that an aborted pass is resumed, and in every snapshot, for a run that goes on elsewhere.
+    """
+
+    def __init__(self, rank: Rank, tokens: TokenSet):
+        self._rank, self._tokens = rank, tokens
+        self._path = Path(rank.spec.run_dir) / "reference" / tokens.digest
+        values = np.full((tokens.n_examples, tokens.sequences), np.nan, np.float32)
+        self._set(np.fromfile(self._path, np.float32).reshape(values.shape) if self._path.exists() else values)
+
+    def _set(self, values: np.ndarray) -> None:
+        self.values = values
+        if self.complete:
+            self._tokens.reference = values
+
+    @property
+    def complete(self) -> bool:
+        return not np.isnan(self.values).any()
+
+    def compute(self, agree: Callable[[], Any]) -> None:
+        """Collective: compute the values that are not known yet. The engine's weights must be the starting ones. agree:
+        called before each row; raises DevicesWanted, and a later run goes on from the values known by then."""
+        if self.complete:
+            return
+        tokens, grid, engine, began_s = self._tokens, self._rank.grid, self._rank.engine, time.monotonic()
+        unknown = [n for n, members in enumerate(tokens.packs) if np.isnan(self.values[members]).any()]
+        done = 0
+        known = torch.zeros(self.values.shape, dtype=torch.float32, device=engine.device)
+        engine.eval()
+        try:
+            while done < len(unknown):
+                agree()
+                self._rank.progress.enter("reference")
+                own = done + grid.data_rank
+                # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
+                pack = unknown[min(own, len(unknown) - 1)]
+                with torch.no_grad():
+                    log_probs = engine(
+                        to_batch(tokens.row(np.array([pack])), 1.0, engine.device) | {"as_reference": True}
+                    )
+                if own < len(unknown) and grid.tensor_rank == 0:
+                    known[tokens.packs[pack]] = log_probs.view(-1, tokens.sequences)
+                done += grid.data_size
+        except DevicesWanted:
+            if done:
+                self._add(known, unknown[:done])
+            raise
+        self._add(known, unknown)
+        engine.train()
+        text = f"the starting model read {tokens.n_examples} examples for reference: "
+        self._rank.emit("message", level="info", text=f"{text}{time.monotonic() - began_s:.1f} s")
+
+    def _add(self, known: torch.Tensor, packs: list[int]) -> None:
+        """Collective: the values of these packs, which each rank has a part of."""
+        comm.all_reduce(known)
+        if not known.isfinite().all():
+            raise TrainingDiverged(0, known.sum().item(), 0.0)
+        members = np.concatenate([self._tokens.packs[pack] for pack in packs])
+        self.values[members] = known.cpu().numpy()[members]
+        self.take(self.values)
+
+    def take(self, values: np.ndarray) -> None:
+        """Take these values, and keep them with the job."""
+        self._set(values)
+        if self._rank.grid.rank == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, values.tobytes())
 
 
 class Run:
