@@ -39,6 +39,12 @@ taken."""
 _KEPT_VALIDATION_S = 5.0  # the same of a validation
 
 
+def equal_shares(count: int, grid: Grid) -> range:
+    """Numbers of the rows that this rank evaluates, equally many on every rank: under ZeRO-3 each forward is a
+    collective. Numbers from `count` on only fill up."""
+    return range(grid.data_rank, -(-count // grid.data_size) * grid.data_size, grid.data_size)
+
+
 class DataFeed:
     """Feeds the steps of a rank with rows of the data. Rollouts (train.rollouts.rollouts) have the same method, for
     answers that engines sample from the model in training."""
@@ -86,28 +92,21 @@ class Reference:
     def complete(self) -> bool:
         return not np.isnan(self.values).any()
 
-    def compute(self, agree: Callable[[], Any]) -> None:
-        """Collective: compute the values that are not known yet. The engine's weights must be the starting ones. agree:
-        called before each row; raises DevicesWanted, and a later run goes on from the values known by then."""
+    def compute(self, evaluated: Callable[..., Iterator[tuple[dict[str, Any], torch.Tensor]]]) -> None:
+        """Collective: compute the values that are not known yet. The engine's weights must be the starting ones.
+        evaluated: `Run._evaluated`; raises DevicesWanted, and a later run resumes from the values known by then."""
         if self.complete:
             return
-        tokens, grid, engine, began_s = self._tokens, self._rank.grid, self._rank.engine, time.monotonic()
+        tokens, grid, began_s, done = self._tokens, self._rank.grid, time.monotonic(), 0
         unknown = [n for n, members in enumerate(tokens.packs) if np.isnan(self.values[members]).any()]
-        done = 0
-        known = torch.zeros(self.values.shape, dtype=torch.float32, device=engine.device)
-        engine.eval()
+        places = equal_shares(len(unknown), grid)
+        packs = [unknown[min(place, len(unknown) - 1)] for place in places]
+        rows = ((tokens.row(np.array([pack])), 1.0) for pack in packs)
+        known = torch.zeros(self.values.shape, dtype=torch.float32, device=self._rank.engine.device)
         try:
-            while done < len(unknown):
-                agree()
-                self._rank.progress.enter("reference")
-                own = done + grid.data_rank
-                # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
-                pack = unknown[min(own, len(unknown) - 1)]
-                with torch.no_grad():
-                    log_probs = engine(
-                        to_batch(tokens.row(np.array([pack])), 1.0, engine.device) | {"as_reference": True}
-                    )
-                if own < len(unknown) and grid.tensor_rank == 0:
+            results = evaluated("reference", rows, 0.0, as_reference=True)
+            for place, pack, (_, log_probs) in zip(places, packs, results, strict=True):
+                if place < len(unknown) and grid.tensor_rank == 0:
                     known[tokens.packs[pack]] = log_probs.view(-1, tokens.sequences)
                 done += grid.data_size
         except DevicesWanted:
@@ -115,7 +114,6 @@ class Reference:
                 self._add(known, unknown[:done])
             raise
         self._add(known, unknown)
-        engine.train()
         text = f"the starting model read {tokens.n_examples} examples for reference: "
         self._rank.emit("message", level="info", text=f"{text}{time.monotonic() - began_s:.1f} s")
 
@@ -191,7 +189,7 @@ class Run:
     def _train(self) -> None:
         """Collective. Raises DevicesWanted."""
         for reference in self.references.values():
-            reference.compute(self._agree)
+            reference.compute(self._evaluated)
         self.snapshots.kept = {name: torch.from_numpy(kept.values) for name, kept in self.references.items()}
         if self.step == 0 or (self.rollouts is not None and self._validates()):  # its answers may be there by now
             self._validate()
@@ -347,12 +345,12 @@ class Run:
         self.metrics.report_validation(self.step, self.plan.total_steps, scores)
 
     def _validation(self, valid: TokenSet) -> dict[str, float]:
-        packs, place = np.arange(len(valid.packs)), self.grid
+        packs = np.arange(len(valid.packs))
+        shares = equal_shares(len(packs), self.grid)
         until_s, scale = time.monotonic() + _KEPT_VALIDATION_S, 1.0 / self.method.denominator(valid, packs)
-        indices = range(place.data_rank, -(-len(packs) // place.data_size) * place.data_size, place.data_size)
 
         def rows() -> Iterator[tuple[Row, float]]:
-            return ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in indices)
+            return ((valid.row(packs[[n % len(packs)]]), scale * (n < len(packs))) for n in shares)
 
         shared = self._divergence("validating", rows(), until_s)
         loss = self.metrics.begin()
