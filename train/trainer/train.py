@@ -72,33 +72,25 @@ class Reference:
     with it (Method.needs_reference). They are computed once, before the first step: until then the model is the
     starting one (an adapter adds nothing yet), so there is no second copy of the weights.
 
-    values: (examples, sequences) float32 of a token set, NaN where they are not known; `tokens.reference` is None until
-    all are. The ranks share the packs, and add the values up. They are in `<run_dir>/reference`, by the digest of the
-    tokens, so that an aborted pass is resumed, and in every snapshot, for a run that goes on elsewhere.
+    values: (examples, sequences) float32 of a token set, also as its `reference`; NaN where they are not known. The
+    ranks share the packs, and add the values up. They are in `<run_dir>/reference`, by the digest of the tokens, so an
+    aborted pass is resumed, and in every snapshot, for a run that goes on elsewhere.
     """
 
     def __init__(self, rank: Rank, tokens: TokenSet):
         self._rank, self._tokens = rank, tokens
         self._path = Path(rank.spec.run_dir) / "reference" / tokens.digest
-        values = np.full((tokens.n_examples, tokens.sequences), np.nan, np.float32)
-        self._set(np.fromfile(self._path, np.float32).reshape(values.shape) if self._path.exists() else values)
-
-    def _set(self, values: np.ndarray) -> None:
-        self.values = values
-        if self.complete:
-            self._tokens.reference = values
-
-    @property
-    def complete(self) -> bool:
-        return not np.isnan(self.values).any()
+        self.values = tokens.reference = np.full((tokens.n_examples, tokens.sequences), np.nan, np.float32)
+        if self._path.exists():
+            self.values[:] = np.fromfile(self._path, np.float32).reshape(self.values.shape)
 
     def compute(self, evaluated: Callable[..., Iterator[tuple[dict[str, Any], torch.Tensor]]]) -> None:
         """Collective: compute the values that are not known yet. The engine's weights must be the starting ones.
         evaluated: `Run._evaluated`; raises DevicesWanted, and a later run resumes from the values known by then."""
-        if self.complete:
-            return
         tokens, grid, began_s, done = self._tokens, self._rank.grid, time.monotonic(), 0
         unknown = [n for n, members in enumerate(tokens.packs) if np.isnan(self.values[members]).any()]
+        if not unknown:
+            return
         places = equal_shares(len(unknown), grid)
         packs = [unknown[min(place, len(unknown) - 1)] for place in places]
         rows = ((tokens.row(np.array([pack])), 1.0) for pack in packs)
@@ -124,14 +116,13 @@ class Reference:
             raise TrainingDiverged(0, known.sum().item(), 0.0)
         members = np.concatenate([self._tokens.packs[pack] for pack in packs])
         self.values[members] = known.cpu().numpy()[members]
-        self.take(self.values)
+        self.keep()
 
-    def take(self, values: np.ndarray) -> None:
-        """Take these values, and keep them with the job."""
-        self._set(values)
+    def keep(self) -> None:
+        """Keep the values with the job."""
         if self._rank.grid.rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, values.tobytes())
+            replace_file(self._path, self.values.tobytes())
 
 
 class Run:
@@ -149,11 +140,12 @@ class Run:
         self.ended_s = 0.0  # time.monotonic() after the last step
         self._resumed_from: str | None = None
         self.validations = Validations()
-        self.snapshots = Snapshots(rank, train.digest, self.validations)
         sets = {"train": train, "valid": valid} if self.method.needs_reference else {}
         self.references = {
             f"reference.{name}": Reference(rank, tokens) for name, tokens in sets.items() if tokens is not None
         }
+        kept = {name: torch.from_numpy(reference.values) for name, reference in self.references.items()}
+        self.snapshots = Snapshots(rank, train.digest, self.validations, kept)
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
         self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid, spec.sequence_parallel)
         self.rollouts = None
@@ -164,11 +156,9 @@ class Run:
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
-        missing = {name: kept.values.shape for name, kept in self.references.items() if not kept.complete}
-        self.step, references = self.snapshots.read(path, missing)
-        self.first_step = self.step
-        for name, values in references.items():
-            self.references[name].take(values.numpy())
+        self.step = self.first_step = self.snapshots.read(path)
+        for reference in self.references.values():
+            reference.keep()
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
@@ -190,7 +180,6 @@ class Run:
         """Collective. Raises DevicesWanted."""
         for reference in self.references.values():
             reference.compute(self._evaluated)
-        self.snapshots.kept = {name: torch.from_numpy(kept.values) for name, kept in self.references.items()}
         if self.step == 0 or (self.rollouts is not None and self._validates()):  # its answers may be there by now
             self._validate()
         self._publish()  # an earlier world may have been about to finish or to publish

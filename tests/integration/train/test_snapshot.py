@@ -22,7 +22,7 @@ def run(world_of_one, tmp_path):  # noqa: F811
     store, told = WeightStore(tmp_path / "store", budget_bytes=None), []
     spec, grid = host_spec(run_dir=str(tmp_path)), fragments.grid(engine)
     rank = Rank(spec, store, engine, grid, lambda event, **data: told.append(event), Progress())
-    return Snapshots(rank, "digest", Validations({1: 0.5}, [1])), store, told
+    return Snapshots(rank, "digest", Validations({1: 0.5}, [1]), {}), store, told
 
 
 def fail(code):
@@ -58,10 +58,10 @@ def test_read_snapshot_of_other_tokens_is_refused(run):
     snapshots.save(2)
     (stored,) = store.list("snapshot", "j")
     snapshots._validations = Validations()
-    assert snapshots.read(str(stored.path), {}) == (2, {}) and snapshots._validations == Validations({1: 0.5}, [1])
+    assert snapshots.read(str(stored.path)) == 2 and snapshots._validations == Validations({1: 0.5}, [1])
     snapshots._tokens = "other"
     with pytest.raises(SnapshotMismatch):
-        snapshots.read(str(stored.path), {})
+        snapshots.read(str(stored.path))
 
 
 @pytest.mark.parametrize(
