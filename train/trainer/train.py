@@ -27,7 +27,7 @@ from train.model.tensor_parallel import Grid
 from train.plan.errors import TrainingDiverged
 from train.plan.recipe import learning_rate
 from train.rollouts.rollouts import Rollouts
-from train.state.publish import publish_if_room, publish_step
+from train.state.publish import publish_step
 from train.state.snapshot import Snapshots, Validations
 from train.trainer.metrics import Metrics
 from weights.format.errors import StoreFull
@@ -309,8 +309,14 @@ class Run:
         of_epoch = spec.publishes_epochs and self.step in self.plan.epoch_end_steps() and self.step > self.first_step
         is_best = spec.publish == "best" and self.validations.best_step == self.step > 0
         due = (of_epoch or is_best) and self.step not in self.validations.published
-        if due and publish_if_room(self.rank, self.step, self._epoch()):
+        if not due:
+            return
+        try:
+            publish_step(self.rank, self.step, self._epoch())
             self.validations.published.append(self.step)
+        except StoreFull as error:  # training goes on: the last step has a version of its own
+            text = f"the version of step {self.step}, epoch {self._epoch():.3g}, is not published: {error}"
+            self.rank.emit("message", level="warn", text=text)
 
     def _publish_result(self) -> None:
         """Collective. Raises StoreFull, with the state kept on disk: hours of work must not be lost for lack of memory,

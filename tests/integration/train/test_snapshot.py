@@ -47,6 +47,15 @@ def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     assert told == ["message", "snapshot", "message"]
 
 
+def test_suspended_run_whose_manifest_finds_no_room_writes_to_disk(run, monkeypatch):
+    snapshots, store, told = run
+    full, write = fail(errno.ENOSPC), store_module.write_file
+    monkeypatch.setattr(
+        store_module, "write_file", lambda path, *more: (full if store.root in path.parents else write)(path, *more)
+    )
+    assert "/snapshots/" in snapshots.suspend(2).path and told == ["message", "snapshot"]
+
+
 def test_other_error_of_a_commit_ends_the_world(run, monkeypatch):
     monkeypatch.setattr(store_module, "write_file", fail(errno.EIO))
     with pytest.raises(OSError, match="cannot write"):
