@@ -31,10 +31,6 @@ RunPython = Callable[[str, dict[str, Any], Any], float]
 Reward = tuple[float, GradingErrors]
 Template = Annotated[str, AfterValidator(templates.check)]
 
-MAX_GRADERS = 32
-MAX_MESSAGES = 64
-MAX_LABELS = 256
-MAX_PARTS = 64
 MAX_BYTES = 2 << 20
 MAX_FORMULA = 4096  # characters
 ROLES = ("system", "developer", "user", "assistant")
@@ -176,7 +172,7 @@ class _Part(_Strict):
 class Message(_Strict):
     # The role of OpenAI's simple messages may be any text: one that no template knows becomes the user's.
     role: Annotated[str, AfterValidator(lambda role: role if role in ROLES else "user")]
-    content: Template | _Part | Annotated[list[Template | _Part], Field(max_length=MAX_PARTS)]
+    content: Template | _Part | Annotated[list[Template | _Part], Field(max_length=64)]
     type: Literal["message"] | None = None
 
     def parts(self) -> list[str]:
@@ -224,7 +220,7 @@ class _ModelGrader(_Grader):
     them."""
 
     model: str = Field(min_length=1, max_length=256)
-    input: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    input: list[Message] = Field(min_length=1, max_length=64)
     sampling_params: Sampling | None = None
 
     def as_given(self) -> dict[str, Any]:
@@ -322,8 +318,8 @@ class LabelModel(_ModelGrader):
     """1 if the label that a model gives is one of `passing_labels`, else 0."""
 
     type: Literal["label_model"]
-    labels: list[str] = Field(min_length=1, max_length=MAX_LABELS)
-    passing_labels: list[str] = Field(min_length=1, max_length=MAX_LABELS)
+    labels: list[str] = Field(min_length=1, max_length=256)
+    passing_labels: list[str] = Field(min_length=1, max_length=256)
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -349,7 +345,7 @@ class Multi(_Grader):
 
     type: Literal["multi"]
     calculate_output: str
-    graders: dict[str, Annotated[Leaf, Field(discriminator="type")]] = Field(min_length=1, max_length=MAX_GRADERS)
+    graders: dict[str, Annotated[Leaf, Field(discriminator="type")]] = Field(min_length=1, max_length=32)
     """Graders by the name that the formula uses."""
     _code: CodeType
 
