@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from threading import local
 from types import TracebackType
 from typing import Any
 
@@ -194,11 +194,11 @@ class Staging:
     """
 
     def __init__(self, kind: DeviceKind, elements: int):
-        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
-        for _ in range(THREADS):
-            self._free.put(kind.locked_buffer(elements))
+        self._mine = local()  # a thread's buffer
         self._copies: deque[Future[None]] = deque()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="staging")
+        self._threads = ThreadPoolExecutor(
+            THREADS, "staging", lambda: setattr(self._mine, "buffer", kind.locked_buffer(elements))
+        )
 
     def __enter__(self) -> Staging:
         return self
@@ -229,12 +229,8 @@ class Staging:
         many copies have not ended: each may keep memory of the device."""
 
         def run() -> None:
-            buffer = self._free.get()
-            try:
-                with torch.no_grad():
-                    copy(buffer.view(dtype)[:numel])
-            finally:
-                self._free.put(buffer)
+            with torch.no_grad():
+                copy(self._mine.buffer.view(dtype)[:numel])
 
         if len(self._copies) == MOST_COPIES:
             self._copies.popleft().result()
