@@ -189,11 +189,6 @@ class Cuda(DeviceKind):
 
         torch.cuda.current_stream(device).synchronize()
 
-    def locked_buffer(self, elements: int) -> Any:
-        import torch
-
-        return torch.empty(elements, dtype=torch.float32, pin_memory=True)
-
     def page_lock(self) -> RuntimePageLock:
         import torch  # noqa: F401 - loads the library
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import in_host_memory, of_torch
 from train.control.rank import barrier, broadcast_json
 from weights.format.errors import StoreFull
@@ -162,7 +161,7 @@ class _Files:
 
     def staging(self, device: torch.device) -> Staging:
         if device not in self._staging:
-            self._staging[device] = self._copying.enter_context(Staging(of_torch(device), _PART_BYTES // 4))
+            self._staging[device] = self._copying.enter_context(Staging(_PART_BYTES // 4, of_torch(device).locks_pages))
         return self._staging[device]
 
 
@@ -193,12 +192,10 @@ class Staging:
     the others fill or empty theirs.
     """
 
-    def __init__(self, kind: DeviceKind, elements: int):
-        self._mine = local()  # a thread's buffer
+    def __init__(self, elements: int, pin_memory: bool):
+        self._elements, self._pin_memory, self._mine = elements, pin_memory, local()
         self._copies: deque[Future[None]] = deque()
-        self._threads = ThreadPoolExecutor(
-            THREADS, "staging", lambda: setattr(self._mine, "buffer", kind.locked_buffer(elements))
-        )
+        self._threads = ThreadPoolExecutor(THREADS, "staging", self._begin_thread)
 
     def __enter__(self) -> Staging:
         return self
@@ -223,6 +220,9 @@ class Staging:
             target.copy_(part if part.dtype == target.dtype else part.to(target.device))
 
         self._begin(dtype, target.numel(), copy)
+
+    def _begin_thread(self) -> None:
+        self._mine.buffer = torch.empty(self._elements, dtype=torch.float32, pin_memory=self._pin_memory)
 
     def _begin(self, dtype: torch.dtype, numel: int, copy: HostCopy) -> None:
         """Have a thread call `copy` with elements of a buffer; it copies in the device's default stream. Waits while

@@ -5,22 +5,11 @@ import threading
 import pytest
 import torch
 
-from runtime.devices.kind import DeviceKind
 from train.state import copies
 from train.state.copies import Staging
 from weights.format.layout import Layout, TensorSpec
 from weights.format.torch_views import Strided, as_tensor, narrow, part
 from weights.memory.store import WeightStore
-
-
-class Device(DeviceKind):
-    """Memory of the host in place of a device's."""
-
-    def __init__(self):
-        pass
-
-    def locked_buffer(self, elements):
-        return torch.full((elements,), -1.0)
 
 
 def test_copies_of_ranges_and_columns_round_trip(tmp_path):
@@ -61,7 +50,6 @@ def test_copies_of_ranges_and_columns_round_trip(tmp_path):
 @pytest.mark.parametrize("dtype, code", [(torch.float32, "F32"), (torch.bfloat16, "BF16")])
 def test_copies_of_a_device_reach_every_file(tmp_path, monkeypatch, dtype, code):
     monkeypatch.setattr(copies, "in_host_memory", lambda device: False)
-    monkeypatch.setattr(copies, "of_torch", lambda device: Device())
     monkeypatch.setattr(copies, "_PART_BYTES", 256)
     layout = Layout.plan([TensorSpec(name, code, (500,)) for name in "abc"], max_file_bytes=1000)
     pieces = [(name, Strided(0, 500, 500, 1), torch.randn(500).to(dtype).float()) for name in "abc"]
@@ -81,6 +69,6 @@ def test_a_failed_copy_is_raised_and_no_thread_is_left():
         raise OSError("no space")
 
     before = threading.active_count()
-    with pytest.raises(OSError, match="no space"), Staging(Device(), 8) as staging:
+    with pytest.raises(OSError, match="no space"), Staging(8, False) as staging:
         staging.to_host(torch.ones(8), fails)
     assert threading.active_count() == before
