@@ -34,10 +34,8 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, fail
-from appliance.store.database import Database
-from appliance.store.errors import IllegalTransition
-from appliance.store.objects import files, jobs
-from appliance.store.records import keys
+from appliance.store import files, jobs, keys
+from appliance.store.database import Database, IllegalTransition
 from appliance.store.rows import FileRow, JobEventRow, JobRow, JobWanted, TaskRow
 from train.data.check import DataReport
 from train.data.same_tokens import differ
