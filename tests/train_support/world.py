@@ -30,8 +30,7 @@ from tests.train_support.tiny import (
     write_pair_file,
     write_prompt_file,
 )
-from train.control.group import Group, PingLimits
-from train.control.rank_host import RankHost
+from train.control.group import Group, PingLimits, RankHost
 from train.convert.remake import quantise
 from train.plan.spec import TrainSpec
 from train.trainer.engine import meeting_url

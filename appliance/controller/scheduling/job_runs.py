@@ -190,7 +190,7 @@ class JobRuns:
             return
         row = jobs.get(self._db, job_id)
         self._tiers.nudge()
-        if row.resolved["publish"] == "checkpoints":
+        if row.resolved["publish"] in ("checkpoints", "best"):
             self._dropped += lifecycle.drop_older_checkpoints(self._db, row)
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
