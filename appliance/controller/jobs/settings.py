@@ -200,7 +200,7 @@ class SettingsRequest:
             if layouts:
                 found.append((shared, layouts, warning))
                 if parts == 1 and layouts[0].risk == capacity.NO_RISK and not warning:
-                    break  # ranks that share a row talk in every layer, and are fewer numbers of devices
+                    break  # sharing a row is talk in every layer, and rules out numbers of devices
         layouts, warning = [], ""
         if found := [one for one in found if not one[2]] or found:  # what was asked for counts more than speed
             best = capacity.fastest_of([layouts[0] for _, layouts, _ in found], capacity.NEAR)

@@ -37,7 +37,6 @@ WAIT = 0.01 / 3.0
 take over its devices."""
 SAFE = 0.92
 """Share of a device's memory beyond which a layout is taken last: estimates are off by some percent."""
-
 NO_RISK = (0, False)  # Layout.risk
 
 
@@ -131,9 +130,8 @@ class Verdict:
 
     def memory(self) -> dict[str, Any]:
         """Of a job, as `JobRow.estimate` has it."""
-        host = self.numbers["host"]
-        taken = {"store_bytes": host["needed_bytes"], "host_bytes": self.numbers["job_bytes"]}
-        return taken | {"limit_bytes": host["limit_bytes"]}
+        needed, limit = self.numbers["host"]["needed_bytes"], self.numbers["host"]["limit_bytes"]
+        return {"store_bytes": needed, "host_bytes": self.numbers["job_bytes"], "limit_bytes": limit}
 
 
 def gb(count_bytes: int) -> str:
@@ -164,11 +162,11 @@ class Estimator:
         shown = fitting[-1] if fitting else sizes[-1]
         version, budget = estimate.version_bytes(shape, fields), box.store_budget_bytes
         offloaded = shown * memory[shown].host_bytes
-        needed, limit, on_disk = self._stored(fields, offloaded)
+        needed, limit = self._stored(fields, offloaded)
         problems = [] if fitting else [_too_large(memory, box)]
         if budget is not None and version > budget:
-            limit = f"the store's budget is {gb(budget)} (weights.budget_bytes)"
-            problems.append(f"The result takes {gb(version)} of shared memory; {limit}.")
+            most = f"the store's budget is {gb(budget)} (weights.budget_bytes)"
+            problems.append(f"The result takes {gb(version)} of shared memory; {most}.")
         beyond_host = _offload_problem(offloaded, needed, box)
         problems += beyond_host
         instead = self._instead(fields, sizes) if not fitting or beyond_host else []
@@ -177,10 +175,10 @@ class Estimator:
         waits, warnings = "", []
         if not problems and needed > box.store_room_bytes:
             waits = store_full(needed, box.store_room_bytes)
-        if on_disk and not problems:
+        if limit is not None and not problems:
             warnings.append(
                 f"A snapshot takes {gb(estimate.snapshot_bytes(shape, fields))} of shared memory and does not fit next "
-                f"to the result in {gb(limit or 0)}: snapshots go to disk, and moving the job between devices takes "
+                f"to the result in {gb(limit)}: snapshots go to disk, and moving the job between devices takes "
                 "longer."
             )
         numbers = {
@@ -193,20 +191,17 @@ class Estimator:
         }
         return Verdict(not problems, tuple(problems), tuple(instead), numbers, waits, tuple(warnings), fitting)
 
-    def _stored(self, fields: Mapping[str, Any], offloaded: int) -> tuple[int, int | None, bool]:
-        """Shared memory of a job whose ranks take `offloaded` bytes of the host's: what it needs, the limit of the
-        store or the host (None: not known), and whether its snapshots go to disk because of that."""
-        box, count = self.box, 1 + self.method.policies(fields.get("options", {}))
-        results, snapshot = (
-            count * estimate.version_bytes(self.shape, fields),
-            estimate.snapshot_bytes(self.shape, fields),
-        )
+    def _stored(self, fields: Mapping[str, Any], offloaded: int) -> tuple[int, int | None]:
+        """Shared memory that a job needs whose ranks take `offloaded` bytes of the host's, and the limit of the store
+        or the host for which its snapshots go to disk (None: they do not)."""
+        box, versions = self.box, 1 + self.method.policies(fields.get("options", {}))
+        results = versions * estimate.version_bytes(self.shape, fields)
+        both = results + estimate.snapshot_bytes(self.shape, fields)
         limits = [box.store_budget_bytes]
         if offloaded and box.host_memory_bytes is not None and not box.on_host:
             limits.append(max(0, box.host_memory_bytes - offloaded))
-        limit = min((each for each in limits if each is not None), default=None)
-        on_disk = limit is not None and results + snapshot > limit
-        return results if on_disk else results + snapshot, limit, on_disk
+        limit = min((each for each in limits if each is not None), default=both)
+        return (results, limit) if both > limit else (both, None)
 
     def layouts(
         self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], kept: Collection[str] = ()
@@ -257,11 +252,9 @@ class Estimator:
         for layout in candidates:
             by_kind[tuple(layout.fields.values())[:3]].append(layout)
         fastest = sorted(map(fastest_of, by_kind.values()), key=lambda layout: (*layout.risk, layout.weighed_s))
-        return (
-            [best := fastest_of(fastest, NEAR), *(layout for layout in fastest if layout is not best)]
-            if fastest
-            else []
-        )
+        if not fastest:
+            return []
+        return [best := fastest_of(fastest, NEAR), *(layout for layout in fastest if layout is not best)]
 
     def fit(
         self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], requested: Collection[str]
