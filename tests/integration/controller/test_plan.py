@@ -250,6 +250,8 @@ def test_search_without_a_layout_that_fits_names_what_would():
     found, _, instead = layouts_of("405b", 8, H100, host_bytes=5 * 10**11)
     assert not found and len(instead) == 2
     assert "--form int4`) on 8 devices" in instead[0] and "the same job on 16 devices" in instead[1]
+    _, _, instead = layouts_of("70b", 8, H100, host_bytes=10**11, full=True)
+    assert instead and not any("the same job" in text for text in instead), "24 devices are not one machine"
 
 
 def test_search_takes_the_nearest_layout_to_one_that_does_not_fit():
