@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from appliance.store.database import Database
-from appliance.store.records import audit
-from appliance.store.rows import CORDONS, NODES, AuditRow, CordonRow, NodeRow, columns
+from appliance.store.rows import AUDIT, CORDONS, NODES, AuditRow, CordonRow, NodeRow, columns
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import CORDONED as LOOP_SAYS
@@ -247,4 +246,4 @@ class DeviceWatch:
         level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR
         log.log(level, "%s %s", action, reason, extra={"device": target})
         detail = {"reason": reason} if reason else {}
-        audit.insert(self._db, AuditRow(action, target, detail=detail, created_s=self._clock()))
+        AUDIT.insert(self._db, AuditRow(action, target, detail=detail, created_s=self._clock()))
