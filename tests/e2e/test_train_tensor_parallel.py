@@ -1,5 +1,7 @@
 """Tensor parallelism: a model that ranks share trains, moves and publishes as one that each of them has whole."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.train_support.tiny import write_text_file
@@ -83,6 +85,19 @@ async def test_every_layout_has_the_loss_curve_and_the_result_of_one_plain_rank(
     assert losses.keys() == expected.keys() and losses[max(losses)] < losses[1]
     assert worst(losses, expected) <= ACROSS_SIZES
     shop.compare_published(plain, spec)
+
+
+async def test_a_run_of_shared_rows_goes_on_at_one_rank(shop):
+    plain, shared, alone = (shop.spec(name, n_epochs=1) for name in ("plain", "shared", "alone"))
+    expected = (await shop.run(plain, 1)).losses()
+    first = await shop.launch(replace(shared, sequence_parallel=2), 2).start()
+    await first.reached(3)
+    report = await first.group.suspend()
+    second = await shop.run(alone, 1, snapshot=report.snapshot_path)
+    assert min(second.losses()) == report.step + 1
+    losses = losses_of([first, second])
+    assert losses.keys() == expected.keys() and worst(losses, expected) <= ACROSS_SIZES
+    shop.compare_published(plain, alone)
 
 
 @pytest.mark.parametrize("method", ["reinforcement", pytest.param("distillation", marks=pytest.mark.soak)])
