@@ -60,7 +60,7 @@ async def test_a_shared_row_keeps_the_loss_curve_and_moves_between_sizes(shop, f
         ({**TEXT, **ADAPTER}, {"zero_stage": 2, "micro_batch": 2}),
         *(
             pytest.param(task, layout, marks=pytest.mark.soak)
-            for task in ({}, ADAPTER, QLORA, {"method": "dpo"}, {"method": "kto"}, {"method": "orpo", **ADAPTER}, TEXT)
+            for task in ({}, ADAPTER, QLORA, {"method": "dpo"}, {"method": "kto"}, {"method": "orpo"}, TEXT)
             for layout in (
                 {"zero_stage": 1, "offload": "optimizer", **AGAIN},
                 {"zero_stage": 2, "offload": "optimizer", "micro_batch": 2},

@@ -233,7 +233,7 @@ class Workshop:
 
     def published(self, spec: TrainSpec) -> tuple[dict[str, torch.Tensor], StoredVersion]:
         """The tensors of the newest version that a run published, and where it lies."""
-        made = [v for v in self.store.list("version") if v.model == spec.output_model]
+        made = [v for kind in ("version", "adapter") for v in self.store.list(kind) if v.model == spec.output_model]
         assert len(made) == 1 or spec.publishes_epochs
         stored = max(made, key=lambda one: step_of(one.version))
         return {k: v for file in stored.path.glob("*.safetensors") for k, v in load_file(file).items()}, stored
