@@ -58,8 +58,8 @@ from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
+from appliance.store.box import SqliteJournal
 from appliance.store.database import Database
-from appliance.store.records.box import SqliteJournal
 from appliance.tiers.tiers import TierFlow, Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of

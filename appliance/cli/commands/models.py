@@ -284,9 +284,9 @@ def share(session: Session, args: Namespace) -> None:
     session.show(session.client.post(f"/v1/models/{segment(args.id)}/share", body))
 
 
-PATH = "/v1/chat/completions"
+CHAT_PATH = "/v1/chat/completions"
 # A held request may wait for an engine to wake; the box itself answers 503 when it gives up.
-TIMEOUT_S = 900.0
+ANSWER_TIMEOUT_S = 900.0
 
 
 @command(
@@ -322,7 +322,7 @@ def chat(session: Session, args: Namespace) -> None:
         raise BadUsage("the prompt is empty")
     messages.append({"role": "user", "content": text})
     if session.as_json:
-        output.print_json(gateway.send("POST", PATH, body=body, timeout_s=TIMEOUT_S))
+        output.print_json(gateway.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S))
     else:
         _answer(gateway, body)
 
@@ -331,7 +331,7 @@ def _answer(gateway: Client, body: dict[str, Any]) -> str:
     """Print the answer as it comes, and say why there is none or why it ends early; returns it whole."""
     pieces, ended = [], None
     try:
-        for event in gateway.stream_events(PATH, {**body, "stream": True}, TIMEOUT_S):
+        for event in gateway.stream_events(CHAT_PATH, {**body, "stream": True}, ANSWER_TIMEOUT_S):
             for choice in event.get("choices", ()):
                 piece = (choice.get("delta") or {}).get("content") or ""
                 ended = choice.get("finish_reason") or ended

@@ -38,11 +38,9 @@ from appliance.controller.models.activation import Canaries
 from appliance.controller.models.lifecycle import adapter_base, register
 from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
+from appliance.store import models, rows
 from appliance.store.database import Database, Part
-from appliance.store.ids import new_id
-from appliance.store.objects import models
-from appliance.store.records import canaries, deployments, operations
-from appliance.store.rows import MODEL_SETTINGS, DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns
+from appliance.store.rows import DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns, new_id
 from appliance.tiers.tiers import name_of as stored_name
 from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
@@ -104,7 +102,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
 
     def deployment_of(name: str) -> DeploymentRow:
         stored_model(db, name)
-        return deployments.find(db, name) or DeploymentRow(model=name, created_s=time.time())
+        return rows.DEPLOYMENTS.find(db, name) or DeploymentRow(model=name, created_s=time.time())
 
     @router.get("/models/{name:path}/deployment")
     def show_deployment(name: str, now: Status) -> dict[str, Any]:
@@ -123,15 +121,15 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
             changes["idle"] = {} if idle_s is None else {"idle_sleep_s": idle_s}
         changed = replace(row, **changes)
         _check(context, changed, changes.keys())
-        deployments.put(db, changed)
-        context.scheduler.reset_failures(name)  # engines that failed with the old settings may start with the new ones
+        rows.DEPLOYMENTS.put(db, changed)
+        context.scheduler.loop.reset_failures(name)  # engines that failed with the old settings may start now
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
         return deployment_view(changed, context.scheduler.status())
 
     @router.get("/models/{name:path}", response_model=dict[str, Any])
     async def show(name: str, caller: Caller, now: Status) -> Response:
         """`canary`: the most recent one, running or ended."""
-        canary = compared.view(last) if (last := canaries.find(db, name)) else None
+        canary = compared.view(last) if (last := rows.CANARIES.find(db, name)) else None
         states = ModelStates(db, now)
         return await answer(lambda: model_view(context, stored_model(db, name), now, states) | {"canary": canary})
 
@@ -145,7 +143,7 @@ def model_view(
     `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
     `message`: why its engines fail, None if they do not."""
     db = context.db
-    deployment, running = deployments.find(db, row.id), models.find_canary(db, row.id)
+    deployment, running = rows.DEPLOYMENTS.find(db, row.id), models.find_canary(db, row.id)
     size, active = context.sizes.size(row, None), models.active(db, row)
     set_up, adapter = models.current_settings(db, row.id), active.meta.get("adapter") if active else None
     return {
@@ -236,7 +234,7 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
 
     @router.get("/models/{name:path}/canary")
     async def show(name: str) -> dict[str, Any]:
-        if (row := canaries.find(db, name)) is None:
+        if (row := rows.CANARIES.find(db, name)) is None:
             remedy = "`appliance model canary MODEL VERSION` begins one"
             raise NotFound(f"{shown(name)} has no canary, and never had one; {remedy}.", "model", "no_canary")
         return running.view(row)
@@ -250,7 +248,7 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
     async def promote(name: str, caller: Caller) -> dict[str, Any]:
         """A request that comes again is told what the first has changed."""
         async with activation.lock(name):
-            model, last = stored_model(db, name), canaries.find(db, name)
+            model, last = stored_model(db, name), rows.CANARIES.find(db, name)
             if last is not None and last.state == "promoted" and last.version == model.active_version:
                 return {"model": name, "from": last.before, "to": last.version}
             return await running.promote(model, caller, "asked for")
@@ -286,13 +284,13 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/models/{name:path}/settings")
     def show_settings(name: str) -> dict[str, Any]:
         """An adapter has none: a command that shows its deployment shows its base's too."""
-        rows = MODEL_SETTINGS.list_all(db, "model = ?", stored_model(db, name).id)
+        history = rows.MODEL_SETTINGS.list_all(db, "model = ?", stored_model(db, name).id)
         return {
             "object": "model.settings",
             "model": name,
-            "number": rows[0].number if rows else 0,
-            "settings": rows[0].settings if rows else {},
-            "history": [{**columns(row, "number created_s settings note"), "by": row.by_whom} for row in rows],
+            "number": history[0].number if history else 0,
+            "settings": history[0].settings if history else {},
+            "history": [{**columns(row, "number created_s settings note"), "by": row.by_whom} for row in history],
         }
 
     @router.patch("/models/{name:path}/settings")
@@ -325,7 +323,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
             if settings.as_json() != before:
                 by = name_of(context, caller)
                 models.add_settings(db, name, settings.as_json(), settings.digest, by, time.time())
-        context.scheduler.reset_failures(name)  # engines that failed with the old settings may start with the new ones
+        context.scheduler.loop.reset_failures(name)  # engines that failed with the old settings may start now
         context.routing.models_changed()  # the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
         return await asyncio.to_thread(show_settings, name)
@@ -333,7 +331,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
 
 def _settings(db: Database, name: str, number: int | None = None) -> dict[str, Any]:
     """The settings of this version; None: those in force; 0: none yet. Raises NotFound."""
-    row = models.current_settings(db, name) if number is None else MODEL_SETTINGS.find(db, name, number)
+    row = models.current_settings(db, name) if number is None else rows.MODEL_SETTINGS.find(db, name, number)
     if row is None and number:
         raise NotFound(f"{name} has no settings {number}.", "number", "settings_not_found")
     return row.settings if row is not None else {}
@@ -363,7 +361,7 @@ def _check_size(
 # --- imports; after a restart one starts over from what is on disk
 
 
-OPERATIONS = "operations"
+TASKS = "operations"
 PROGRESS_EVERY_S = 0.5
 """Progress is written to the store at most this often, but for a new message."""
 
@@ -407,22 +405,22 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
         arguments["adapter"] = await _adapter(context, body)
         target, progress = name or body.source, {"done": 0, "total": None, "unit": "", "message": "starting"}
         with db.transaction():
-            for twin in operations.list_all(db, "state = 'running' AND target = ?", target):
+            for twin in rows.OPERATIONS.list_all(db, "state = 'running' AND target = ?", target):
                 text = f"import of {shown(target)} is already running as operation {twin.id}."
                 raise Conflict(text, code="operation_running")
             row = OperationRow(new_id("op_"), "import", target, "running", time.time(), progress=progress)
-            operations.insert(db, row)
-            context.tasks.start(OPERATIONS, row.id, caller.key_id, **arguments)
+            rows.OPERATIONS.insert(db, row)
+            context.tasks.start(TASKS, row.id, caller.key_id, **arguments)
             record(context, caller, "model.import", target, **body.model_dump())
         return {"operation": operation_view(row)}
 
     @router.get("/operations")
     def list_operations(part: Annotated[Part, RECENT]) -> dict[str, Any]:
-        return list_object(operations.page(db, **part), operation_view)
+        return list_object(rows.OPERATIONS.page(db, **part), operation_view)
 
     @router.get("/operations/{operation_id}")
     def operation(operation_id: str) -> dict[str, Any]:
-        if (row := operations.find(db, operation_id)) is None:
+        if (row := rows.OPERATIONS.find(db, operation_id)) is None:
             raise NotFound(f"No operation {shown(operation_id)}.", "id", "operation_not_found")
         return {"operation": operation_view(row)}
 
@@ -453,7 +451,7 @@ def import_kind(context: ControllerContext) -> Kind:
 
     async def run(task: TaskRow) -> None:
         """Raises TaskFailed."""
-        row = operations.find(db, task.id)
+        row = rows.OPERATIONS.find(db, task.id)
         if row is None or row.state != "running":
             return
         progress, write_s = row.progress, 0.0
@@ -464,7 +462,7 @@ def import_kind(context: ControllerContext) -> Kind:
             is_new = message != progress["message"]
             progress = {"done": done, "total": total, "unit": unit, "message": message}
             if is_new or time.monotonic() >= write_s:
-                operations.update(db, task.id, progress=progress)
+                rows.OPERATIONS.update(db, task.id, progress=progress)
                 write_s = time.monotonic() + PROGRESS_EVERY_S
 
         arguments = task.arguments
@@ -480,12 +478,12 @@ def import_kind(context: ControllerContext) -> Kind:
             result = await register(context, version, caller_of(db, task.key_id), **more)
         except OperationFailed as error:
             raise TaskFailed(error.code, str(error)) from error
-        operations.update(db, row.id, state="succeeded", result=result, progress=progress, ended_s=time.time())
+        rows.OPERATIONS.update(db, row.id, state="succeeded", result=result, progress=progress, ended_s=time.time())
 
     async def fail(task: TaskRow, error: TaskFailed) -> None:
-        row = operations.find(db, task.id)
+        row = rows.OPERATIONS.find(db, task.id)
         if row is not None and row.state == "running":
             failure = {"code": error.code, "message": str(error), "param": None}
-            operations.update(db, row.id, state="failed", error=failure, ended_s=time.time())
+            rows.OPERATIONS.update(db, row.id, state="failed", error=failure, ended_s=time.time())
 
-    return Kind(OPERATIONS, run, fail, "operation")
+    return Kind(TASKS, run, fail, "operation")

@@ -14,10 +14,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from appliance.store import jobs
 from appliance.store.database import Database
-from appliance.store.objects import jobs
-from appliance.store.records import audit
-from appliance.store.rows import CORDONS, NODES, AuditRow, CordonRow, NodeRow, columns
+from appliance.store.rows import AUDIT, CORDONS, NODES, AuditRow, CordonRow, NodeRow, columns
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import CORDONED as LOOP_SAYS
@@ -264,4 +263,4 @@ class DeviceWatch:
         level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR
         log.log(level, "%s %s", action, reason, extra={"device": target})
         detail = {"reason": reason} if reason else {}
-        audit.insert(self._db, AuditRow(action, target, detail=detail, created_s=self._clock()))
+        AUDIT.insert(self._db, AuditRow(action, target, detail=detail, created_s=self._clock()))

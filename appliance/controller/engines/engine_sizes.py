@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.controller.interfaces.errors import OperationFailed
+from appliance.store import models
 from appliance.store.database import Database
-from appliance.store.objects import models
-from appliance.store.records import deployments
-from appliance.store.rows import ModelRow, VersionRow
+from appliance.store.rows import DEPLOYMENTS, ModelRow, VersionRow
 from runtime.errors import RuntimeLayerError
 from runtime.processes.child import Child
 from scheduler.core.workload import Device
@@ -65,7 +64,7 @@ class EngineSizes:
 
     def devices(self, model: str) -> int:
         """How many devices an engine of this model has."""
-        row = deployments.find(self._db, model)
+        row = DEPLOYMENTS.find(self._db, model)
         return row.tensor_parallel if row is not None else 1
 
     def _settings(self, model: ModelRow) -> ModelSettings:

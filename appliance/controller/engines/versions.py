@@ -19,8 +19,8 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
+from appliance.store import jobs, models
 from appliance.store.database import Database
-from appliance.store.objects import jobs, models
 from appliance.store.rows import VersionRow
 from appliance.tiers.tiers import TierFlow, Tiers, name_of
 from runtime.devices.kinds import kind_of

@@ -36,12 +36,11 @@ from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, obj
 from appliance.controller.http.routers import FORM_BYTES, StrictBody, takes, unaudited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.store import files
 from appliance.store.database import Database
-from appliance.store.ids import new_id
-from appliance.store.objects import files
-from appliance.store.rows import BATCHES, UNFINISHED, FileRow, UploadRow, columns
+from appliance.store.rows import BATCHES, UNFINISHED, FileRow, UploadRow, columns, new_id
 from appliance.store.rows import UPLOADS as uploads
-from train.data.check import DataReport
+from train.data_checks.check import DataReport
 from train.data_checks.process import check_apart
 from train.data_checks.process import checked as check_here
 from train.methods.method import Method

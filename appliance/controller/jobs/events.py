@@ -19,18 +19,9 @@ from typing import Any, Literal
 from appliance.controller.access.model_access import checkpoint_name, resolve
 from appliance.controller.files import storage
 from appliance.controller.models.capacity import gb
+from appliance.store import jobs, models
 from appliance.store.database import Database
-from appliance.store.ids import new_id
-from appliance.store.objects import jobs, models
-from appliance.store.rows import (
-    VERSIONS,
-    JobEventRow,
-    JobMetricRow,
-    JobRow,
-    ModelRow,
-    VersionRow,
-    columns,
-)
+from appliance.store.rows import VERSIONS, JobEventRow, JobMetricRow, JobRow, ModelRow, VersionRow, columns, new_id
 from train.methods.methods import METHODS
 
 Level = Literal["info", "warn", "error"]

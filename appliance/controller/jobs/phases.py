@@ -34,14 +34,11 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, fail
-from appliance.store.database import Database
-from appliance.store.errors import IllegalTransition
-from appliance.store.objects import files, jobs
-from appliance.store.records import keys
+from appliance.store import files, jobs, keys
+from appliance.store.database import Database, IllegalTransition
 from appliance.store.rows import FileRow, JobEventRow, JobRow, JobWanted, TaskRow
-from train.data.check import DataReport
-from train.data.same_tokens import differ
-from train.data_checks.process import TOKENS
+from train.data_checks.check import DataReport
+from train.data_checks.process import TOKENS, differ
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
 
@@ -73,8 +70,7 @@ def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]
 def remove_copies(context: ControllerContext, job_id: str) -> None:
     """Delete the data of a job that has ended: nothing reads it any more."""
     for name in _COPIES.values():
-        for half in ("", ".partial"):  # of a check that was killed
-            (context.jobs_dir / job_id / f"{name}{half}").unlink(missing_ok=True)
+        (context.jobs_dir / job_id / name).unlink(missing_ok=True)
     shutil.rmtree(context.jobs_dir / job_id / TOKENS, ignore_errors=True)
 
 

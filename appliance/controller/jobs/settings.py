@@ -16,11 +16,11 @@ from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Estimator, Verdict
-from appliance.store.objects import jobs, models
+from appliance.store import jobs, models
 from appliance.store.rows import VersionRow
 from runtime.devices.kinds import kind_of
-from train.data.check import DataReport
 from train.data.formats import TEXT
+from train.data_checks.check import DataReport
 from train.methods.method import Method
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter

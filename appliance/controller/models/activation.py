@@ -29,10 +29,9 @@ from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, SHORTEST_S
-from appliance.store.errors import RowNotFound
-from appliance.store.objects import models
-from appliance.store.records import canaries, deployments
-from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
+from appliance.store import models
+from appliance.store.database import RowNotFound
+from appliance.store.rows import CANARIES, DEPLOYMENTS, CanaryRow, ModelRow, VersionRow, columns
 
 _LOCKS: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # names come and go
 
@@ -91,7 +90,7 @@ class Canaries:
             if not lock(row.model).locked():
                 self._context.background.once(f"canary: {row.model}", partial(self._look_at, row.model, now_s))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
-        for name in {row.name for row in canaries.list_all(self._db, "state != 'running'")} - served:
+        for name in {row.name for row in CANARIES.list_all(self._db, "state != 'running'")} - served:
             self._context.model_ops.let_go(name)  # not before: an engine that starts would hold its version again
 
     async def _look_at(self, name: str, now_s: float) -> None:
@@ -128,8 +127,8 @@ class Canaries:
         self._check_room(model, stored)
         created_s = time.time() if running is None else running.created_s  # with other settings: the counts are kept
         row = CanaryRow(name, version, model.active_version or "", created_s=created_s, **settings)
-        canaries.put(db, row)
-        self._context.scheduler.reset_failures(row.name)
+        CANARIES.put(db, row)
+        self._context.scheduler.loop.reset_failures(row.name)
         self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {name}")
         record(self._context, caller, "model.canary", name, version=version, **settings)
         return row
@@ -204,7 +203,7 @@ class Canaries:
 
     def _check_room(self, model: ModelRow, version: VersionRow) -> None:
         """Raises Conflict."""
-        deployment, active = deployments.find(self._db, model.id), models.active(self._db, model)
+        deployment, active = DEPLOYMENTS.find(self._db, model.id), models.active(self._db, model)
         if deployment is None:
             remedy = f"`appliance model deploy {model.id}` changes that."
             why = f"{model.id} is not served, so a canary would get no requests; {remedy}"
@@ -228,7 +227,7 @@ class Canaries:
         compared: dict[str, Any] | None = None,
     ) -> None:
         active, compared = stored_model(self._db, row.model).active_version, compared or self._compared(row)
-        canaries.update(self._db, row.model, state=state, reason=reason, ended_s=time.time(), compared=compared)
+        CANARIES.update(self._db, row.model, state=state, reason=reason, ended_s=time.time(), compared=compared)
         action, before = ("promote", row.before) if state == "promoted" else ("rollback", row.version)
         record(self._context, caller, f"model.{action}", row.model, before=before, to=active, reason=reason)
         self._context.scheduler.nudge(f"{row.name} is no longer a canary")

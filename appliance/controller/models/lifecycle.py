@@ -12,8 +12,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, OperationFailed, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.models.library import ModelVersion
+from appliance.store import jobs, models
 from appliance.store.database import Database
-from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, ModelRow, VersionRow, columns
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from appliance.controller.files.storage import FILES
 from appliance.controller.http.resource import MOST, list_object, listed, metadata_of, object_of, part
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs, unaudited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
-from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
+from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.phases import JOBS, VALIDATIONS, lines_of, pause_reason, set_wanted
@@ -38,8 +38,8 @@ from appliance.controller.openai.new_job import (
     refused,
     training_of,
 )
+from appliance.store import jobs
 from appliance.store.database import PAGE_BYTES, Database, Part
-from appliance.store.objects import jobs
 from appliance.store.rows import JOB_EVENTS, VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
 from train.data_checks.process import CheckFailed, report_apart
 from train.methods.method import Method
@@ -62,7 +62,7 @@ def routes(context: ControllerContext) -> APIRouter:
     router, db = JOBS.router(), context.db
 
     def known(job_id: str, caller: Principal) -> JobRow:
-        return JOBS.known(db, job_id, caller.seeing_all() if caller.may(READ) else caller)
+        return JOBS.known(db, job_id, replace(caller, scopes=frozenset({ADMIN})) if caller.may(READ) else caller)
 
     @router.get("")
     @_reads

@@ -27,9 +27,8 @@ from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERE
 from appliance.controller.jobs.phases import pause_jobs_without_model
 from appliance.controller.models import archive
 from appliance.controller.models.lifecycle import remove, to_delete
+from appliance.store import keys, models
 from appliance.store.database import Database
-from appliance.store.objects import models
-from appliance.store.records import keys
 from appliance.store.rows import ModelRow, columns
 from appliance.tiers.tiers import name_of
 from weights.format.errors import WeightsError

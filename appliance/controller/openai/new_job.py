@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, StringConstraints, create_model
 from appliance.controller.access import model_access
 from appliance.controller.access.model_access import Resolved, resolve, root_base, usable_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading.checks import check_code, check_form, form_of, grader_of, teacher_of
+from appliance.controller.grading.judging import check_code, check_form, form_of, grader_of, teacher_of
 from appliance.controller.http.routers import Metadata, StrictBody
 from appliance.controller.interfaces.errors import (
     ApiError,
@@ -29,10 +29,9 @@ from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.phases import max_priority
 from appliance.models.checkpoint import TRAINED_FORM
-from appliance.store.ids import new_id
-from appliance.store.objects import evals, files, jobs, models
-from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
-from train.data.check import DataReport
+from appliance.store import evals, files, jobs, models
+from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns, new_id
+from train.data_checks.check import DataReport
 from train.graders.errors import InvalidGrader
 from train.graders.graders import parse
 from train.graders.hosts import GraderHosts

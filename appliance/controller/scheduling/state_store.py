@@ -21,11 +21,10 @@ from appliance.controller.jobs.phases import pause_reason
 from appliance.controller.models import capacity
 from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, OPEN
 from appliance.memory.box_memory import BoxMemory
+from appliance.store import jobs, models, usage
 from appliance.store.database import Database
-from appliance.store.objects import jobs, models
-from appliance.store.objects.models import callable_adapters
-from appliance.store.records import audit, deployments, usage
-from appliance.store.rows import JOBS, MODEL_SETTINGS, AuditRow, DeploymentRow, JobRow
+from appliance.store.models import callable_adapters
+from appliance.store.rows import AUDIT, DEPLOYMENTS, JOBS, MODEL_SETTINGS, AuditRow, DeploymentRow, JobRow
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
@@ -169,7 +168,7 @@ class SqliteStateStore:
         self._routing.trouble(model, trouble)
 
     def model_served(self, model: str, build: Build) -> None:
-        deployments.update(self._db, model, served=asdict(build))
+        DEPLOYMENTS.update(self._db, model, served=asdict(build))
 
     def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
         with self._db.transaction():
@@ -183,7 +182,7 @@ class SqliteStateStore:
             note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
             models.add_settings(self._db, model, settings, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
-            audit.insert(self._db, AuditRow("model.settings", model, detail=detail))
+            AUDIT.insert(self._db, AuditRow("model.settings", model, detail=detail))
         self._routing.models_changed()  # the gateways' table holds the context
         return True
 
@@ -192,7 +191,7 @@ class SqliteStateStore:
         # From an index alone: whole rows of 2,400 models take 50 ms.
         active = dict(self._db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL"))
         adapters = {row.name: row for row in callable_adapters(self._db)} | self._routing.policy_adapters()
-        deployed = [row for row in deployments.list_all(self._db) if row.model in active]
+        deployed = [row for row in DEPLOYMENTS.list_all(self._db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
         for adapter in adapters.values():
             if adapter.host not in views:  # its base serves another version now or is not deployed

@@ -12,8 +12,7 @@ import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.grading.judging import CannotGoOn, Grading, Sampled
-from appliance.store.objects import jobs, models
-from appliance.store.records import keys
+from appliance.store import jobs, keys, models
 from tests.integration.controller.test_jobs import prompts
 from tests.simulator.control_plane import judging_of
 from tests.train_support.tiny import tokenizer

@@ -12,8 +12,7 @@ import pytest
 from appliance.controller.app import create_app
 from appliance.controller.grading.judging import CannotGoOn
 from appliance.controller.jobs.phases import VALIDATIONS
-from appliance.store.objects import files, jobs, models
-from appliance.store.records import keys
+from appliance.store import files, jobs, keys, models
 from tests.simulator.control_plane import change, graded
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import Control, chat_lines, insert_model

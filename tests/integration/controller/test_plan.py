@@ -11,7 +11,7 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.settings import box_facts
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Estimator
-from appliance.store.objects import jobs, models
+from appliance.store import jobs, models
 from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model

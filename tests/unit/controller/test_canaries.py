@@ -14,9 +14,8 @@ from appliance.controller.interfaces.errors import SwapFailed
 from appliance.controller.models import activation
 from appliance.controller.models.activation import Canaries, decide
 from appliance.gateway.core.table import bucket
-from appliance.store.objects import models
-from appliance.store.records import audit, canaries, deployments
-from appliance.store.rows import CanaryRow, DeploymentRow, VersionRow
+from appliance.store import models
+from appliance.store.rows import AUDIT, CANARIES, DEPLOYMENTS, CanaryRow, DeploymentRow, VersionRow
 
 from .conftest import ADMIN, Control, insert_model
 
@@ -26,7 +25,7 @@ PATH = "/admin/v1/models/m/canary"
 @pytest.fixture
 def served(control: Control) -> Control:
     insert_model(control.db, "m", versions=("v2", "v1"))  # v1 answers
-    deployments.insert(control.db, DeploymentRow("m", 1.0))
+    DEPLOYMENTS.insert(control.db, DeploymentRow("m", 1.0))
     return control
 
 
@@ -37,7 +36,7 @@ async def ask(control: Control, method: str, path: str = PATH, status: int = 200
 
 
 def counted(control: Control, **versions: VersionLoad) -> None:
-    row = canaries.find(control.db, "m")
+    row = CANARIES.find(control.db, "m")
     assert row is not None
     control.context.bus.load = lambda: Report(canaries={"m": CanaryLoad(row.created_s, versions)})
 
@@ -50,7 +49,7 @@ async def look_later(control: Control, after_s: float) -> CanaryRow:
     running = Canaries(control.context)
     await running.look(time.time() + after_s)
     await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "canary: m"))
-    row = canaries.find(control.db, "m")
+    row = CANARIES.find(control.db, "m")
     assert row is not None
     return row
 
@@ -72,7 +71,7 @@ async def test_a_canary_says_what_it_does_and_what_it_waits_for(served: Control)
     assert shown["canary"]["message"] == "v2 takes 20% of the requests"
     assert shown["canary"]["versions"]["v2"]["requests"] == 60
     assert active(served) == "v1" and served.scheduler.converged == []
-    (entry,) = audit.page(served.db, after=None, limit=1).data
+    (entry,) = AUDIT.page(served.db, after=None, limit=1).data
     assert (entry.action, entry.detail["version"]) == ("model.canary", "v2")
 
 
@@ -100,7 +99,7 @@ async def test_a_good_one_is_promoted_on_its_own_when_its_time_is_over(served: C
     row = await look_later(served, 601)
     assert (row.state, active(served)) == ("promoted", "v2")
     assert row.compared is not None and row.compared["v1"]["requests"] == 540
-    (entry,) = audit.page(served.db, after=None, limit=1).data
+    (entry,) = AUDIT.page(served.db, after=None, limit=1).data
     assert (entry.action, entry.key_id) == ("model.promote", None) and "as good as" in entry.detail["reason"]
 
 
@@ -135,7 +134,7 @@ async def test_an_engine_that_keeps_failing_and_a_swap_that_fails_roll_back(serv
 
 async def test_look_rolls_back_a_bad_canary_while_another_model_swaps(served: Control, monkeypatch: Any):
     insert_model(served.db, "n", versions=("v2", "v1"))
-    deployments.insert(served.db, DeploymentRow("n", 1.0))
+    DEPLOYMENTS.insert(served.db, DeploymentRow("n", 1.0))
     swaps, ends = list[str](), asyncio.Event()
 
     async def slow_switch(_: Any, row: Any, *__: Any) -> None:
@@ -151,7 +150,7 @@ async def test_look_rolls_back_a_bad_canary_while_another_model_swaps(served: Co
         await Canaries(served.context).look(time.time() + 601)
         while not swaps or models.find_canary(served.db, "n") is not None:
             await asyncio.sleep(0.001)
-    row = canaries.find(served.db, "n")
+    row = CANARIES.find(served.db, "n")
     assert swaps == ["m"] and row is not None and row.state == "rolled_back"
     ends.set()
     assert (await look_later(served, 601)).state == "promoted"
@@ -161,7 +160,7 @@ async def test_publishing_ends_it_one_way_or_the_other(served: Control):
     await ask(served, "PUT", version="v2")
     models.activate(served.db, "m", "v2")
     assert (await look_later(served, 1)).state == "promoted"
-    (entry,) = audit.page(served.db, after=None, limit=1).data
+    (entry,) = AUDIT.page(served.db, after=None, limit=1).data
     assert (entry.action, entry.detail["reason"]) == ("model.promote", "v2 answers all requests")
     models.activate(served.db, "m", "v1")
     await ask(served, "PUT", version="v2")

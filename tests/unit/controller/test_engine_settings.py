@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.store.objects import models
+from appliance.store import models
 from scheduler.core.workload import Device
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ModelSettings

@@ -11,8 +11,7 @@ import pytest
 from appliance.controller.admin.keys import end_expired
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.jobs import phases
-from appliance.store.objects import jobs
-from appliance.store.records import keys
+from appliance.store import jobs, keys
 from appliance.store.rows import RESPONSES, TASKS
 from tests.unit.controller.conftest import ADMIN, Control
 

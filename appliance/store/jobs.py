@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterator
 from statistics import median
 from typing import Any, Unpack
 
-from appliance.store.database import HAS_PAIR, Database, Page, Part, sql_list
-from appliance.store.errors import IllegalTransition
-from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
+from appliance.store.database import HAS_PAIR, Database, IllegalTransition, Page, Part, sql_list
+from appliance.store.models import CHECKPOINT_MARK, VERSION_MARK
 from appliance.store.rows import (
     FINISHED_PHASES,
     JOB_EVENTS,
