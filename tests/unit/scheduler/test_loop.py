@@ -202,6 +202,9 @@ def test_moves_start_an_engine_without_waiting_for_a_group_that_has_left_its_dev
     assert [move.how for move in found] == ["end", "start"] and not found[1].needs
     engine = replace(wanted.replicas[0], version="".join("v1"))
     assert moves(Box.of(box_of(1), [engine], ()), wanted) == (), "it serves that version"
+    for state, waits in (("starting", True), ("asleep", False)):
+        _, start = moves(Box.of(box_of(1), [ReplicaView("x", "m", "v1", state, ())], ()), wanted)
+        assert bool(start.needs) is waits, "an engine that has not said where it is may be on any device"
 
 
 @in_virtual_time
