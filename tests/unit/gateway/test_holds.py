@@ -102,7 +102,7 @@ async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(star
 
 async def test_a_model_that_is_not_tried_soon_is_refused_with_its_reason(start_box: Start) -> None:
     box = await start_box(holds={"requests": 1})
-    box.serve("m")
+    box.serve("m", trouble={"reason": "no memory", "next_try_s": time.time() + 60.0, "hold_before_s": 90.0})
     wire = await box.send("POST", URL, chat())
     await box.until(lambda: box.state.holds.models()["m"] == 1)
     beyond = await box.ask("POST", URL, chat())
@@ -194,10 +194,16 @@ async def send(box: Box, text: str, headers: str = "", **more: Any) -> Wire:
 
 async def test_engine_gets_a_quarter_more_than_its_slots_and_the_rest_waits(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
+    trouble = {"reason": "no further one starts", "next_try_s": time.time() + 900.0, "hold_before_s": 10.0}
+    box.serve("m", "e0", slots=4, trouble=trouble)
     wires = [await send(box, str(n)) for n in range(8)]
     await box.until(lambda: len(engine.running) == 5 and waiting(box) == 3)
     report = load_report(box.state)["models"]["m"]
     assert (report["inflight"], report["held"]) == (5, 3), "demand, as before"
+    count = await box.send("POST", "/v1/messages/count_tokens", chat())
+    await box.until(lambda: "hi" in engine.running)  # it needs no slot
+    engine.end("hi")
+    assert await count.response()
     for n in range(8):
         engine.end(str(n))
     assert {(await wire.response()).status for wire in wires} == {200}

@@ -119,13 +119,14 @@ def ticket(model: str = "m", owner: str = "", tokens: int = 1) -> Ticket:
 
 
 def placed(items: list[Ticket], slots: int) -> list[Ticket]:
-    """The tickets that get a place on an engine with so many slots, in their order."""
+    """The tickets that get a place on an engine with so many slots, in their order: at first one by one."""
     holds, router, order = Holds(len(items)), _router(_model(a="open"), max_inflight=slots), list[Ticket]()
     for item in items:
         item.place.set_result.side_effect = lambda _, item=item: order.append(item)  # type: ignore[attr-defined]
         assert holds.add(item)
     assert not items or not holds.add(ticket())
-    holds.place(router, 0.0)
+    for router.max_inflight in (*range(min(slots, 20)), slots):
+        holds.place(router, 0.0)
     assert sum(map(len, holds.queues.values())) == len(items) - len(order)
     return order
 
