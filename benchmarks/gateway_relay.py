@@ -7,6 +7,7 @@ holds, metrics, access log. Peers take turns with it. In their commands {port} i
 and {socket} the Unix socket of the upstream, and {config} a configuration of the gateway with that port:
 
     --peer "vllm-router=R/bin/vllm-router --port {port} --worker-urls http://127.0.0.1:{upstream} --log-level error"
+    --peer "nginx=benchmarks/nginx.sh {port} {socket}"
     --peer "before=env -C CHECKOUT .venv/bin/python -m appliance.gateway.main --config {config}"
 
 The proxies have one core; load generator and upstream share the rest. CPU per request is read from /proc, so it holds

@@ -36,10 +36,9 @@ from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, TrackingSettings, load_resolved
 from appliance.invitation import InvitationError, prepare
 from appliance.paths import BoxPaths, UnsafeFolder
-from appliance.store.database import Database
-from appliance.store.errors import StoreError
-from appliance.store.records import audit, keys
-from appliance.store.rows import AuditRow
+from appliance.store import keys
+from appliance.store.database import Database, StoreError
+from appliance.store.rows import AUDIT, AuditRow
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging, tail
@@ -182,7 +181,7 @@ def make_first_key(paths: BoxPaths) -> bool:
         if keys.list_all(db):
             return False
         row, key = keys.create(db, "first", ["inference", "fine_tuning", "admin"])
-        audit.insert(db, AuditRow("key.create", row.id, created_s=row.created_s))
+        AUDIT.insert(db, AuditRow("key.create", row.id, created_s=row.created_s))
         replace_file(paths.first_key, f"{key}\n".encode(), durable=True)
         return True
 

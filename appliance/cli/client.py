@@ -63,11 +63,13 @@ class Client:
 
     def listed(self, path: str, most: int | None = None, **query: Any) -> Any:
         """A list with the rows of all its pages, or the first `most` of them: a page may end before its limit."""
-        answer = self.get(path, limit=most, **query)
+        query = {"limit": most, **query}
+        answer = self.get(path, **query)
         while answer.get("has_more") and answer["data"] and (most is None or len(answer["data"]) < most):
             rows = answer["data"]
-            left = None if most is None else most - len(rows)
-            answer = self.get(path, limit=left, after=rows[-1]["id"], **query)
+            if most is not None:
+                query["limit"] = most - len(rows)
+            answer = self.get(path, **query | {"after": rows[-1]["id"]})
             answer = {**answer, "data": [*rows, *answer["data"]], "first_id": rows[0]["id"]}
         return answer
 

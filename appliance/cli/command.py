@@ -140,25 +140,26 @@ POLL_S = 0.5
 PATIENCE_S = 120.0
 
 
-class Patience:
-    """For commands that follow a box: they go on while it restarts. It counts as gone after PATIENCE_S."""
+def patient(fetch: Callable[[], Any]) -> Callable[[], Any | None]:
+    """`fetch` for commands that follow a box: while the box restarts it returns None. It raises CliError, and
+    Unreachable once the box was away for PATIENCE_S."""
+    gone_s = math.inf
 
-    def __init__(self) -> None:
-        self._gone_s = math.inf
-
-    def call(self, fetch: Callable[[], Any]) -> Any | None:
-        """The answer; None while the box is away. Raises CliError, and Unreachable in the end."""
+    def call() -> Any | None:
+        nonlocal gone_s
         try:
             answer = fetch()
         except Unreachable as error:
-            if self._gone_s == math.inf:
-                self._gone_s = time.monotonic() + PATIENCE_S
+            if gone_s == math.inf:
+                gone_s = time.monotonic() + PATIENCE_S
                 output.say(f"{error}; trying again for {PATIENCE_S:.0f} s")
-            if time.monotonic() > self._gone_s:
+            if time.monotonic() > gone_s:
                 raise
             return None
-        self._gone_s = math.inf
+        gone_s = math.inf
         return answer
+
+    return call
 
 
 Doing = tuple[str, float | None, float | None]
@@ -173,10 +174,10 @@ def until(
     name: str,
 ) -> Any:
     """The answer of `fetch` once it has `ended`, with a line of progress. Raises WaitTimedOut."""
-    patience, began_s = Patience(), time.monotonic()
+    look, began_s = patient(fetch), time.monotonic()
     with output.progress(name) as meter:
         while True:
-            if (now := patience.call(fetch)) is not None:
+            if (now := look()) is not None:
                 if ended(now):
                     return now
                 meter(*doing(now))

@@ -8,7 +8,7 @@ import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +115,10 @@ def seconds(text: str) -> float:
 
 
 def future(text: str) -> float:
-    """Seconds since 1970 of a time from now (8h) or of a date with a time, local unless it says otherwise."""
+    """Seconds since 1970 of a time from now (8h), of a date with a time, local unless it says otherwise, or of the end
+    of a date alone."""
     try:
-        moment = datetime.fromisoformat(text).timestamp()
+        moment = (datetime.fromisoformat(text) + timedelta(days=len(text) == 10)).timestamp()
     except (OverflowError, ValueError):
         if (value := output.seconds_of(text)) is None:
             expected = "a time from now such as 8h, or a date such as 2026-11-22T06:00"

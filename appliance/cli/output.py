@@ -150,8 +150,9 @@ def draw(renderable: RenderableType) -> None:
     print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")), flush=True)
 
 
-def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, as_json: bool) -> None:
-    """Fetch and show again and again until Ctrl-C: in place on a terminal, else one after the other.
+def watch(answer: Any, fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, as_json: bool) -> None:
+    """Show an answer, then fetch and show again and again until Ctrl-C: in place on a terminal, else one after the
+    other.
 
     fetch: None while the box is away; what was shown last stays.
     """
@@ -160,12 +161,12 @@ def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, 
     in_place = not as_json and sys.stdout.isatty()
     with Live(console=_console(), screen=True, auto_refresh=False) if in_place else nullcontext() as live:
         while True:
-            if (answer := fetch()) is not None:
-                if live:
-                    live.update(render(answer), refresh=True)
-                else:
-                    print(json_text(answer), flush=True) if as_json else draw(render(answer))
+            if live and answer is not None:
+                live.update(render(answer), refresh=True)
+            elif answer is not None:
+                print(json_text(answer), flush=True) if as_json else draw(render(answer))
             time.sleep(REFRESH_EVERY_S)
+            answer = fetch()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from appliance.cli import output
-from appliance.cli.command import COMMANDS, Command, Patience, Session
+from appliance.cli.command import COMMANDS, Command, Session, patient
 from appliance.cli.errors import AuthFailed, CliError, Conflict, Ended, NotFound
 from appliance.cli.options import WATCH, Option, number, opt, picked, seconds
 
@@ -66,8 +66,7 @@ class Row:
             path = path.format(id=segment(id))
             if method == "GET":
                 return session.client.listed(path, most, **fields)
-            body = None if method == "DELETE" else fields
-            return session.client.send(method, path, body=body, timeout_s=self.timeout_s)
+            return session.client.send(method, path, body=fields or None, timeout_s=self.timeout_s)
 
         def answer() -> Any:
             try:
@@ -89,12 +88,7 @@ class Row:
             if refused:
                 raise Ended(refused.exit_code)
         elif self.watch and args.watch:
-            first, patience = [answer()], Patience()  # what is wrong from the beginning ends the command
-
-            def refreshed() -> Any:
-                return first.pop() if first else patience.call(answer)
-
-            output.watch(refreshed, self.drawn, as_json=session.as_json)
+            output.watch(answer(), patient(answer), self.drawn, as_json=session.as_json)
         else:
             session.show(answer(), self.drawn)
 
@@ -175,6 +169,12 @@ def _since(text: str) -> float:
     return max(0.0, time.time() - seconds(text))
 
 
+MODE = (
+    opt("--train N", "With split: devices that training may have.", dest="train_devices", type=int),
+    opt("--floor N", "Devices that serving keeps. Default: [box] serving_floor.", dest="serving_floor", type=int),
+)
+_POLICIES = ("serve", "train", "split", "auto")
+POLICY = opt("policy serve|train|split|auto", choices=_POLICIES)
 _SINCE = opt("--since TIME", "45m, 24h, 7d, in whole hours.", dest="since_s", type=_since, default="24h")
 
 GROUPS = {
@@ -234,6 +234,28 @@ ROWS = (
         "when=created_s who=by action of=target outcome detail", (limit(50),), empty="nothing was changed yet"),
     Row("mode show", "GET /admin/v1/mode", "Show the mode, since when it holds, and what serving always keeps.",
         watch=True),
+    Row("mode plan", "POST /admin/v1/mode/plan",
+        """Show what a mode would do now and why, in one sentence per step. Does nothing.
+
+        Examples:
+          appliance mode plan                              what the scheduler would do right now, in the mode that holds
+          appliance mode plan train --floor 1              what `mode set train --floor 1` would do""",
+        lambda found: output.view({**found, "steps": found["steps"] or ["Nothing would move."]}),
+        (opt("policy serve|train|split|auto", choices=_POLICIES, nargs="?"), *MODE)),
+    Row("mode schedule add", "POST /admin/v1/mode/schedule",
+        """Put a mode in force whenever the clock says so.
+
+        The five fields are minute hour day-of-month month day-of-week, in the time zone --tz. A mode set by hand
+        holds until the next window begins or ends; between windows that end, the mode set by hand holds.
+
+        Examples:
+          appliance mode schedule add "0 22 * * *" train --until "0 6 * * *" --tz Europe/Berlin --floor 1""",
+        options=(
+            opt("cron CRON", "When it begins: five fields in quotes."), POLICY, *MODE,
+            opt("--until CRON", "When it ends."),
+            opt("--for TIME", "Its length, such as 9h, 90m or 1h30m.", dest="for_s", type=seconds),
+            opt("--tz ZONE", "IANA name of the time zone.", default="UTC"),
+        )),
     Row("mode schedule list", "GET /admin/v1/mode/schedule",
         "List windows in the order they were made. If two begin together, the later one holds.",
         "id begins=cron ends=until|for_s zone=tz mode=policy ?>train=train_devices >floor=serving_floor next=next_s",

@@ -12,7 +12,7 @@ from appliance.config import AlertSettings
 from appliance.controller.context.context import ControllerContext, SchedulerStatus
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.store.records import box
+from appliance.store import box
 from appliance.store.rows import JOBS, JobRow
 
 LOOK_EVERY_S: Final = 300.0

@@ -16,21 +16,18 @@ from appliance.controller import batches, gates
 from appliance.controller.admin import box, keys, logins
 from appliance.controller.admin import models as admin_models
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.evals import evals as eval_routes
-from appliance.controller.evals.evals import EvalRunner
 from appliance.controller.files import storage
-from appliance.controller.grading import checks
-from appliance.controller.grading.judging import Grading
+from appliance.controller.grading import evals as eval_routes
+from appliance.controller.grading import judging
 from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces import errors
 from appliance.controller.interfaces.principal import ADMIN, READ
-from appliance.controller.jobs.phases import JobValidation, remove_copies
+from appliance.controller.jobs.settings import JobValidation, remove_copies
 from appliance.controller.models.activation import Canaries
 from appliance.controller.openai import job_routes, model_routes
 from appliance.controller.responses import stored as responses
-from appliance.controller.responses.stored import StoredResponses
-from appliance.store.objects import evals, files
+from appliance.store import evals
 from appliance.store.rows import EVAL_RUNS, FILES, JOBS, UNFINISHED
 
 HOUSEKEEPING_EVERY_S, CANARIES_EVERY_S = 30.0, 2.0
@@ -45,9 +42,9 @@ def create_app(context: ControllerContext) -> FastAPI:
     JobValidation(context)
     context.tasks.add(admin_models.import_kind(context))
     context.tasks.add(batches.kind(context))
-    canaries, stored = Canaries(context), StoredResponses(context)
-    grading = Grading(context.db, context.graders, context.asking)
-    evaluations = EvalRunner(context, grading)
+    canaries, stored = Canaries(context), responses.StoredResponses(context)
+    grading = judging.Grading(context.db, context.graders, context.asking)
+    evaluations = eval_routes.EvalRunner(context, grading)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -86,7 +83,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         *responses.routes(context, stored),
         job_routes.routes(context),
         job_routes.method_routes(),
-        checks.routes(context, grading),
+        judging.routes(context, grading),
         *eval_routes.routes(context, evaluations),
         model_routes.routes(context),
         admin,
@@ -98,7 +95,7 @@ def create_app(context: ControllerContext) -> FastAPI:
 # --- housekeeping, on a thread, in short transactions
 
 
-async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
+async def _keep_house(context: ControllerContext, stored: responses.StoredResponses) -> None:
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
     for part, work in (
@@ -134,10 +131,8 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
         float("-inf") if days is None else now_s - days * DAY_S
         for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.usage_days, kept.audit_days)
     )
-    for row in files.expired(db, now_s=now_s):
-        storage.remove(context, row)
-    old = f"created_s < ? AND NOT coalesce({_FILE_NEEDED}, 0)"
-    while (file := FILES.first(db, old, files_s)) is not None:  # not all at once: a job may begin with the next one
+    over = f"(expires_s <= ? OR created_s < ?) AND NOT coalesce({_FILE_NEEDED}, 0)"
+    while (file := FILES.first(db, over, now_s, files_s)) is not None:  # one by one: a job may begin with the next
         storage.remove(context, file)
     for table, where, before_s in (
         ("idempotency", "created_s < ?", now_s - IDEMPOTENCY_KEEP_S),

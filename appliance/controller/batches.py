@@ -35,11 +35,10 @@ from appliance.controller.http.resource import Resource, object_of, part
 from appliance.controller.http.routers import Metadata, StrictBody, json_of
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, message_of, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
+from appliance.store import files as file_rows
 from appliance.store.database import Database
-from appliance.store.ids import new_id
-from appliance.store.objects import files as file_rows
 from appliance.store.rows import BATCHES as ROWS
-from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
+from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns, new_id
 from train.data.records import MARK, foreign_file
 
 T = TypeVar("T")
@@ -227,7 +226,7 @@ class Batch:
 
         async def body() -> dict[str, Any]:
             source.seek(span[0])
-            request = parse_line(source.read(span[1]))["body"]
+            request = orjson.loads(source.read(span[1]))["body"]
             # No client knows the ids by which it could look stored answers up.
             return {**request, "store": False} if url in CONVERSING else request
 
@@ -387,13 +386,14 @@ def read_lines(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Li
             if len(raw) > line_bytes:
                 lines.add_error("line_too_long", f"The line has more than {line_bytes} bytes.", number)
                 return lines
-            if raw.removeprefix(MARK).strip():
+            text = raw.removeprefix(MARK)  # on Windows files begin with it, and so do the parts of joined ones
+            if text.strip():
                 if len(lines.requests) == max_lines:
                     lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
                     return lines
                 try:
-                    custom_id, lines.model = _checked(raw, endpoint, lines)
-                    lines.requests[custom_id] = offset, len(raw)
+                    custom_id, lines.model = _checked(text, endpoint, lines)
+                    lines.requests[custom_id] = offset + len(raw) - len(text), len(text)
                 except TaskFailed as error:
                     lines.add_error(error.code, str(error), number, error.param)
                 if len(lines.errors) >= _MAX_ERRORS:
@@ -402,11 +402,6 @@ def read_lines(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Li
     if not lines.requests and not lines.errors:
         lines.add_error("empty_file", "The input file holds no requests.")
     return lines
-
-
-def parse_line(raw: bytes) -> Any:
-    """A line. On Windows files begin with a mark of UTF-8, and so do the parts of files that were joined."""
-    return orjson.loads(raw.removeprefix(MARK))
 
 
 class _Request(BaseModel):
@@ -420,7 +415,7 @@ class _Request(BaseModel):
 
 def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
     """(custom_id, model). Raises TaskFailed."""
-    data, why = json_of(raw.removeprefix(MARK))
+    data, why = json_of(raw)
     if not isinstance(data, dict):
         raise TaskFailed("invalid_json_line", f"This line is not a JSON object: {why or 'it is another value'}.")
     try:

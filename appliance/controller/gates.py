@@ -12,12 +12,12 @@ from typing import Any
 
 from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.context import ControllerContext, record
-from appliance.controller.evals.evals import insert_run
+from appliance.controller.grading.evals import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
 from appliance.controller.jobs.events import add_message
 from appliance.controller.models import activation
-from appliance.store.errors import RowNotFound
-from appliance.store.objects import evals, jobs, models
+from appliance.store import evals, jobs, models
+from appliance.store.database import RowNotFound
 from appliance.store.rows import EvalRunRow, JobRow
 
 LOOK_EVERY_S = 1.0

@@ -43,9 +43,8 @@ from appliance.controller.context.context import ControllerContext, Doctor, Sche
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import POWER_EVERY_S, EnergyMeter, PowerKeeper
-from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.versions import AdapterSource, LibraryOps, VersionProvider
+from appliance.controller.engines.versions import AdapterSource, EngineSizes, LibraryOps, SettingsCheck, VersionProvider
 from appliance.controller.grading.judging import Grading
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.principal import Listener
@@ -58,8 +57,8 @@ from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
+from appliance.store.box import SqliteJournal
 from appliance.store.database import Database
-from appliance.store.records.box import SqliteJournal
 from appliance.tiers.tiers import TierFlow, Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of

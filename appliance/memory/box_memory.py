@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.memory import memory_policy
 from appliance.memory.memory_policy import Action, Holdings, MemoryState, gb
 from appliance.store.database import Database
-from appliance.store.records import audit
-from appliance.store.rows import AuditRow, JobRow
+from appliance.store.rows import AUDIT, AuditRow, JobRow
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import AWAKE, node_of
 from scheduler.devices.discovery import HOME_NODE
@@ -193,7 +192,7 @@ class HostMemory:
             verb = "memory.taken" if action.back else "memory.given"
             target = action.job or ("box" if self._node == HOME_NODE else self._node)
             detail = {"what": action.kind, "reason": action.why}
-            audit.insert(self._db, AuditRow(verb, target, detail=detail, created_s=now_s))
+            AUDIT.insert(self._db, AuditRow(verb, target, detail=detail, created_s=now_s))
         self._means.nudge()
 
     async def _holdings(self, status: Mapping[str, Any], wanted: int, now_s: float) -> Holdings:

@@ -99,7 +99,7 @@ def check_tensors(trial: Mapping[str, Any]) -> None:
     if trial["unknown"]:
         raise NotACheckpoint(
             trial["unknown"][0],
-            f"is not in the architecture of config.json{_and_more(trial['unknown'], trial['unknown_count'])}, so no "
+            f"is not in the architecture of config.json{_and_more(trial['unknown'])}, so no "
             "engine would start; give the checkpoint the config.json that it was trained with, or save it again "
             "without what was wrapped around the model",
         )
@@ -112,7 +112,7 @@ def check_tensors(trial: Mapping[str, Any]) -> None:
     if trial["missing"]:
         raise NotACheckpoint(
             trial["missing"][0],
-            f"is not among the tensors{_and_more(trial['missing'], trial['missing_count'])}, though the architecture "
+            f"is not among the tensors{_and_more(trial['missing'])}, though the architecture "
             "that config.json describes has it; the copy is incomplete, or config.json is another model's",
         )
     for name, stored, expected in trial["shapes"]:
@@ -155,8 +155,8 @@ def _mapped(directory: Path, placed: Placed, kind: str) -> np.ndarray:
     return np.memmap(directory / placed.file, kind, "r", offset=placed.start, shape=(size,))
 
 
-def _and_more(names: list[str], count: int) -> str:
-    return f" (nor are {count - 1} more, such as {', '.join(names[1:_NAMED])})" if count > 1 else ""
+def _and_more(names: list[str]) -> str:
+    return f" (nor are {len(names) - 1} more, such as {', '.join(names[1:_NAMED])})" if len(names) > 1 else ""
 
 
 def put_tensors_right(directory: Path, trial: Mapping[str, Any], arch: str) -> list[str]:
@@ -236,11 +236,10 @@ def _without_a_row(directory: Path, trial: Mapping[str, Any], rendered: Mapping[
         _set_in(directory, "pad_token", trial["special"]["eos_token"][0])
         notes.append(f"its pad_token {roles['pad_token']!r} has no row in the embedding; the end of text pads instead")
     some = ", ".join(f"{token} ({number})" for token, number in list(beyond.items())[:_NAMED])
-    count = trial["beyond_count"]
     return [
         *notes,
-        f"tokens of the tokenizer have no row in the embedding ({count}): {some}{', …' if count > _NAMED else ''}; a "
-        "request with one is refused",
+        f"tokens of the tokenizer have no row in the embedding ({len(beyond)}): "
+        f"{some}{', …' if len(beyond) > _NAMED else ''}; a request with one is refused",
     ]
 
 

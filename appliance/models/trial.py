@@ -93,9 +93,8 @@ def run_trial(
 def compare(directory: Path, arch: str) -> Mapping[str, Any]:
     """Compare the checkpoint with what transformers makes of it (`train.convert.checkpoint_trial`). Raises
     NotACheckpoint, TrialEnded."""
-    given = json.dumps({"path": str(directory), "arch": arch}) + "\n"
     try:
-        result = run_trial("config.json", "train.convert.checkpoint_trial", given=given)
+        result = run_trial("config.json", "train.convert.checkpoint_trial", str(directory), arch)
     except TrialFailed as error:
         reason = str(error).splitlines()[-1][:300]
         raise NotACheckpoint(

@@ -3,8 +3,15 @@
 Every thread has a connection of its own. WAL with synchronous=FULL syncs the log at every commit
 (https://www.sqlite.org/wal.html); readers never wait, and writers take turns at one lock of this process.
 
-`Table` is declared by the dataclass of its rows, and has what every table does with one row. The modules of `objects`
-and `records` take their `insert`, `find` and `update` from it, and write the SQL that is their own.
+`Table` is declared by the dataclass of its rows, and has what every table does with one row. The modules beside it
+take their `insert`, `find` and `update` from it, and write the SQL that is their own.
+
+StoreError
+├── DatabaseUnusable    the file is not our database, is damaged, or cannot be opened
+├── OtherSchema         another version of this software wrote the file
+├── RowNotFound         no row has this id
+├── UnknownCursor       `after` is the id of nothing in this list
+└── IllegalTransition   a finished job, operation or hand-over was asked to change
 """
 
 from __future__ import annotations
@@ -15,15 +22,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import orjson
-
-from appliance.store.errors import DatabaseUnusable, OtherSchema, RowNotFound, UnknownCursor
 
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
@@ -34,6 +40,48 @@ PAGE_BYTES = 2 << 20
 DELETED_AT_ONCE = 100
 """Rows of one transaction of `delete`."""
 _READS = ("SELECT", "WITH", "PRAGMA", "EXPLAIN")
+
+
+class StoreError(Exception):
+    """Base of everything raised by `appliance.store`."""
+
+
+class DatabaseUnusable(StoreError):
+    def __init__(self, path: Path, reason: str):
+        super().__init__(
+            f"{path} cannot be used as the box's database: {reason}. Restore a backup into another data directory "
+            "(`appliance restore`). Without one, keep this file and its -wal in another folder and start with an empty "
+            "box: the files that people sent stay where they are, and are known again when the database returns."
+        )
+
+
+class OtherSchema(StoreError):
+    def __init__(self, path: Path, table: str):
+        super().__init__(
+            f"{path} was written by another release: its table {table} has other columns, and there is no way from one "
+            "to the other. Start the release that wrote it, or start with an empty data directory (`box.data_dir`)"
+        )
+
+
+class RowNotFound(StoreError, LookupError):
+    """A LookupError as well, which is what the scheduler's ports may raise for what is gone: a job whose row had been
+    taken away ended the scheduler's loop."""
+
+    def __init__(self, table: str, row_id: str):
+        super().__init__(f"no row {row_id!r} in {table}")
+
+
+class UnknownCursor(StoreError):
+    def __init__(self, after: str):
+        super().__init__(
+            f"No object with id {after!r} is in this list; 'after' is the id of the last object of the page before"
+        )
+
+
+class IllegalTransition(StoreError):
+    def __init__(self, table: str, row_id: str, found: str, wanted: str):
+        super().__init__(f"{row_id} in {table} is {found} and stays so; it cannot become {wanted}")
+        self.found = found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +114,7 @@ class _OfThread(threading.local):
     connection: sqlite3.Connection | None = None
 
 
-class Database:
+class Database(AbstractContextManager["Database"]):
     """Connections, transactions, and the mapping between rows and dataclasses. For all threads of one process."""
 
     def __init__(self, path: Path):
@@ -126,9 +174,6 @@ class Database:
             if self._of_thread.connection is not None:
                 self._of_thread.connection.close()
 
-    def __enter__(self) -> Database:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -184,10 +229,6 @@ class Database:
         return [row[0] for row in self.execute(sql, parameters)]
 
 
-HAS_PAIR = "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
-"""A condition on the metadata of a row."""
-
-
 def owned_by(viewer: str | None) -> dict[str, str]:
     """The `scope` of a list for this owner. With None, an admin or the box itself, it is every row."""
     return {} if viewer is None else {"owner": viewer}
@@ -203,15 +244,11 @@ class Column(NamedTuple):
     is_json: bool
 
 
-_COLUMNS: dict[Any, dict[str, Column]] = {}
-
-
+@cache
 def columns_of(kind: Any) -> dict[str, Column]:
     """The columns of a dataclass, from the types of its fields: a Literal allows its words alone, and what SQLite has
     no type for is JSON."""
-    if kind not in _COLUMNS:
-        _COLUMNS[kind] = {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
-    return _COLUMNS[kind]
+    return {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
 
 
 def _column(name: str, hint: Any) -> Column:
@@ -321,6 +358,7 @@ class Table(Generic[Row]):
         *,
         where: str = "1",
         parameters: Sequence[Any] = (),
+        metadata: Mapping[str, str] | None = None,
         after: str | None = None,
         limit: int = 20,
         descending: bool = True,
@@ -330,8 +368,8 @@ class Table(Generic[Row]):
         """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
 
         order_by: a column that comes before that order. scope: column values that say whose list it is. where,
-        parameters: a filter on it. Raises UnknownCursor if `after` is not a row of the list. The filter may hide that
-        row: a cursor is only a position.
+        parameters, metadata (pairs of a row): filters on it. Raises UnknownCursor if `after` is not a row of the list;
+        a filter may hide that row.
 
         A page ends before `limit` once its text is longer than PAGE_BYTES; it has one row at least. unread: columns
         that the list does not show, and that are None in its rows.
@@ -339,6 +377,11 @@ class Table(Generic[Row]):
         scope, places = scope or {}, (order_by, "seq") if order_by else ("seq",)
         owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
         conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
+        for pair in (metadata or {}).items():
+            conditions.append(
+                "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
+            )
+            values += pair
         if after is not None:
             position = db.execute(
                 f"SELECT {', '.join(places)} FROM {self._name} WHERE {owned} AND id = ?", [*scope.values(), after]

@@ -4,19 +4,25 @@ dataclass cannot say (indexes, triggers, tables of counters) is in schema.sql.""
 
 from __future__ import annotations
 
+import secrets
+import string
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
 from appliance.store.database import Table, sql_list
-from appliance.store.ids import new_id
 from scheduler.core.workload import PolicyKind
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
 FINISHED_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 UNFINISHED_PHASES: tuple[str, ...] = tuple(phase for phase in get_args(JobPhase) if phase not in FINISHED_PHASES)
+
+
+def new_id(prefix: str, length: int = 24) -> str:
+    """For example `new_id("file-")` -> "file-9mWkQz…"; `length` random characters of 62 kinds each (24: 142 bits)."""
+    return prefix + "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
 
 
 def columns(row: Any, names: str) -> dict[str, Any]:
@@ -167,7 +173,7 @@ class DeploymentRow:
     """How a model is to be served.
 
     max_replicas None: as many as the box's settings allow. ttft_p95_s, tpot_p95_ms: targets for the time to the first
-    token and per further token; None: none. idle: `idle_sleep_s`, if it is set.
+    token and per further token; None: none. idle_sleep_s: an operator's limit on idleness; None: the box decides.
     served: the `scheduler.core.workload.Build` of the engine that opened last, {} if none has.
     """
 
@@ -179,7 +185,7 @@ class DeploymentRow:
     pinned: int = 0
     ttft_p95_s: float | None = None
     tpot_p95_ms: float | None = None
-    idle: dict[str, Any] = field(default_factory=dict)
+    idle_sleep_s: float | None = None
     served: dict[str, Any] = field(default_factory=dict)
 
 
@@ -458,8 +464,7 @@ class EvalRow:
 class EvalRunRow:
     """One run of an evaluation over its data. results: {criterion: {"passed", "failed", "rewarded", "reward"}}, where
     the last two are items that got a reward and their sum. usage: {model: counters},
-    counts: judged items by status; all as of the last item. bytes: of its data source and its items, with samples and
-    results."""
+    counts: judged items by status; all as of the last item. bytes: of its items, with samples and results."""
 
     id: str
     eval_id: str

@@ -21,10 +21,9 @@ from typing import Any
 
 from appliance.controller.access.model_access import resolve
 from appliance.paths import BoxPaths
+from appliance.store import box, jobs, models
 from appliance.store.database import Database
-from appliance.store.objects import jobs, models
-from appliance.store.records import box, tier_removals
-from appliance.store.rows import TierRemovalRow, VersionRow
+from appliance.store.rows import TIER_REMOVALS, TierRemovalRow, VersionRow
 from train.plan.spec import every_s
 from weights.format.config import KeepRules, WeightsConfig
 from weights.format.errors import (
@@ -307,9 +306,9 @@ class TierFlow:
         if tier.name not in self._collected:
             copies.collect()
             self._collected.add(tier.name)
-        for row in tier_removals.list_all(self._db, "tier = ?", tier.name):
+        for row in TIER_REMOVALS.list_all(self._db, "tier = ?", tier.name):
             copies.remove(Name(row.kind, row.model, row.version))
-            tier_removals.delete(self._db, row.tier, row.kind, row.model, row.version)
+            TIER_REMOVALS.delete(self._db, row.tier, row.kind, row.model, row.version)
         tier.here = {name: manifest.created_s for name, manifest in copies.manifests().items()}
         stored = self._tiers.in_memory()
         in_memory_s = {name: version.manifest.created_s for name, version in stored.items()}
@@ -383,7 +382,7 @@ class TierFlow:
     def forget(self, name: Name) -> None:
         """A person deleted `name`: it leaves every tier, later also one that cannot be reached now."""
         for tier in self._tiers.all:
-            tier_removals.put(self._db, TierRemovalRow(tier.name, *name, created_s=time.time()))
+            TIER_REMOVALS.put(self._db, TierRemovalRow(tier.name, *name, created_s=time.time()))
         self._tiers.nudge()
 
 

@@ -103,7 +103,7 @@ def attention(
         return [out, *torch.autograd.grad(out, given, upstream[..., : out.shape[-1]].to(out.dtype))]
 
     seconds = best_s(partial(kind.synchronize, device), step)
-    with mock.patch.object(packed, "_one_kernel", lambda *_: False):
+    with mock.patch.object(packed, "_VARLEN_DTYPES", ()):
         split_s = best_s(partial(kind.synchronize, device), step)
     widths = (dim - 4, dim - 4, dim - 4 - dim // 8)
     narrow = [one.detach()[..., :width].requires_grad_() for one, width in zip(inputs, widths, strict=True)]
@@ -114,7 +114,7 @@ def attention(
             step(given, window), step([one.detach().float().requires_grad_() for one in given], window), strict=True
         )
     ]
-    remedy = "a wrong or slow kernel for a row: let _one_kernel of train.model.attention refuse"
+    remedy = "a wrong or slow kernel for a row: take its dtype from _VARLEN_DTYPES of train.model.attention"
     return [
         Check("attention over split", split_s / seconds, "x", least=1, remedy=remedy),
         Check("attention's error", _worst(errors), most=0.02, remedy=remedy),
@@ -160,11 +160,11 @@ def head(
     loss = torch.nn.functional.cross_entropy(exact @ weight.t(), labels)
     errors = map(_error, ours, [loss, *torch.autograd.grad(loss, [exact, weight])])
 
-    logits_bytes = min(estimate.DEVICE_LOGITS_BYTES, 4 * tokens * vocabulary)
-    rows = estimate.held_rows(tokens, logits_bytes // (4 * vocabulary), width, 2)
-    planned = 2 * logits_bytes + vocabulary * (2 * rows + (2 + 4 * (tokens > rows)) * width) + 2 * 2 * tokens * width
+    shape = estimate.ModelShape(vocabulary * width, width, vocab=vocabulary)
+    fields = {"micro_batch": 1, "max_length": tokens, "full": True, "device_kind": kind.name}
+    planned = estimate.head_bytes(shape, fields, 2) + 2 * 2 * tokens * width
     rate = 6 * tokens * vocabulary * width / seconds
-    counted, wrong = "held_rows and DEVICE_LOGITS_BYTES of train.plan.estimate", "train.methods.packed_objective"
+    counted, wrong = "head_bytes of train.plan.estimate", "train.methods.packed_objective"
     return [
         Check("loss head", rate / 1e12, "TFLOP/s"),
         Check("loss head's memory", peak / planned, "x planned", most=1.1, remedy=f"plans count less: {counted}"),
@@ -185,7 +185,7 @@ def kernels(
     from transformers import AutoConfig, AutoModel
 
     from train.model import attention as packed
-    from train.model.kernels import use_liger
+    from train.model.model import use_liger
 
     kind = of_torch(device)
     packed.register()

@@ -115,7 +115,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._wake.set()
 
     def reset_failures(self, model: str) -> None:
-        """This model was changed: try it again at once."""
+        """This model was changed: if its engines failed, try again at once."""
         self.failures.models.pop(model, None)
         self.nudge()
 

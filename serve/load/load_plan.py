@@ -110,6 +110,20 @@ class Target:
             else:
                 target.copy_(piece.source.view(whole), non_blocking=True)
 
+    def lying_in(self, source: VersionSource) -> torch.Tensor | None:
+        """All of it where it lies in the mapped file, only to be read; None if its pieces lie apart there."""
+        pieces = sorted(self.pieces, key=lambda piece: piece.target.offset)
+        parts = [piece.source.view(source.tensor(piece.name).reshape(-1)) for piece in pieces]
+        dense = all(piece.source.dense and piece.target.dense for piece in pieces)
+        if self.zeroed or not parts or not dense or any(part.dtype != self.dtype for part in parts):
+            return None
+        offset, address = 0, parts[0].data_ptr()
+        for piece, part in zip(pieces, parts, strict=True):
+            if (piece.target.offset, part.data_ptr()) != (offset, address):
+                return None
+            offset, address = offset + part.numel(), address + part.nbytes
+        return parts[0].as_strided(self.shape, torch.empty(self.shape, device="meta").stride())
+
 
 def _runs(piece: Piece, whole: torch.Tensor, source: VersionSource) -> list[tuple[int, int]] | None:
     """Elements [first, last) of the stored tensor that may be copied in one piece each; None if not page-locked."""

@@ -175,21 +175,26 @@ class VersionLoader:
 
     def _pack(self, source: VersionSource) -> None:
         """Load on the CPU. vLLM 0.32 packs linear layers, heads and experts and drops their plain form, so each gets a
-        plain one again. The experts' kernel packs every form after the first."""
+        plain one again: of a linear layer the mapped file, where that has it in one piece. The experts' kernel packs
+        every form after the first."""
         filled: set[int] = set()  # a tied head shares its embedding's target
         for module in self.model.modules():
             tensors = {**module._parameters, **module._buffers}
             names = [name for name in tensors if (id(module), name) in self.plan.targets]
             method = getattr(module, "quant_method", None)
             replaced = isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod)
+            lying: dict[str, torch.Tensor] = {}
             if names:
                 drop_packed(module)
             for name in names:
                 target, tensor = self.plan.targets[id(module), name], tensors[name]
-                if replaced:
+                if isinstance(method, UnquantizedLinearMethod) and (found := target.lying_in(source)) is not None:
+                    lying[name] = tensor = found
+                elif replaced:
                     tensor = torch.empty(target.shape, dtype=target.dtype)
+                if replaced:
                     module._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
-                if replaced or id(target) not in filled:
+                if name not in lying and (replaced or id(target) not in filled):
                     target.fill(tensor.data.view(-1), source)
                     filled.add(id(target))
             if not names:
@@ -198,6 +203,9 @@ class VersionLoader:
                 method.moe_kernel.fused_experts.process_weights_after_loading(module)
             elif replaced or id(module) in self._heads:
                 method.process_weights_after_loading(module)
+            for name, tensor in lying.items():  # a bias, or a weight that vLLM did not pack
+                if module._parameters[name].data_ptr() == tensor.data_ptr():
+                    module._parameters[name].data = tensor.clone()
 
     # ------------------------------------------------------------------------------------------------------
 

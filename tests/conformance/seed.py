@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.evals.shapes import sample_object
+from appliance.controller.grading.shapes import sample_object
 from appliance.controller.responses.objects import completion_row, queued_row
+from appliance.store import evals, files, jobs, keys, models
 from appliance.store.database import Database
-from appliance.store.objects import evals, files, jobs, models
-from appliance.store.records import keys
 from appliance.store.rows import (
     BATCHES,
     EVAL_ITEMS,
@@ -35,7 +34,7 @@ from appliance.store.rows import (
     VersionRow,
 )
 from appliance.store.rows import RESPONSES as ROWS
-from train.data.check import check_training_file
+from train.data_checks.check import check_training_file
 from train.graders.graders import ModelAnswer
 
 JOB = "ft-AF1WoRqd3aJAHsqc9NY7iL8F"

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.objects import jobs
-from appliance.store.records import usage
+from appliance.store import jobs, usage
 from tests.front.box import MODEL, Front, running_front
 
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")

@@ -19,9 +19,8 @@ import httpx
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.objects import jobs, models
-from appliance.store.records import deployments
-from appliance.store.rows import DeploymentRow, JobRow
+from appliance.store import jobs, models
+from appliance.store.rows import DEPLOYMENTS, DeploymentRow, JobRow
 from appliance.ui.site import site
 from tests.e2e import page_pictures
 from tests.front.box import MODEL, Front, free_port, running_front
@@ -318,7 +317,7 @@ def test_a_version_gets_a_share_and_is_promoted(visit: Visit, front: Front) -> N
 
     def deploy() -> None:
         insert_model(context.db, "org/two", versions=("v1", "v2"))
-        deployments.insert(context.db, DeploymentRow("org/two", 1.0))
+        DEPLOYMENTS.insert(context.db, DeploymentRow("org/two", 1.0))
 
     front.call(deploy)
     page = visit(place="#/models")

@@ -29,8 +29,8 @@ from appliance.controller.interfaces.principal import Listener
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
+from appliance.store import keys
 from appliance.store.database import Database
-from appliance.store.records import keys
 from tests.simulator.control_plane import SimulatedModelOps, change, simulated_context
 from tests.unit.controller.conftest import insert_model
 from tests.unit.gateway.upstreams import chat_answer, chat_events

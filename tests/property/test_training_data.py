@@ -10,7 +10,7 @@ from tests.integration.train.test_chat import BEGIN, END, FORGETFUL, MARKED, OPE
 from tests.train_support.tiny import CHATML, tokenizer, trained_texts
 from tests.unit.train.test_data_checks import chat, repeats, write
 from train.data.chat import ChatEncoder
-from train.data_checks.check import LIKE, grams, personal_data, words_of
+from train.data_checks.check import LIKE, grams, personal_data
 
 WORDS = [f"word{n}" for n in range(40)]
 # Few words, so that texts meet: changes of one word, repeats, and nothing alike.
@@ -68,10 +68,9 @@ def test_of_many_that_are_alike_nearly_all_are_found(tmp_path):
 
 @given(st.text(max_size=200))
 @settings(max_examples=200, deadline=None)
-def test_words_and_masks_take_any_text(text):
-    words = words_of(text)
-    assert min(1, len(words)) <= len(grams(words, 5)) <= max(1, len(words) - 4)
-    assert all(match.value in text for match in personal_data(text))
+def test_grams_and_personal_data_take_any_text(text):
+    assert (len(grams(text)) > 0) == any(character.isalnum() for character in text.lower())
+    assert all(value in text for _, value in personal_data(text))
 
 
 # As Phi 3's: the conversation ends with another token than a turn.

@@ -19,14 +19,14 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import Mode
-from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.engines.versions import EngineSizes
 from appliance.controller.grading.judging import Grading, Sampled
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.models.library import ModelVersion, Report
+from appliance.store import jobs
+from appliance.store.box import SqliteJournal
 from appliance.store.database import Database
-from appliance.store.objects import jobs
-from appliance.store.records.box import SqliteJournal
 from appliance.store.rows import VersionRow
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.workload import Device, Policy
@@ -40,7 +40,7 @@ class SimulatedScheduler:
     """Eight devices; a mode change is one hand-over of one step that succeeds when it is waited for."""
 
     def __init__(self, db: Database, devices: int = 8):
-        self._db, self._journal = db, SqliteJournal(db)
+        self._db, self._journal, self.loop = db, SqliteJournal(db), self
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
         self.unloaded: list[str] = []

@@ -13,7 +13,7 @@ from liger_kernel.ops import rms_norm
 from triton.runtime import interpreter
 
 from benchmarks.gpu import training
-from train.model.kernels import FAMILIES
+from train.model.model import LIGER_FAMILIES
 
 _convert = interpreter._implicit_cvt
 
@@ -31,5 +31,5 @@ if __name__ == "__main__":
         mock.patch.object(rms_norm, "rsqrt", lambda value: tl.math.rsqrt(value)),  # in place of CUDA's own
         mock.patch.object(training, "best_s", lambda ready, step: 1.0),
     ):
-        checks = {name: training.kernels(torch.device("cpu"), 6, 16, 1, name, torch.float32) for name in FAMILIES}
+        checks = {name: training.kernels(torch.device("cpu"), 6, 16, 1, name, torch.float32) for name in LIGER_FAMILIES}
     print(json.dumps({name: found[-1].found for name, found in checks.items()}))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from train.data.check import DataReport
 from train.data_checks import process
+from train.data_checks.check import DataReport
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,15 +1,13 @@
-"""Compares a checkpoint with what transformers makes of it: `python -m train.convert.checkpoint_trial`.
+"""Compares a checkpoint with what transformers makes of it: `python -m train.convert.checkpoint_trial FOLDER ARCH`.
 
 The architecture of config.json is built on the meta device, and the safetensors headers go through the renamings and
 conversions by which transformers would load them, so that nothing is allocated and no byte of a tensor is read. Then
-the tokenizer that transformers makes of the files is held against tokenizer.json itself. The process starts before it
-has the path, on its standard input, because its imports take seconds.
+the tokenizer that transformers makes of the files is held against tokenizer.json itself.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
@@ -17,13 +15,27 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+import transformers
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.models.auto import tokenization_auto
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
 from runtime.processes.kernel import Bounds
 from weights.format.layout import Layout
 
-# transformers imports them for losses, generation and training: 2.5 s of CPU.
-_NOT_NEEDED = ("pandas", "scipy", "sklearn", "accelerate", "deepspeed", "peft", "triton", "torchvision", "torchao")
 CPU_S, MEMORY_BYTES = 1200, 8 << 30
-MOST_NAMED, MOST_ADDED, MOST_BEYOND = 20, 65_536, 1024
+MOST_ADDED = 65_536
 # Of wrappers and of adapters: torch.compile, FSDP, activation checkpointing, DDP, Lightning, peft.
 _WRAPPERS = re.compile(
     r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module|base_layer)(?=\.)"
@@ -48,17 +60,13 @@ class Unfit(Exception):
 
 
 def main() -> None:
-    sys.modules.update(dict.fromkeys(_NOT_NEEDED))  # type: ignore[arg-type]
-    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    import transformers.conversion_mapping
-    import transformers.models.auto.modeling_auto  # noqa: F401
-
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
-    request = json.loads(sys.stdin.readline())
-    path = Path(request["path"])
+    path, arch = Path(sys.argv[1]), sys.argv[2]
     Bounds(CPU_S, MEMORY_BYTES).hold()
     try:
-        tensors = compared(path, request["arch"])
+        tensors = compare(path, arch)
         answer = {"tensors": tensors, "tokenizer": read(path, tensors["rows"])}
     except Unfit as error:
         answer = {"unfit": str(error)[:400]}
@@ -66,17 +74,6 @@ def main() -> None:
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
-
-
-def compared(path: Path, arch: str) -> dict[str, Any]:
-    """As `compare`; where the comparison itself fails, nobody knows, and nothing is refused. Raises Unfit."""
-    try:
-        return compare(path, arch)
-    except (Unfit, MemoryError):
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried
-        reason = f"transformers failed to compare them: {type(error).__name__}: {str(error)[:200]}"
-        return {"unchecked": reason, "renamed": {}, "rows": 0}
 
 
 def compare(path: Path, arch: str) -> dict[str, Any]:
@@ -87,10 +84,6 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
     that are not. head, embedding: what the architecture calls them, "" without one. rows: of the embedding.
     unchecked: why nothing was compared, "" if it was. Raises Unfit.
     """
-    import torch
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     model, unchecked = _built(path, arch)
     if model is None:
         return {"unchecked": unchecked, "renamed": {}, "rows": 0}
@@ -106,12 +99,14 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
     shapes = {names.get(name, name): spec.shape for name, spec in stored.items()}
     with torch.device("meta"):
         tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    report = {"unchecked": "", "rows": rows}
-    modules = list(model.named_modules())
-    report["head"] = next((name for name, module in modules if module is head and head is not None), "")
-    report["embedding"] = next((name for name, module in modules if module is embedding and embedding is not None), "")
+    named = {module: name for name, module in model.named_modules()}
+    report = {"unchecked": "", "rows": rows, "head": named.get(head, ""), "embedding": named.get(embedding, "")}
     tied = dict(model.all_tied_weights_keys)
-    differs = _loaded(model, tensors, is_whole=is_whole)
+    try:
+        differs = _loaded(model, tensors, is_whole=is_whole)
+    except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried; that refuses nothing
+        reason = f"transformers failed to compare them: {type(error).__name__}: {str(error)[:200]}"
+        return {"unchecked": reason, "renamed": {}, "rows": rows}
     report |= differs | {"plain": quantised and not any(differs.values())}
     for target, source in tied.items():
         if target in shapes and source not in shapes:
@@ -122,9 +117,6 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
 
 def _built(path: Path, arch: str) -> tuple[Any, str]:
     """The model without weights; None, and why, where transformers does not know or cannot build it. Raises Unfit."""
-    import torch
-    import transformers
-
     model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         return None, f"transformers {transformers.__version__} does not know the model_type {str(model_type)[:80]!r}"
@@ -134,7 +126,7 @@ def _built(path: Path, arch: str) -> tuple[Any, str]:
     except Exception as error:  # noqa: BLE001 - each configuration checks itself in its own way
         raise Unfit(f"transformers cannot read it: {type(error).__name__}: {error}") from error
     if cls is None:
-        cls = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None or not issubclass(cls, transformers.PreTrainedModel):
         return None, f"transformers {transformers.__version__} does not know the architecture {arch}"
     if cls.config_class is not None and not isinstance(config, cls.config_class):
@@ -153,21 +145,10 @@ def _built(path: Path, arch: str) -> tuple[Any, str]:
         raise Unfit(f"transformers cannot build {arch} from it: {type(error).__name__}: {error}") from error
 
 
-def _conversions(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    every = get_model_conversion_mapping(model)
-    renamings = [entry for entry in every if isinstance(entry, WeightRenaming)]
-    return every, renamings, [entry for entry in every if isinstance(entry, WeightConverter)]
-
-
 def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, str]:
     """The names that are to be changed: of a wrapper, or of a whole model without the prefix of its base model."""
-    from transformers.core_model_loading import rename_source_key
-
-    expected = dict.fromkeys(model.state_dict(), True)
-    _, renamings, converters = _conversions(model)
+    expected, conversions = dict.fromkeys(model.state_dict(), True), get_model_conversion_mapping(model)
+    renamings, converters = ([c for c in conversions if isinstance(c, k)] for k in (WeightRenaming, WeightConverter))
     prefix = model.base_model_prefix
     # Parts of a multimodal model are stored without it (multi_modal_projector, vision_tower).
     is_whole = is_whole and model.config.get_text_config() is model.config
@@ -179,11 +160,9 @@ def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, 
     names = {}
     for name in stored:
         options = [name, *_candidates(name)]
-        if is_whole:  # engines neither add the prefix nor leave it out
-            exact = [*options, *(f"{prefix}.{option}" for option in options)]
-            found = next((option for option in exact if leads(option)), None)
-        else:
-            found = None
+        # Engines of a whole model neither add the prefix nor leave it out.
+        exact = [*options, *(f"{prefix}.{option}" for option in options)] if is_whole else []
+        found = next((option for option in exact if leads(option)), None)
         found = found or next((option for option in options if leads(option, prefix, expected)), name)
         # Two tensors of one name would be one; the other stays unknown.
         if found != name and found not in stored and found not in names.values():
@@ -203,12 +182,8 @@ def _candidates(name: str) -> Iterable[str]:
 
 
 def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[str, Any]:
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-
-    every, *_ = _conversions(model)
     buffers = {name for name, _ in model.named_buffers()}
-    config = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=every)
+    config = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=get_model_conversion_mapping(model))
     info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
@@ -218,15 +193,11 @@ def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[s
     unknown = sorted(name for name in info.unexpected_keys if not (speculates and _SPECULATION.search(name)))
     if not is_whole:
         missing, unknown = ([n for n in some if not _OF_EMBEDDINGS.search(n)] for some in (missing, unknown))
-    shapes = [[name, list(was), list(expected)] for name, was, expected in sorted(info.mismatched_keys)]
-    broken = sorted(info.conversion_errors)
     return {
-        "missing": missing[:MOST_NAMED],
-        "missing_count": len(missing),
-        "unknown": unknown[:MOST_NAMED],
-        "unknown_count": len(unknown),
-        "shapes": shapes[:MOST_NAMED],
-        "unconvertible": broken[:MOST_NAMED],
+        "missing": missing,
+        "unknown": unknown,
+        "shapes": [[name, list(was), list(expected)] for name, was, expected in sorted(info.mismatched_keys)],
+        "unconvertible": sorted(info.conversion_errors),
     }
 
 
@@ -244,18 +215,16 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     """What the tokenizer of transformers makes of the files, for an embedding of so many rows, 0 for unknown.
 
     added: its added tokens and their ids. special: the token and id of each role. beyond: [token, id] without a row in
-    the embedding, the first few, and how many. begins: whether every text begins with the BOS token. differs: a text
+    the embedding. begins: whether every text begins with the BOS token. differs: a text
     that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
     PreTrainedTokenizerFast. generation: why generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
-    from transformers import AutoTokenizer
-    from transformers.models.auto import tokenization_auto
-
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
         raise Unfit(f"the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
-    plain, report = _as_written(path), {"differs": "", "class": type(tokenizer).__name__, "mended": False}
+    file, report = path / "tokenizer.json", {"differs": "", "class": type(tokenizer).__name__, "mended": False}
+    plain = Tokenizer.from_file(str(file)) if file.is_file() else None
     if plain is not None and (text := _differs(tokenizer, plain)):
         report["differs"] = text
         # As tokenizer_config.json would name it: of some families, transformers takes a class of its own all the same.
@@ -267,7 +236,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
                 report["mended"], tokenizer = True, other
         except Exception as error:  # noqa: BLE001 - as above
             print(f"not loaded by the plain class: {error}", file=sys.stderr)
-    ids, file = tokenizer.get_vocab(), path / "tokenizer.json"
+    ids = tokenizer.get_vocab()
     # tokenizers numbers an added token anew where ids before it are missing.
     claimed = json.loads(file.read_bytes()).get("added_tokens") if file.is_file() else None
     ids |= {token["content"]: token["id"] for token in claimed or ()}
@@ -275,37 +244,20 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     roles = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {role: str(token) for role in roles if (token := getattr(tokenizer, role, None)) is not None}
     added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1])
-    first = tokenizer("a")["input_ids"][:1]
-    return report | {
-        "added": dict(added[-MOST_ADDED:]),
-        "special": {role: [token[:200], ids.get(token)] for role, token in special.items()},
-        "beyond": [[token[:200], number] for number, token in beyond[:MOST_BEYOND]],
-        "beyond_count": len(beyond),
-        "generation": _unreadable_generation(path),
-        "begins": tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
-    }
-
-
-def _unreadable_generation(path: Path) -> str:
-    from transformers import GenerationConfig
-
+    first, generation = tokenizer("a")["input_ids"][:1], ""
     try:
         GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:  # there is none, or no JSON, which others say
-        return ""
+        pass
     except Exception as error:  # noqa: BLE001 - whatever its values make it raise
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
-
-
-def _as_written(path: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception as error:  # noqa: BLE001 - the library raises it bare
-        print(f"nothing to compare the tokenizer with: {error}", file=sys.stderr)
-        return None
+        generation = f"{type(error).__name__}: {str(error)[:200]}"
+    return report | {
+        "added": dict(added[-MOST_ADDED:]),
+        "special": {role: [token[:200], ids.get(token)] for role, token in special.items()},
+        "beyond": [[token[:200], number] for number, token in beyond],
+        "generation": generation,
+        "begins": tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
+    }
 
 
 def _differs(tokenizer: Any, plain: Any) -> str:

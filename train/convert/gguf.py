@@ -59,7 +59,8 @@ def _parameters(file: Path) -> int:
     """How many the model has. Raises _Refused."""
     try:
         reader = _reader(file)
-        parts, kind = (_field(reader, name) for name in ("split.count", "general.type"))
+        fields = map(reader.get_field, ("split.count", "general.type"))
+        parts, kind = (None if field is None else field.contents() for field in fields)
         count = sum(int(tensor.n_elements) for tensor in reader.tensors)
     except Exception as error:  # noqa: BLE001 - whatever bytes raise that are not what they say they are
         raise _Refused(f"is not a sound GGUF file: {type(error).__name__}: {str(error)[:200]}") from error
@@ -68,12 +69,6 @@ def _parameters(file: Path) -> int:
     if kind not in (None, "model"):
         raise _Refused(f"holds a {str(kind)!r}, not a model")
     return count
-
-
-def _field(reader: Any, name: str) -> Any:
-    """A field of the header; None without it."""
-    field = reader.get_field(name)
-    return None if field is None else field.contents()
 
 
 def _convert(file: Path, out: Path) -> dict[str, Any]:

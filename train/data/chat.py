@@ -1,31 +1,56 @@
-"""Converts a chat example to rows of token ids and a loss mask, through the model's own chat template.
+"""Converts a chat example to rows of token ids and a loss mask, through the model's own chat template. The model is
+trained on what it is to write and on nothing else: not on prompts, whatever they say.
 
-The model is trained on what it is to write (train.data.turns) and on nothing else: not on prompts, whatever they say.
+An engine is asked with the conversation up to a turn and the template's generation prompt; what the model is to write
+is the rest of that turn, with the end of turn at which an engine stops. So a trained turn is `prompt + written`, the
+prompt being the very text that an engine sees. Turns whose prompt and answer are in the text of the whole conversation
+share one row. Where a template writes earlier turns otherwise than the last one (Qwen 3 drops their thoughts, gpt-oss
+ends them with another token), such a turn is a row of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os.path
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from train.data import turns
 from train.data.records import BadRecord
-from train.data.turns import Conversation, Render, Row, TurnForm
 from train.plan.errors import UnsupportedModel
 from weights.format.foreign_json import size, text_part
 from weights.format.tool_template import with_tools
 
 Tokens = tuple[np.ndarray, np.ndarray]
 Result = TypeVar("Result")
+Messages = Sequence[dict[str, Any]]
+Render = Callable[..., str]
+"""(messages, tools=None, add_generation_prompt=False) to text. Raises BadRecord for what the template refuses."""
+_MessageForm = Callable[[dict[str, Any]], dict[str, Any]]
+
+PROBE = "Zq7xV"  # stands for an answer; no template has it
+_MARKER = re.compile(r"\s*(<[^\s<>]+>)")
+_THOUGHT_TAGS = re.compile(r"</?think>")
+_THOUGHT_END = re.compile(r"</[^<>\s]*think[^<>\s]*>|\[/THINK\]|<\|END_THINKING\|>")
+_THOUGHT_CLOSED = re.compile(rf"(?:{_THOUGHT_END.pattern})\s{{0,4}}\Z")
+_TOOL = {"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}
+
+
+class Row(NamedTuple):
+    """text: what is tokenised. spans: (start, end) characters of it that are trained; text[:start] is the prompt."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
 
 
 def vocabulary_of(model: str | Path) -> int | None:
@@ -45,7 +70,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None):
         if not tokenizer.is_fast:
             raise UnsupportedModel(
-                "the model has no fast tokenizer (tokenizer.json), which is needed to tell which tokens are whose"
+                "the model has no fast tokenizer (tokenizer.json), which tells what tokens stand for"
             )
         self.tokenizer, self._vocabulary = tokenizer, vocabulary
         self.n_without_tools = 0  # examples whose tools the template left out
@@ -55,12 +80,9 @@ class ChatEncoder:
 
     def encode(self, example: dict[str, Any]) -> list[Tokens]:
         """Rows of (token ids (n,) int32, trained (n,) bool), one for all trained turns or one for each where the
-        template needs it (train.data.turns). Raises BadRecord if the template refuses the example or loses something of
+        template needs it. Raises BadRecord if the template refuses the example or loses something of
         it, or the model does not know a token of it: on a GPU the rank would fail in words about some kernel."""
-        rows = [self._tokens(row) for row in self.rows(example)]
-        if any(tokens is None for tokens in rows):  # an engine's prompt would end within a token of the row
-            rows = [self._tokens(row) for row in self.rows(example, apart=True)]
-        return [tokens for tokens in rows if tokens is not None]
+        return [self._tokens(row) for row in self.rows(example)]
 
     def encode_whole(self, example: dict[str, Any]) -> Tokens:
         """The example as one row. Raises BadRecord also where the template needs one for each turn."""
@@ -83,17 +105,22 @@ class ChatEncoder:
 
     def prompt(self, example: dict[str, Any]) -> np.ndarray:
         """Token ids (n,) int32 up to where the assistant is to answer. Raises BadRecord if the template refuses it."""
-        tools = example.get("tools")
-        text = self._in_first_form(example, lambda render, messages: turns.prompt(render, messages, tools))
-        return np.array(self._tokenise(text)["input_ids"], dtype=np.int32)
 
-    def rows(self, example: dict[str, Any], *, apart: bool = False) -> list[Row]:
+        def asked(render: Render, messages: Messages) -> str:
+            text = render(messages, add_generation_prompt=True)
+            bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+            if bare != messages and _try(render, bare, add_generation_prompt=True) == text:
+                raise BadRecord("has calls, which the model's chat template does not write")
+            return text
+
+        return np.array(self._tokenise(self._in_first_form(example, asked))["input_ids"], dtype=np.int32)
+
+    def rows(self, example: dict[str, Any]) -> list[Row]:
         """The rendered rows of an example. Raises BadRecord."""
-        tools = example.get("tools")
         rows = self._in_first_form(
-            example,
-            lambda render, messages: Conversation(render, messages, tools, self.form, self._stops).rows(apart=apart),
+            example, lambda render, messages: Conversation(render, messages, self.form, self._stops).rows()
         )
+        tools = example.get("tools")
         prompt = rows[0].text[: rows[0].spans[0][0]]
         if tools and not any(tool["function"]["name"] in prompt for tool in tools):
             self.n_without_tools += 1
@@ -102,7 +129,7 @@ class ChatEncoder:
     @cached_property
     def form(self) -> TurnForm:
         """How the model's template begins and ends an answer."""
-        return turns.turn_form(partial(self._render, self._forms[0]), self._stops, self.tokenizer.eos_token)
+        return turn_form(partial(self._render, self._forms[0]), self._stops, self.tokenizer.eos_token)
 
     @cached_property
     def _forms(self) -> tuple[_MessageForm, ...]:
@@ -112,35 +139,37 @@ class ChatEncoder:
                 "is a conversation, and the model's tokenizer has no chat template: add chat_template.jinja to the "
                 'model\'s directory, or train on documents, {"text": ...}'
             )
-        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": turns.PROBE}]
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
         for parts in (False, True):
             forms = tuple(
                 partial(_message_form, parts=parts, as_text=as_text, bare=bare, short_ids=short_ids)
                 for short_ids, as_text, bare in product((False, True), repeat=3)
             )
             try:
-                if turns.PROBE in self._render(forms[0], probe):
+                if PROBE in self._render(forms[0], probe):
                     return forms
             except BadRecord:
                 pass
         return tuple(partial(form, parts=False) for form in forms)
 
-    def _tokens(self, row: Row) -> Tokens | None:
-        """The row's tokens; None for one of several turns where a token has both prompt and answer."""
-        encoded = self._tokenise(row.text)
-        ids = np.array(encoded["input_ids"], dtype=np.int32)
-        starts, ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    def _tokens(self, row: Row) -> Tokens:
+        ids, starts, ends = self._cut(row.text, [0])
+        # A token that has both prompt and answer is cut: an engine's prompt ends there.
+        cuts = [start for start, _ in row.spans if ((starts < start) & (ends > start)).any()]
+        if cuts:
+            ids, starts, ends = self._cut(row.text, [0, *cuts])
         trained = np.zeros(len(ids), bool)
         for start, end in row.spans:
-            if ((starts < start) & (ends > start)).any():
-                if len(row.spans) > 1:
-                    return None
-                # Prompt and answer as an engine has them: the prompt's tokens end where the prompt does.
-                prompt, answer = (self._tokenise(text)["input_ids"] for text in (row.text[:start], row.text[start:]))
-                ids = np.array([*prompt, *answer], dtype=np.int32)
-                return ids, np.arange(len(ids)) >= len(prompt)
             trained |= (starts >= start) & (starts < end) & (ends > starts)
         return ids, trained
+
+    def _cut(self, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids int32, starts, ends), each (n,), of the pieces that begin at these characters."""
+        pieces = [(at, self._tokenise(text[at:end])) for at, end in pairwise([*cuts, len(text)])]
+        ids = np.concatenate([np.array(encoded["input_ids"], np.int32) for _, encoded in pieces])
+        offsets = [np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2) + at for at, encoded in pieces]
+        starts, ends = np.concatenate(offsets).T
+        return ids, starts, ends
 
     def _stops(self, text: str) -> bool:
         return any(token in text for token in self._stop_tokens)
@@ -151,14 +180,14 @@ class ChatEncoder:
         return [token for token in self.tokenizer.get_added_vocab() if token.strip()]
 
     def _in_first_form(self, example: dict[str, Any], make: Callable[[Render, list[dict[str, Any]]], Result]) -> Result:
-        """The result of `make` for the example's messages, with parsed arguments of calls, in the first form of a
-        message in which nothing is lost: templates differ in how they take calls. Raises BadRecord."""
-        messages = [self._without_end(index, _parsed(turn)) for index, turn in enumerate(example["messages"])]
+        """The result of `make` for the example's messages in the first form of a message in which nothing is lost:
+        templates differ in how they take calls. Raises BadRecord."""
+        messages = [self._without_end(index, turn) for index, turn in enumerate(example["messages"])]
         forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
         refusals = []
         for form in forms:
             try:
-                return make(partial(self._render, form), messages)
+                return make(partial(self._render, form, tools=example.get("tools")), messages)
             except BadRecord as bad:
                 refusals.append(bad)
         raise refusals[0]
@@ -210,17 +239,6 @@ class ChatEncoder:
         return text
 
 
-def _parsed(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its calls' arguments as objects."""
-    result = dict(message)
-    if calls := message.get("tool_calls"):
-        result["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    return result
-
-
 def _message_form(
     message: dict[str, Any], *, parts: bool, as_text: bool, bare: bool, short_ids: bool
 ) -> dict[str, Any]:
@@ -228,6 +246,7 @@ def _message_form(
     write a call's arguments with tojson, which would quote a text twice; DeepSeek's add them to a text. bare: some
     write calls only of a message whose content is none. short_ids: Mistral's refuse ids that are not nine letters."""
     result = {key: value for key, value in message.items() if key != "weight"}
+    short = (lambda text: hashlib.sha256(text.encode()).hexdigest()[:9]) if short_ids else str
     if parts:
         result["content"] = [{"type": "text", "text": message["content"]}]
     if thought := message.get("reasoning_content"):
@@ -235,20 +254,249 @@ def _message_form(
     if calls := message.get("tool_calls"):
         if bare and not message["content"]:
             result["content"] = None
-        if as_text:
-            result["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-                for call in calls
-            ]
-    if short_ids and "tool_calls" in result:
-        result["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in result["tool_calls"]]
-    if short_ids and "tool_call_id" in result:
-        result["tool_call_id"] = _short_id(result["tool_call_id"])
+        read = str if as_text else json.loads
+        result["tool_calls"] = [
+            {**call, "id": short(call["id"]), "function": {**function, "arguments": read(function["arguments"])}}
+            for call in calls
+            for function in [call["function"]]
+        ]
+    if "tool_call_id" in result:
+        result["tool_call_id"] = short(result["tool_call_id"])
     return result
 
 
-def _short_id(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:9]
+# -- turns ------------------------------------------------------------------------------------------------------------
 
 
-_MessageForm = Callable[[dict[str, Any]], dict[str, Any]]
+class TurnForm(NamedTuple):
+    """How a template begins and ends an answer.
+
+    header: the text before an answer; if a generation prompt lacks it, it is cut from the answer. tail: the text after
+    the last answer, without the blank space at its very end, which is `blank`. end: what is trained instead of it: the
+    first token that ends an answer or, without a tail, the marker of the next turn (GLM's "<|user|>"). eos: the
+    tokenizer's end of text, at which every engine stops.
+    """
+
+    header: str
+    tail: str
+    blank: str
+    end: str
+    eos: str = ""
+
+
+def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> TurnForm:
+    """The form of the template behind `render`. stops: whether a text has a token at which an engine can stop. eos: the
+    tokenizer's end of text, added where the template's own end is no such token: an engine would never stop."""
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
+    system = {"role": "system", "content": "b"}
+    # Some templates insist on a system prompt, or are for tools alone.
+    for start, tools in (([user], None), ([system, user], None), ([system, user], [_TOOL])):
+        if (text := _try(render, [*start, answer], tools=tools)) is not None:
+            break
+    if text is None or PROBE not in text:
+        return TurnForm("", "", "", eos or "", eos or "")
+    before, _, tail = text.rpartition(PROBE)
+    question = _try(render, start, tools=tools)
+    header = before[len(question) :] if question is not None and before.startswith(question) else ""
+    within = (_try(render, [*start, answer, {"role": "user", "content": "c"}], tools=tools) or text).rpartition(PROBE)[
+        2
+    ]
+    tail, blank = tail.rstrip(), tail[len(tail.rstrip()) :]
+    end, marker = tail, re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
+    if not within.startswith(tail) and marker and stops(marker[0]):
+        end = marker[0]  # what follows it ends the last turn alone, as Phi 3's <|endoftext|>
+    if not tail and (marker := _MARKER.match(within)):
+        end = marker[1]
+    end = _to_first(eos, end) if stops(end) else end + (eos or "")
+    return TurnForm(header if header.strip() else "", tail, blank, end, eos or "")
+
+
+def _to_first(eos: str | None, text: str) -> str:
+    """The text up to the first end of text, after which no engine goes on."""
+    return text[: text.index(eos) + len(eos)] if eos and eos in text else text
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages under a template (`render`, with their tools) of this form. stops: as `turn_form` has it."""
+
+    render: Render
+    messages: Messages
+    form: TurnForm
+    stops: Callable[[str], bool]
+
+    def rows(self) -> list[Row]:
+        """One for all trained turns where they line up, and one for each that does not. Raises BadRecord where the
+        template loses something of a trained turn."""
+        messages = self.messages
+        whole = self.render(messages)
+        together: list[tuple[int, int]] = []
+        checked = 0
+        own: list[Row] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or message.get("weight", 1) == 0:
+                continue
+            prompt, written = self._turn(index)
+            for number in range(checked, index):
+                role, text = messages[number]["role"], (messages[number].get("content") or "").strip()
+                if role in ("system", "user") and not any(form in prompt for form in _forms(text)):
+                    raise BadRecord(_unwritten(f"the text of messages[{number}], from {role!r},"))
+            checked = index
+            if index == len(messages) - 1 and whole.startswith(prompt):
+                whole = prompt + written  # with its end of turn, which some templates leave to the next message
+            end = _end_in(whole, prompt, written, message)
+            if end is None:
+                own.append(Row(prompt + written, ((len(prompt), len(prompt) + len(written)),)))
+            else:
+                together.append((len(prompt), end))
+        return own + ([Row(whole[: together[-1][1]], tuple(together))] if together else [])
+
+    def _turn(self, index: int) -> tuple[str, str]:
+        """(prompt, written) of the assistant's turn `messages[index]`. Raises BadRecord."""
+        before, message = self.messages[:index], self.messages[index]
+        thinks = any(kind == "reasoning" for kind, _ in _texts(message))
+        through = self.render(self.messages[: index + 1])
+        prompt = _try(self.render, before, add_generation_prompt=True) if before else None
+        parting = _parting(prompt, through) if prompt is not None else 0
+        if prompt is not None and parting < len(prompt):
+            bare = _try(self.render, before)
+            ask_at = _parting(prompt, bare) if bare is not None else len(prompt)  # where the generation prompt begins
+            if parting < ask_at:
+                # What came before is written otherwise once it is answered (gpt-oss drops earlier thoughts): the answer
+                # begins after the generation prompt, where that is written.
+                ask, head = prompt[ask_at:], through[: self._answer_begins(before, through)]
+                parting = head.rfind(ask) + len(ask) if ask and ask in head else 0
+                last_text = (before[-1].get("content") or "").strip()
+                if last_text and any(form[-20:] in head[parting:] for form in _forms(last_text)):
+                    parting = 0  # it is the prompt of an earlier turn
+            elif thinks and _THOUGHT_CLOSED.search(prompt):
+                prompt = through[:parting]  # the template thinks where a request asks for it: that prompt is its own
+        if prompt is None or not parting:
+            # There is no prompt to compare with: render another answer and see where the two part.
+            parting = self._answer_begins(before, through)
+            prompt = through[:parting] if prompt is None else prompt
+        written = self._ended(index, through, through[parting:].removeprefix(self.form.header))
+        written = _to_first(self.form.eos, written)
+        lost = _lost(message, written)
+        if not lost and thinks and (_THOUGHT_CLOSED.search(prompt) or len(_THOUGHT_END.findall(written)) > 1):
+            lost = "reasoning"  # it comes after the template's own, so that an engine reads it as the answer
+        if lost:
+            raise BadRecord(_unwritten(f"{lost} in messages[{index}],"))
+        return prompt, written
+
+    def _answer_begins(self, before: Messages, through: str) -> int:
+        """Where the text of an answer begins in `through`: two answers part there."""
+        other = _try(self.render, [*before, {"role": "assistant", "content": PROBE}])
+        if other is None:
+            raise BadRecord("is rendered by the chat template in a way that does not show where an answer begins")
+        return min(_parting(other, through), other.rfind(PROBE))
+
+    def _ended(self, index: int, through: str, written: str) -> str:
+        """`written` with exactly one end of turn."""
+        form, stops = self.form, self.stops
+        body = written.rstrip() if form.tail else written
+        if form.tail and body.endswith(form.tail):
+            return body.removesuffix(form.tail) + form.end
+        calls = self.messages[index].get("tool_calls")
+        if not calls:
+            return body if form.tail and stops(_last(body)) else body.removesuffix(form.blank) + form.end
+        if form.tail:
+            return body if self._closes(index, body) else body + form.end
+        last = calls[-1]
+        result = {"role": "tool", "content": PROBE, "tool_call_id": last["id"], "name": last["function"]["name"]}
+        after = _try(self.render, [*self.messages[: index + 1], result])
+        marker = _MARKER.match(after[len(through) :]) if after and after.startswith(through) else None
+        return body.removesuffix(form.blank) + (marker[1] if marker and stops(marker[1]) else form.end)
+
+    def _closes(self, index: int, body: str) -> bool:
+        """Whether a turn of calls ends with an end of turn of its own (gpt-oss's <|call|>), not with the end of a
+        call."""
+        last, messages = _last(body), self.messages[: index + 1]
+        if not self.stops(last):
+            return False
+        twice = {**messages[-1], "tool_calls": [*messages[-1]["tool_calls"], messages[-1]["tool_calls"][-1]]}
+        doubled = _try(self.render, [*messages[:-1], twice])
+        return doubled is None or doubled.count(last) <= self.render(messages).count(last)
+
+
+def _last(text: str) -> str:
+    """The marker or word at its end."""
+    last = re.search(r"<[^\s<>]+>$|\S+$", text)
+    return last[0] if last else ""
+
+
+def _unwritten(what: str) -> str:
+    return (
+        f"has {what} which the model's chat template does not write: nothing of it would be trained; remove it, or "
+        "give the model a chat template that writes it"
+    )
+
+
+def _end_in(whole: str, prompt: str, written: str, message: dict[str, Any]) -> int | None:
+    """Where in the text of the whole conversation the turn ends; None if it is written otherwise there. Earlier turns
+    may lack what only the last one begins with, an empty thought: then the rest of it counts."""
+    head = whole[len(prompt) : len(prompt) + min(8, len(written))] if whole.startswith(prompt) else ""
+    for at in range(len(written)) if head else ():
+        if written.startswith(head, at) and whole.startswith(rest := written[at:], len(prompt)):
+            return None if at and _lost(message, rest) else len(prompt) + len(rest)
+    return None
+
+
+def _parting(one: str, other: str) -> int:
+    """Where two texts part, outside of a marker: "<think>" and "<tool_call>" part before the "<"."""
+    shared = os.path.commonprefix([one, other])
+    within = re.search(r"<[^\s<>]*$", shared)
+    return within.start() if within and len(shared) < min(len(one), len(other)) else len(shared)
+
+
+def _lost(message: dict[str, Any], written: str) -> str | None:
+    """What of an assistant's message is not in what is written of it; None if all is."""
+    before, rest = "", written
+    for kind, text in _texts(message):
+        form = next((form for form in _forms(text) if form in rest), None)
+        if form is None:
+            return kind
+        skipped, _, rest = rest.partition(form)
+        before += skipped
+    written = before + rest  # without the texts, which may name a function too
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    for name, times in Counter(function["name"] for function in functions).items():
+        if written.count(name) < times:
+            return f"a call of {name!r}"
+    for function in functions:
+        for leaf in _leaves(json.loads(function["arguments"])):
+            if not any(form in written for form in _forms(leaf)):
+                return f"the argument {leaf[:40]!r} of a call of {function['name']!r}"
+    return None
+
+
+def _texts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if thought := (message.get("reasoning_content") or "").strip():
+        yield "reasoning", thought
+    pieces = _THOUGHT_TAGS.split(message.get("content") or "")
+    for number, piece in enumerate(pieces, 1):
+        if piece.strip():
+            yield ("text" if number == len(pieces) else "reasoning"), piece.strip()
+
+
+def _forms(text: str) -> Iterator[str]:
+    """The ways in which templates write a text."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The texts, keys and whole numbers of a call's arguments; templates write other values in several ways."""
+    if isinstance(value, str) or type(value) is int:
+        yield str(value)
+    elif isinstance(value, (dict, list)):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+
+
+def _try(render: Render, messages: Messages, **options: Any) -> str | None:
+    try:
+        return render(messages, **options)
+    except BadRecord:  # templates may insist on whole conversations
+        return None

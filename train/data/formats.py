@@ -17,7 +17,6 @@ import orjson
 
 from train.data.messages import (
     MEDIA_REFUSES,
-    drop_padded_arguments,
     is_off,
     last_role,
     read_messages,
@@ -26,7 +25,7 @@ from train.data.messages import (
     untrained,
     with_system,
 )
-from train.data.records import BadRecord, Fields, NoAnswer, Record, Refuses, has_value, is_empty, kind_of, listed
+from train.data.records import BadRecord, Fields, NoAnswer, Record, Refuses, has_value, kind_of, listed
 
 SIDES = ("chosen", "rejected")
 OUTPUTS = ("preferred_output", "non_preferred_output")
@@ -57,7 +56,7 @@ def _is_mark(value: Any) -> bool:
 
 
 def _is_set(value: Any) -> bool:
-    return has_value(value) and not (isinstance(value, dict) and all(map(is_empty, value.values())))
+    return has_value(value) and (not isinstance(value, dict) or any(map(has_value, value.values())))
 
 
 MARKS = ("label", "kto_tag")
@@ -110,14 +109,13 @@ class Example(NamedTuple):
 @dataclass(frozen=True)
 class Shape:
     """name: in reports and for methods; several rows of the table may share one. needs: of each of these groups one key
-    has to have a value. has: keys that have to be there, whatever is in them. refuses: keys that make a row unusable if
+    has to have a value. refuses: keys that make a row unusable if
     nothing reads them. marked: a mark of the answer has to be there. when: what else chooses the shape."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
     read: Callable[[Fields], Record]
     refuses: Refuses = field(default_factory=lambda: _CHAT_REFUSES)
-    has: tuple[str, ...] = ()
     marked: bool = False
     when: Callable[[Record], bool] = lambda record: True
 
@@ -125,24 +123,19 @@ class Shape:
         """has: whether the record has a key."""
         if self.marked and not any(_is_mark(record.get(key)) for key in MARKS):
             return False
-        has_all = all(key in record for key in self.has) and all(any(map(has, group)) for group in self.needs)
-        return has_all and self.when(record)
-
-
-def shape_of(record: Any) -> str:
-    """Name of a record's shape, from its keys. Raises BadRecord when it has none we know."""
-    return _shape(record).name
+        return all(any(map(has, group)) for group in self.needs) and self.when(record)
 
 
 def convert(record: Any) -> Example:
     """Raises BadRecord."""
-    shape = _shape(record)
+    shape = shape_of(record)
     with Fields(record, set(), refuses=shape.refuses) as fields:
         example = Example(shape.name, shape.read(fields), fields.left)
     return example
 
 
-def _shape(record: Any) -> Shape:
+def shape_of(record: Any) -> Shape:
+    """The shape of a record, from its keys. Raises BadRecord when it has none we know."""
     if not isinstance(record, dict):
         raise BadRecord(f"is a {kind_of(record)}, expected a JSON object")
     # First by keys that have a value: of a row of empty ones, the error says which.
@@ -171,8 +164,6 @@ def _no_shape(record: Record) -> str:
 
 def _chat(fields: Fields, turns: Any, name: str = "messages") -> Record:
     messages = read_messages(with_system(turns, fields), fields.left, name)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("has no assistant message, so there is nothing to learn")
     if messages[-1]["role"] != "assistant":
         raise BadRecord(f"the last message is from {messages[-1]['role']!r}; expected 'assistant'")
     return _checked(messages, fields)
@@ -182,16 +173,7 @@ def _checked(messages: list[Record], request: Fields) -> Record:
     """The chat record of messages and of the tools of their request. Raises BadRecord."""
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
         raise BadRecord("every assistant message has weight 0 (or train false), so there is nothing to learn")
-    # Templates do not know of it, so that it is only kept by what is trained.
-    allowed = request.take("parallel_tool_calls")
-    if allowed is not None and not isinstance(allowed, bool):
-        raise BadRecord(f"'parallel_tool_calls' is a {kind_of(allowed)}, expected true or false")
-    for index, message in enumerate(messages):
-        if allowed is False and message.get("weight") != 0 and len(calls := message.get("tool_calls", ())) > 1:
-            raise BadRecord(f"messages[{index}] has {len(calls)} tool calls, and 'parallel_tool_calls' is false")
-    tools = read_tools(request)
-    drop_padded_arguments(messages, tools.get("tools", []))
-    return {"messages": messages, **tools}
+    return {"messages": messages, **read_tools(request)}
 
 
 def _conversation(fields: Fields, names: tuple[str, ...]) -> Record:
@@ -200,7 +182,7 @@ def _conversation(fields: Fields, names: tuple[str, ...]) -> Record:
 
 def _answered(fields: Fields, question: tuple[str, ...], answer: tuple[str, ...]) -> Record:
     value, name = fields.take(*answer), fields.name(*answer)
-    if is_empty(value):
+    if not has_value(value):
         raise NoAnswer(f"{name!r} is empty")
     if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(turn, dict) for turn in value)):
         raise BadRecord(f"{name!r} is a {kind_of(value)}, expected a string or a list of messages")
@@ -223,7 +205,7 @@ def _question_turns(fields: Fields, question: tuple[str, ...]) -> list[Record]:
     prompt, history = fields.take(*question), list(_history(fields))
     further = tuple(key for key in _MORE if key not in question)
     more = fields.take(*further)
-    if isinstance(more, list) and is_empty(prompt):
+    if isinstance(more, list) and not has_value(prompt):
         prompt, more = more, None
     if isinstance(prompt, list):
         if has_value(more):
@@ -263,9 +245,10 @@ def _prompt(fields: Fields) -> Record:
     messages = read_messages(with_system(fields.take("messages"), fields), fields.left)
     if any("weight" in message for message in messages):
         raise BadRecord("has a message with a 'weight'; nothing of a prompt is trained")
-    tools, read = read_tools(fields), ("messages", "tools", "functions")
-    fields.unread()
-    item = {name: value for name, value in fields.record.items() if name not in read}
+    tools = read_tools(fields)
+    fields.refuse()
+    item = {name: value for name, value in fields.record.items() if name not in ("messages", "tools", "functions")}
+    fields.unread.clear()
     if (size := len(orjson.dumps({**item, "messages": messages}))) > MAX_ITEM_BYTES:
         raise BadRecord(f"is {size} bytes long; the limit for what a grader sees is {MAX_ITEM_BYTES}")
     return {"messages": messages, **tools, "item": item}
@@ -298,18 +281,11 @@ def _train_from(messages: list[Record], first: int) -> bool:
 def _openai_preference(fields: Fields) -> Record:
     """{"input": {"messages"}, "preferred_output": [...], "non_preferred_output": [...]}."""
     inputs = fields.take("input")
-    if not isinstance(inputs, dict) or not isinstance(inputs.get("messages"), list):
-        raise BadRecord("'input' must be an object with 'messages', a list")
+    if not isinstance(inputs, dict):
+        raise BadRecord(f"'input' is a {kind_of(inputs)}, expected an object with 'messages'")
     with Fields(inputs, fields.left, "input") as request:
         prompt = request.take("messages")
         return _preference(fields, prompt, "input.messages", [_output(fields, name) for name in OUTPUTS], request)
-
-
-def _answers_to_prompt(fields: Fields, prompt: Any, name: str) -> Record:
-    """Two answers to the turns of a prompt: texts, turns or lists of messages."""
-    if not isinstance(prompt, list):
-        raise BadRecord(f"the prompt is a {kind_of(prompt)}, expected a list of messages")
-    return _preference(fields, prompt, name, _sides(fields))
 
 
 def _whole(fields: Fields, sides: list[list[Any]]) -> Record:
@@ -323,29 +299,25 @@ def _whole(fields: Fields, sides: list[list[Any]]) -> Record:
 
 
 def _two_texts(fields: Fields) -> Record:
-    """Two texts: whole conversations of "Human:" and "Assistant:", or what they both begin with is the prompt."""
-    sides = [fields.take(name) for name in SIDES]
-    dialogues = [_dialogue(side) for side in sides]
-    if all(dialogues):
-        return _whole(fields, dialogues)
-    if not all(isinstance(side, str) for side in sides if has_value(side)):
-        raise BadRecord("has no prompt: nothing that both outputs answer")
+    """Two texts: what they both begin with is the prompt."""
     _sides(fields)
+    sides = [fields.record[name] for name in SIDES]
+    if not all(isinstance(side, str) for side in sides):
+        raise BadRecord("has no prompt: nothing that both outputs answer")
     shared = os.path.commonprefix(sides)
     if any(side[len(shared) : len(shared) + 1].isalnum() for side in sides):
         shared = re.sub(r"\w+\Z", "", shared)  # no prompt ends within a word
     shared = shared.rstrip()
     prompt = [{"role": "user", "content": shared}] if shared else []
-    return _preference(
-        fields, prompt, "prompt", [[{"role": "assistant", "content": side[len(shared) :]}] for side in sides]
-    )
+    answers = [[{"role": "assistant", "content": side[len(shared) :]}] for side in sides]
+    return _preference(fields, prompt, "prompt", answers)
 
 
 def _are_conversations(record: Record) -> bool:
     """Whether both sides are whole conversations. A list of messages as the prompt is only a repeat if they begin with
     it."""
-    sides, prompt = [record.get(name) for name in SIDES], record.get("prompt")
-    if not all(isinstance(side, list) and any(map(_is_prompt, side)) for side in sides):
+    sides, prompt = [_turns_of(record.get(name)) for name in SIDES], record.get("prompt")
+    if not all(any(map(_is_prompt, side)) for side in sides):
         return False
     return not isinstance(prompt, list) or all(side[: len(prompt)] == prompt for side in sides)
 
@@ -354,40 +326,38 @@ def _is_prompt(turn: Any) -> bool:
     return role_of(turn) in ("system", "user")
 
 
-def _dialogue(text: Any) -> list[Record]:
-    """The turns of a text that begins with "Human:"; none if it does not."""
-    if not isinstance(text, str) or not text.lstrip().startswith("Human:"):
-        return []
-    parts = _DIALOGUE.split(text.strip())[1:]
+def _turns_of(side: Any) -> list[Any]:
+    """The turns of an output: a text is the answer, or begins with "Human:" and has all turns."""
+    if not isinstance(side, str):
+        return listed(side)
+    if not side.lstrip().startswith("Human:"):
+        return [{"role": "assistant", "content": side}]
+    parts = _DIALOGUE.split(side.strip())[1:]
     turns = zip(parts[::2], parts[1::2], strict=True)
     return [{"role": "user" if who == "Human" else "assistant", "content": words.strip()} for who, words in turns]
 
 
 def _sides(fields: Fields) -> list[list[Any]]:
-    sides = [fields.take(name) for name in SIDES]
-    if {isinstance(side, str) for side in sides if not is_empty(side)} == {True, False}:
-        raise BadRecord("'chosen' and 'rejected' must be both texts or both lists of messages")
     return [_output(fields, name) for name in SIDES]
 
 
 def _output(fields: Fields, name: str) -> list[Any]:
     """The turns of one side."""
     output = fields.take(name)
-    if is_empty(output):
+    if not has_value(output):
         raise NoAnswer(f"{name!r} is empty")
     if isinstance(output, str):
         if _MESSAGES_AS_TEXT.match(output):
             raise BadRecord(
                 f"{name!r} is the JSON text of messages, expected the list itself: jq -c '.{name} |= fromjson' FILE"
             )
-        return [{"role": "assistant", "content": output}]
-    if not isinstance(output, (dict, list)):
+    elif not isinstance(output, (dict, list)):
         raise BadRecord(f"{name!r} is a {kind_of(output)}, expected a text or a list of messages")
-    return listed(output)
+    return _turns_of(output)
 
 
 def _preference(
-    fields: Fields, prompt: list[Any], name: str, outputs: list[list[Any]], request: Fields | None = None
+    fields: Fields, prompt: Any, name: str, outputs: list[list[Any]], request: Fields | None = None
 ) -> Record:
     """Two chats that train only their outputs, the preferred one first. request: has the tools, if not the row."""
     if not prompt:
@@ -419,7 +389,7 @@ def _single(name: str, question: tuple[str, ...], answer: tuple[str, ...], **mor
 
 
 def _pair(read: Callable[[Fields], Record], *needs: tuple[str, ...], **more: Any) -> Shape:
-    return Shape("preference", (SIDES, *needs), read, REFUSES, has=SIDES, **more)
+    return Shape("preference", (("chosen",), ("rejected",), *needs), read, REFUSES, **more)
 
 
 TEXT = "text"
@@ -437,12 +407,14 @@ _CONVERSATIONS = (
     _single("input_output", ("input",), ("output",), when=lambda record: "instruction" not in record),
 )
 SHAPES: tuple[Shape, ...] = (
-    Shape("preference", (("input",), OUTPUTS), _openai_preference, REFUSES, has=OUTPUTS),
-    # TRL's implicit prompts; answers to a prompt (TRL, orca, alpaca) or to a conversation (ShareGPT); texts that begin
-    # alike.
+    Shape("preference", (("input",), *((key,) for key in OUTPUTS)), _openai_preference, REFUSES),
+    # TRL's implicit prompts, Anthropic's dialogues; answers to a prompt (TRL, orca, alpaca) or to a conversation
+    # (ShareGPT); texts that begin alike.
     _pair(lambda fields: _whole(fields, _sides(fields)), when=_are_conversations),
-    _pair(lambda fields: _answers_to_prompt(fields, _question_turns(fields, _QUESTION), "prompt"), _ASKED),
-    _pair(lambda fields: _answers_to_prompt(fields, fields.take(*_IN_TURNS), fields.name(*_IN_TURNS)), _IN_TURNS),
+    _pair(lambda fields: _preference(fields, _question_turns(fields, _QUESTION), "prompt", _sides(fields)), _ASKED),
+    _pair(
+        lambda fields: _preference(fields, fields.take(*_IN_TURNS), fields.name(*_IN_TURNS), _sides(fields)), _IN_TURNS
+    ),
     _pair(_two_texts),
     Shape(
         "prompt", (("messages",),), _prompt, REFUSES, when=lambda record: last_role(record.get("messages")) == "user"

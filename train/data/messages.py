@@ -12,7 +12,6 @@ from train.data.records import (
     Record,
     Refuses,
     has_value,
-    is_empty,
     kind_of,
     listed,
     loads,
@@ -166,8 +165,7 @@ def _message(fields: Fields, where: str, calls_before: int) -> Record:
     message["content"] = content or ""
     if role == "assistant" and not calls and not message["content"].strip():
         raise NoAnswer(f"{where} is an assistant message without text")
-    weight = _weight(fields.values_of(*WEIGHT), role, where)
-    optional = {"weight": weight, "name": fields.text("name")}
+    optional = {"weight": _weight(fields, role, where), "name": fields.text("name")}
     if role == "assistant":
         optional["reasoning_content"] = fields.text(*_REASONING)
     if role == "tool":
@@ -175,14 +173,13 @@ def _message(fields: Fields, where: str, calls_before: int) -> Record:
     return message | {key: value for key, value in optional.items() if value is not None}
 
 
-def _weight(fields: dict[str, Any], role: str, where: str) -> int | None:
-    for key, value in fields.items():
-        is_weight = isinstance(value, (bool, int, float)) and value in (0, 1)
-        if not is_weight or (value and role != "assistant"):
-            raise BadRecord(f"{where}.{key} is {quoted(value)}; expected 0 or 1, on assistant messages only")
-    if len(weights := {int(value) for value in fields.values()}) > 1:
-        raise BadRecord(f"{where} has two different weights: {', '.join(map(repr, fields))}")
-    return weights.pop() if weights and role == "assistant" else None
+def _weight(fields: Fields, role: str, where: str) -> int | None:
+    weight = fields.take(*WEIGHT)
+    is_weight = weight is None or (isinstance(weight, (bool, int, float)) and weight in (0, 1))
+    if not is_weight or (weight and role != "assistant"):
+        key = fields.name(*WEIGHT)
+        raise BadRecord(f"{where}.{key} is {quoted(weight)}; expected 0 or 1, on assistant messages only")
+    return None if weight is None or role != "assistant" else int(weight)
 
 
 def _text(content: Any, left: set[str], where: str) -> str | None:
@@ -205,18 +202,12 @@ def _text(content: Any, left: set[str], where: str) -> str | None:
 
 
 def _calls_in(fields: Fields, role: str, where: str) -> list[Any]:
-    present = {key: calls for key, calls in fields.values_of(*CALLS).items() if has_value(calls)}
-    if present and role != "assistant":
-        raise BadRecord(f"{where}.{next(iter(present))} belongs to assistant messages only")
-    if len(present) > 1:
-        raise BadRecord(f"{where} has both 'tool_calls' and 'function_call'; expected one of the two")
-    for key, calls in present.items():
-        if isinstance(calls, str):
-            calls = _json(calls, f"{where}.{key}")
-        if key == "tool_calls" and not isinstance(calls, list):
-            raise BadRecord(f"{where}.tool_calls is a {kind_of(calls)}, expected a list of calls")
-        return listed(calls)
-    return []
+    calls, key = fields.take(*CALLS), fields.name(*CALLS)
+    if not has_value(calls):
+        return []
+    if role != "assistant":
+        raise BadRecord(f"{where}.{key} belongs to assistant messages only")
+    return listed(_json(calls, f"{where}.{key}") if isinstance(calls, str) else calls)
 
 
 def _call(call: Any, left: set[str], where: str, number: int) -> Record:
@@ -228,7 +219,7 @@ def _call(call: Any, left: set[str], where: str, number: int) -> Record:
         name, identity, _ = (fields.take(key) for key in ("name", "id", "type"))
         arguments = _arguments(fields.take(*_ARGUMENTS), name, where)
     return {
-        "id": f"call_{number}" if is_empty(identity) else str(identity),
+        "id": str(identity) if has_value(identity) else f"call_{number}",
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
@@ -236,33 +227,14 @@ def _call(call: Any, left: set[str], where: str, number: int) -> Record:
 
 def _arguments(given: Any, name: str, where: str) -> str:
     """The JSON text of an object of arguments, also of one that was encoded twice. Raises BadRecord."""
-    if given is None or (isinstance(given, str) and not given.strip()):
+    where, text = f"{where}, arguments of {name[:60]!r}", None
+    while isinstance(given, str) and given.strip():
+        text, given = given, _json(given, where)
+    if not has_value(given):
         return "{}"
-    where = f"{where}, arguments of {name[:60]!r}"
-    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    value = _json(text, where) if isinstance(given, str) else given
-    if isinstance(value, str) and value.strip():
-        text, value = value, _json(value, where)
-    if value is None:
-        return "{}"
-    if not isinstance(value, dict):
-        raise BadRecord(f"{where}: {quoted(value)} is not an object; expected the arguments by name")
-    return text
-
-
-def drop_padded_arguments(messages: list[Record], tools: list[Record]) -> None:
-    """Drops null arguments that no tool defines: tables pad each call with the columns of all others."""
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            if "null" not in function["arguments"]:
-                continue
-            arguments = loads(function["arguments"].encode())
-            properties = (functions.get(function["name"], {}).get("parameters") or {}).get("properties") or {}
-            kept = {key: value for key, value in arguments.items() if value is not None or key in properties}
-            if kept != arguments:
-                function["arguments"] = json.dumps(kept, ensure_ascii=False)
+    if not isinstance(given, dict):
+        raise BadRecord(f"{where}: {quoted(given)} is not an object; expected the arguments by name")
+    return text or json.dumps(_without_null(given), ensure_ascii=False)
 
 
 def _find_call(message: Record, unanswered: list[Record], where: str) -> None:
@@ -293,7 +265,7 @@ def read_tools(fields: Fields) -> Record:
     tools, key = fields.take("tools", "functions"), fields.name("tools", "functions")
     if isinstance(tools, str):
         tools = _json(tools, repr(key)) if tools.strip() else []
-    if is_empty(tools):
+    if not has_value(tools):
         return {}
     if not isinstance(tools, list):
         raise BadRecord(f"{key!r} is a {kind_of(tools)}, expected a list")
@@ -312,14 +284,14 @@ def _tool(tool: Any, where: str) -> Record:
     parameters = fields.take("parameters", "input_schema")
     if isinstance(parameters, str) and parameters.strip():
         parameters = _json(parameters, f"{where}.parameters")
-    if not is_empty(parameters) and not isinstance(parameters, dict):
+    if has_value(parameters) and not isinstance(parameters, dict):
         raise BadRecord(f"{where}.parameters is a {kind_of(parameters)}, expected a JSON schema as an object")
     schema = {"parameters": parameters} if isinstance(parameters, dict) else {}
-    return _without_null({**tool, "function": fields.unread() | schema})
+    return _without_null({**tool, "function": fields.unread | schema})
 
 
 def _without_null(value: Any) -> Any:
-    """A tool's definition without the null keys with which tables pad it."""
+    """A tool or the arguments of a call without the null keys with which tables pad them."""
     if isinstance(value, dict):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value

@@ -97,7 +97,7 @@ class Row:
     without labels. sequence_sizes: the number of labels of each sequence, one after the other in `labels`. reference:
     (sequences,) float32, what the starting model says of each (train.trainer.reference); None where it is not known.
     weight: 1, or 0 where the row only fills a step, so that every rank computes equally many. marks: of each sequence,
-    the loss mask of its first token: no loss reads it, so that it may carry a label of the example (train.methods.kto).
+    the loss mask of its first token: no loss reads it, so that it may carry a label of the example (KTO).
 
     Of answers that the model itself has sampled: advantages: (n,) float32, how much better than expected each label is.
     sampled: (n,) float32, its log-probability when it was sampled. allowed: a function that returns (n, words) int32, a

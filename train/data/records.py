@@ -7,11 +7,9 @@ it.
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -47,7 +45,6 @@ _TURNS = ("messages", "conversations", "conversation")
 
 # A string, which stays as it is, or a bare NaN. Possessive: linear in the text.
 _STRING_OR_NAN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\bNaN\b', re.DOTALL)
-_ESCAPED_COLON = re.compile(rb"\\u003a", re.IGNORECASE)
 _PYTHON = re.compile(r"'|None\b|True\b|False\b")
 _PYTHON_TO_JSON = (
     'python3 -c "import ast, json, sys; [print(json.dumps(ast.literal_eval(l))) for l in sys.stdin]"'
@@ -70,12 +67,9 @@ class BadFile(BadRecord):
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-class Line(NamedTuple):
-    """One example of a file: the number of its line, or of the element of an array, and its bytes; or why they cannot
-    be read."""
-
-    line: int
-    raw: bytes | BadRecord
+Line = tuple[int, bytes | BadRecord]
+"""One example of a file: the number of its line, or of the element of an array, and its bytes; or why they cannot be
+read."""
 
 
 def parse(raw: bytes) -> Any:
@@ -101,17 +95,24 @@ def examples(file: BinaryIO) -> Iterator[Line]:
     try:
         file.seek(0)
         if foreign := foreign_file(file):
-            raise BadFile(f"the file is {foreign[0]}; expected one JSON object on each line: {foreign[1]}")
+            raise BadRecord(f"the file is {foreign[0]}; expected one JSON object on each line: {foreign[1]}")
         array = _array(file)
     except BadRecord as bad:
-        yield Line(1, BadFile(str(bad)))
+        yield 1, BadFile(str(bad))
         return
-    for number, element in enumerate(array or (), 1):
-        raw = orjson.dumps(element)
-        yield Line(number, raw if len(raw) <= MAX_EXAMPLE_BYTES else _too_long(len(raw)))
-    if array is None:
-        file.seek(0)
-        yield from _lines(file)
+    if array is not None:
+        for number, element in enumerate(array, 1):
+            raw = orjson.dumps(element)
+            limit = f"is {len(raw)} bytes long; the limit for one example is {MAX_EXAMPLE_BYTES}"
+            yield number, raw if len(raw) <= MAX_EXAMPLE_BYTES else BadRecord(limit)
+        return
+    file.seek(0)
+    for number, line in enumerate(iter(lambda: file.readline(MAX_EXAMPLE_BYTES + 1), b""), 1):
+        if len(line) > MAX_EXAMPLE_BYTES:
+            yield number, BadFile(f"is longer than {MAX_EXAMPLE_BYTES} bytes, the limit for one example")
+            return
+        if raw := _bare(line):
+            yield number, raw
 
 
 def _array(file: BinaryIO) -> list[Any] | None:
@@ -122,33 +123,24 @@ def _array(file: BinaryIO) -> list[Any] | None:
         first = _bare(line)
     try:
         value = parse(first)
-    except BadRecord:
-        size = file.seek(0, 2)
-        file.seek(0)
-        if first.startswith(b"{") and _goes_on(_bare(file.read(MAX_EXAMPLE_BYTES))):
-            raise BadFile(
-                "the file has objects over several lines; expected one example on each: jq -c . FILE > train.jsonl"
+    except BadRecord as bad:
+        if first[:1] == b"{" and len(first) <= MAX_EXAMPLE_BYTES and "unexpected end of data" in str(bad):
+            raise BadRecord(
+                "line 1 ends within an object; expected a whole example on each line (for objects over several lines: "
+                "jq -c . FILE > train.jsonl)"
             ) from None
         if not first.startswith(b"["):
             return None
-        if size > MAX_ARRAY_BYTES:
-            raise BadFile(
+        if (size := file.seek(0, 2)) > MAX_ARRAY_BYTES:
+            raise BadRecord(
                 f"the file is a JSON array of {size} bytes; the limit for one is {MAX_ARRAY_BYTES}, without one for "
                 "lines: jq -c '.[]' FILE > train.jsonl"
             ) from None
+        file.seek(0)
         value = loads(_bare(file.read()))
     if not isinstance(value, list) or any(map(_bare, file)):  # several lists are lines
         return None
     return [value] if _is_conversation(value) else value
-
-
-def _goes_on(text: bytes) -> bool:
-    """Whether the JSON value that a text begins with has more than one line."""
-    try:
-        _, end = json.JSONDecoder().raw_decode(decoded := text.decode(errors="replace"))
-    except (ValueError, RecursionError):
-        return False
-    return "\n" in decoded[:end]
 
 
 def _bare(raw: bytes) -> bytes:
@@ -156,26 +148,6 @@ def _bare(raw: bytes) -> bytes:
     while raw.startswith(MARK):
         raw = raw[len(MARK) :].strip()
     return raw
-
-
-def _too_long(size: int) -> BadRecord:
-    return BadRecord(f"is {size} bytes long; the limit for one example is {MAX_EXAMPLE_BYTES}")
-
-
-def _lines(file: BinaryIO) -> Iterator[Line]:
-    number = 0
-    while raw := file.readline(MAX_EXAMPLE_BYTES + 1):
-        number += 1
-        if len(raw) > MAX_EXAMPLE_BYTES and not raw.endswith(b"\n"):
-            size = len(raw)
-            while rest := file.readline(1 << 20):
-                size += len(rest)
-                if rest.endswith(b"\n"):
-                    break
-            yield Line(number, _too_long(size))
-            continue
-        if raw := _bare(raw):
-            yield Line(number, raw)
 
 
 def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
@@ -198,7 +170,7 @@ def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
 
 
 def loads(raw: bytes) -> Any:
-    """The JSON value of a text: UTF-8, at most MAX_DEPTH levels, no key twice in an object, NaN as null. Raises
+    """The JSON value of a text: UTF-8, at most MAX_DEPTH levels, NaN as null. Raises
     BadRecord."""
     try:
         value = orjson.loads(raw)
@@ -211,18 +183,7 @@ def loads(raw: bytes) -> Any:
     # Walking is not cheap, but few records have enough brackets to be too deep.
     if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
-    # orjson keeps the last of two equal keys. Each key has one colon outside strings, so what is written again without
-    # a key has fewer of them; a colon that is escaped in a string may hide that.
-    if raw.count(b":") != orjson.dumps(value).count(b":") or _ESCAPED_COLON.search(raw):
-        json.loads(raw, object_pairs_hook=_object)
     return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> None:
-    """Raises BadRecord for an object that has a key twice."""
-    if len(dict(pairs)) < len(pairs):
-        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise BadRecord(f"has the key {key[:60]!r} twice in one object; only one of the two values can be meant")
 
 
 def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
@@ -264,13 +225,9 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def is_empty(value: Any) -> bool:
-    """Whether nothing is lost without this value."""
-    return value is None or (not value and isinstance(value, (str, list, dict)))
-
-
 def has_value(value: Any) -> bool:
-    return not is_empty(value)
+    """Whether something is lost without this value."""
+    return value is not None and (bool(value) or not isinstance(value, (str, list, dict)))
 
 
 def listed(value: Any) -> list[Any]:
@@ -287,56 +244,46 @@ class Fields:
     """
 
     def __init__(self, record: Record, left: set[str], where: str = "", refuses: Refuses | None = None):
-        self.record, self.left, self._where, self._refuses = record, left, where, refuses or {}
-        self._taken: set[str] = set()
+        self.record, self.left, self.unread, self._refuses = record, left, dict(record), refuses or {}
+        self._prefix, self._path = (f"{where} ", re.sub(r"\[\d+\]", "[]", f"{where}.")) if where else ("", "")
 
     def __enter__(self) -> Fields:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            unread = self.unread()
-            path = re.sub(r"\[\d+\]", "[]", f"{self._where}." if self._where else "")
-            self.left.update(f"{path}{key}" for key, value in unread.items() if has_value(value))
+            self.refuse()
+            self.left.update(f"{self._path}{key}" for key, value in self.unread.items() if has_value(value))
 
-    def values_of(self, *names: str) -> dict[str, Any]:
-        """The values under these names that are not null."""
-        self._taken.update(names)
-        return {name: self.record[name] for name in names if self.record.get(name) is not None}
+    def refuse(self) -> None:
+        """Raises BadRecord for a field that nothing took and that the object must not have."""
+        for key, value in self.unread.items():
+            if key in self._refuses and self._refuses[key][0](value):
+                raise BadRecord(f"{self._prefix}has {key!r}: {self._refuses[key][1]}")
 
     def take(self, *names: str) -> Any:
         """The value under the first of several names of one field; None without any. Raises BadRecord where two
         differ."""
-        given = self.values_of(*names)
-        full = [name for name, value in given.items() if has_value(value)]
-        for other in full[1:]:
-            if given[other] != given[full[0]]:
-                both = f"both {full[0]!r} and {other!r}"
-                raise BadRecord(f"{self._prefix}has {both}, which differ; expected one of the two")
-        return given[full[0]] if full else next(iter(given.values()), None)
+        for name in names:
+            self.unread.pop(name, None)
+        first, *others = [name for name in names if has_value(self.record.get(name))] or [self.name(*names)]
+        for other in others:
+            if self.record[other] != self.record[first]:
+                raise BadRecord(
+                    f"{self._prefix}has both {first!r} and {other!r}, which differ; expected one of the two"
+                )
+        return self.record.get(first)
 
     def text(self, *names: str) -> str | None:
         """As `take`, None for an empty value. Raises BadRecord for one that is not a string."""
         value = self.take(*names)
-        if is_empty(value):
+        if not has_value(value):
             return None
         if not isinstance(value, str):
             raise BadRecord(f"{self._prefix}has a {kind_of(value)} as {self.name(*names)!r}, expected a string")
         return value
 
     def name(self, *names: str) -> str:
-        """The one of these names that the object has."""
-        return next(iter(self.values_of(*names)), next((name for name in names if name in self.record), names[0]))
-
-    def unread(self) -> Record:
-        """The fields that nothing took. Raises BadRecord for one that the object must not have."""
-        unread = {key: value for key, value in self.record.items() if key not in self._taken}
-        for key, value in unread.items():
-            if key in self._refuses and self._refuses[key][0](value):
-                raise BadRecord(f"{self._prefix}has {key!r}: {self._refuses[key][1]}")
-        self._taken.update(unread)
-        return unread
-
-    @property
-    def _prefix(self) -> str:
-        return f"{self._where} " if self._where else ""
+        """The one of these names under which the object has a value, or has the key."""
+        full = (name for name in names if self.record.get(name) is not None)
+        return next(full, next((name for name in names if name in self.record), names[0]))

@@ -1,7 +1,7 @@
 """Stores the training set as tokens on disk: the check of a job's data writes them, every rank maps them, and resumes
 reuse them.
 
-A record of the file gives one row or several (train.data.turns), each an example of the set: one sequence of tokens, or
+A record of the file gives one row or several (train.data.chat), each an example of the set: one sequence of tokens, or
 as many as the training method needs, which stay together. A set is a directory `<run_dir>/tokens/<key>/` with
 tokens (int32) and learnt (bool), both raw, offsets.npy (int64, sequences + 1) and facts.json. The key covers the file
 and the tokenizer. Sequences are whole: they are cut to max_length, and documents into pieces, as they are opened.
@@ -28,7 +28,6 @@ from train.plan.errors import InvalidTrainingData
 from weights.format.names import TOKENIZER_FILES
 
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
-_MAX_LISTED_ERRORS = 20
 _POLL_S = 0.2  # between two looks for a set that another rank writes
 FORMAT = 8
 
@@ -37,12 +36,10 @@ class Rows(Protocol):
     """What a training method makes of a record (train.methods.method)."""
 
     sequences: int
-    cut_refuses: bool
 
     @property
     def rolls_out(self) -> bool: ...
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]: ...
-    def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None: ...
 
 
 def set_of(path: Path, base_path: Path) -> str:
@@ -107,10 +104,10 @@ class TokenWriter:
 class TokenSet:
     """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node.
 
-    Sequences longer than `max_length` tokens are cut; examples with nothing to learn left are dropped. packs: indices
-    of the examples of each. reference: (examples, sequences) float32, what the starting model says of them, once it is
-    known (train.trainer.reference). digest: of all tokens and of which are learnt. Raises InvalidTrainingData where the
-    method refuses the cut, or nothing is left.
+    Sequences longer than `max_length` tokens are cut; examples with nothing to learn left are dropped, and prompts that
+    would be cut. packs: indices of the examples of each. reference: (examples, sequences) float32, what the starting
+    model says of them, once it is known (train.trainer.reference). digest: of all tokens and of which are learnt.
+    Raises InvalidTrainingData where nothing is left.
     """
 
     def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, name: str):
@@ -127,13 +124,11 @@ class TokenSet:
         self.reference: np.ndarray | None = None
         whole = np.stack([offsets[:-1], offsets[1:]], axis=1)
         self._edges = _pieces(whole, max_length) if facts["documents"] else whole.reshape(-1, self.sequences, 2).copy()
-        long = np.flatnonzero((np.diff(self._edges).reshape(-1, self.sequences) > max_length).any(axis=1))
-        if method.cut_refuses:
-            self._check_cut(method, long, max_length, name)
+        long = (np.diff(self._edges).reshape(-1, self.sequences) > max_length).any(axis=1)
         self._edges[:, :, 1] = np.minimum(self._edges[:, :, 1], self._edges[:, :, 0] + max_length)
         labels = self._labels_of_sequences()
-        kept = labels.all(axis=1) | method.rolls_out
-        self.n_truncated, self.n_dropped = len(long), int((~kept).sum())
+        kept = ~long if method.rolls_out else labels.all(axis=1)
+        self.n_truncated, self.n_dropped = int(long.sum()), int((~kept).sum())
         self._edges, labels = self._edges[kept], labels[kept].sum(axis=1)
         lengths = self._lengths = np.diff(self._edges).sum(axis=(1, 2))
         self.packs = plan_packs(lengths, self.capacity, packing=packing)
@@ -179,16 +174,6 @@ class TokenSet:
     def _example(self, index: int) -> list[Tokens]:
         return [(self._tokens[begin:end], self._learnt[begin:end]) for begin, end in self._edges[index]]
 
-    def _check_cut(self, method: Rows, long: np.ndarray, max_length: int, name: str) -> None:
-        errors = []
-        for index in long:
-            try:
-                method.check_cut(self._example(index), max_length)
-            except BadRecord as bad:
-                errors.append((int(index) + 1, str(bad)))
-        if errors:
-            raise InvalidTrainingData(name, errors[:_MAX_LISTED_ERRORS], len(errors))
-
     def _labels_of_sequences(self) -> np.ndarray:
         """(examples, sequences): how many tokens of each are learnt. The first one is never predicted, whatever its
         mark."""
@@ -233,7 +218,7 @@ def open_token_set(
     path, base_path = Path(path), Path(base_path)
     directory = cache_dir / set_of(path, base_path)
     if rank == 0 and not directory.exists():
-        encoder, errors = make_encoder(), []
+        encoder = make_encoder()
         with TokenWriter(path, cache_dir) as writer, open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 alive()
@@ -241,9 +226,7 @@ def open_token_set(
                     record = orjson.loads(line)
                     writer.add(record, method.encode(encoder, record))
                 except BadRecord as bad:
-                    errors.append((number, str(bad)))
-            if errors:
-                raise InvalidTrainingData(path.name, errors[:_MAX_LISTED_ERRORS], len(errors))
+                    raise InvalidTrainingData(path.name, [(number, str(bad))], 1) from None
             writer.finish(encoder, base_path)
     while not directory.exists():
         alive()

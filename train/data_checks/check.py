@@ -1,132 +1,281 @@
-"""Notes what each check finds in the examples of a data file, and makes the report.
+"""Checks a data file before any device is taken: reads its examples, writes them for a job, counts their tokens, and
+notes repeats, overlap with the validation file and personal data. No torch. Memory is bounded by the texts that are
+compared: a hostile file costs no more than a good one (train.data.records).
 
-Texts are compared by their runs of words (n-grams) as hashes: near duplicates, and training examples that contain a
-validation example. Personal data and secrets are found by their form, and by their checksum if they have one; names and
-addresses have no fixed form and are not found.
+Texts are compared by their runs of words (n-grams) as hashes. Personal data and secrets are found by their form, and by
+their checksum if they have one; names and addresses have no fixed form and are not found.
 """
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
+import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
 
-from train.data.check import Count, Read, Refuses, check_training_file, read_examples
-from train.data.records import NoAnswer, Record
+from train.data.formats import TEXT, Example, convert, shape_of
+from train.data.records import BadFile, BadRecord, NoAnswer, Record, examples, parse
+
+MAX_LISTED_ERRORS = 100
+# The check stops after this many bad examples, which bounds its time even for a billion of them.
+MAX_COUNTED_ERRORS = 10_000
+# Keys and roles in a reason come from the file and may be as long as an example.
+MAX_REASON_CHARACTERS = 300
+MIN_EXAMPLES = 10
+# Names of keys come from the file too.
+MAX_LEFT_OUT, _MAX_NAME = 30, 60
+# Examples whose tokens are counted, from the first on; those after them are estimated, corrected by what the first say.
+COUNTED_EXAMPLES = 2000
+
+_BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
+_TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
+
+Count = Callable[[Record], list[list[int]]]
+Refuses = Callable[[str], str | None]
+"""`Method.refuses`."""
+
+
+@dataclass
+class DataReport:
+    """What is in a data file; the longest example is measured by the longest of its sequences. `errors` has the first
+    MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. Tokens are counted or
+    estimated, see `check_training_file`. n_rows: what is trained, more than the examples where the model's template
+    needs a row for each turn; `example_tokens` has the tokens of each of the first COUNTED_EXAMPLES rows.
+    n_tokens_by_size: as the bytes of the examples alone would have it, of each a row.
+    `warnings` say what may be wrong, `notes` what was done. `left_out`: in how many examples each key was not read."""
+
+    shape: str = "empty"
+    n_examples: int = 0
+    n_rows: int = 0
+    n_tokens_estimate: int = 0
+    n_tokens_by_size: int = 0
+    longest_example_tokens: int = 0
+    example_tokens: list[int] = field(default_factory=list)
+    n_errors: int = 0
+    errors: list[tuple[int, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.n_errors == 0
+
+    def add_error(self, line: int, reason: str) -> None:
+        self.n_errors += 1
+        if len(self.errors) < MAX_LISTED_ERRORS:
+            cut = reason[: MAX_REASON_CHARACTERS - 1] + "…" if len(reason) > MAX_REASON_CHARACTERS else reason
+            self.errors.append((line, cut))
+
+
+def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[tuple[int, str, Example | BadRecord]]:
+    """(line, shape of the file, example or why it cannot be used) of every example. The shape of the first is that of
+    all: a record of another shape is unusable, and so is a file of a shape that the method does not take, as `refuses`
+    says. Raises OSError."""
+    shape = ""
+    with open(path, "rb") as file:
+        for line, raw in examples(file):
+            found: Example | BadRecord
+            try:
+                if isinstance(raw, BadRecord):
+                    raise raw
+                own = shape_of(record := parse(raw)).name
+                if not shape and refuses and (refusal := refuses(own)):
+                    raise BadFile(refusal)
+                shape = shape or own
+                if own != shape:
+                    ends = " (its last message is from the user)" if own == "prompt" else ""
+                    raise BadRecord(f"has the shape {own!r}{ends}; the file's first example is {shape!r}")
+                found = convert(record)
+            except BadRecord as bad:
+                found = bad
+            yield line, shape or "empty", found
+
+
+def check_training_file(
+    path: str | Path,
+    *,
+    chat_path: str | Path | None = None,
+    count: Count | None = None,
+    counted: int = COUNTED_EXAMPLES,
+    refuses: Refuses | None = None,
+    visit: Callable[[int, Example | BadRecord, list[list[int]]], None] = lambda line, found, rows: None,
+) -> DataReport:
+    """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
+
+    `refuses`: as `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record,
+    for `counted` records, BadRecord if the model's chat template or the method refuses it; without it they are
+    estimated. The chat file of a report that is not `ok` is removed. `visit` gets the line, the example
+    and its tokens, or why it is bad. Raises OSError if the file is unreadable.
+    """
+    report, private = DataReport(), partial(os.open, mode=0o600)
+    with open(chat_path, "wb", opener=private) if chat_path else nullcontext() as output:
+        for line, shape, found in read_examples(path, refuses):
+            report.shape, rows = shape, list[list[int]]()
+            if isinstance(found, Example):
+                try:
+                    rows = _rows(report, found.record, count, counted)
+                    _add(report, found, rows)
+                    if output:
+                        output.write(orjson.dumps(found.record) + b"\n")
+                except BadRecord as bad:
+                    found = bad
+            visit(line, found, rows)
+            if isinstance(found, BadRecord):
+                report.add_error(line, str(found))
+                if isinstance(found, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
+                    break
+    _summarise(report)
+    if chat_path and not report.ok:
+        os.unlink(chat_path)
+    return report
+
+
+def _rows(report: DataReport, record: Record, count: Count | None, counted: int) -> list[list[int]]:
+    """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
+    estimates = [_estimate_tokens(chat) for chat in record.get("sequences", (record,))]
+    rows = [estimates]
+    if count is not None and report.n_examples < counted:
+        rows = count(record)
+    elif count is not None:  # as many as the examples before have for what was estimated of them
+        of_each = max(1, round(report.n_rows / report.n_examples))
+        scale = report.n_tokens_estimate / max(1, report.n_tokens_by_size * of_each)
+        rows = [[round(estimate * scale) for estimate in estimates]] * of_each
+    report.n_tokens_by_size += sum(estimates)
+    return rows
+
+
+def _add(report: DataReport, example: Example, rows: list[list[int]]) -> None:
+    for name in example.left_out:
+        short = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
+        key = short if short in report.left_out or len(report.left_out) < MAX_LEFT_OUT else "others"
+        report.left_out[key] = report.left_out.get(key, 0) + 1
+    report.n_examples += 1
+    report.n_rows += len(rows)
+    report.n_tokens_estimate += sum(map(sum, rows))
+    report.example_tokens += map(sum, rows[: max(0, COUNTED_EXAMPLES - len(report.example_tokens))])
+    report.longest_example_tokens = max(report.longest_example_tokens, *map(max, rows))
+
+
+def _estimate_tokens(chat: dict[str, Any]) -> int:
+    """The tokens of a converted chat or document, estimated from its bytes."""
+    if "text" in chat:
+        return int(len(chat["text"].encode()) / _BYTES_PER_TOKEN) + 1
+    size = len(orjson.dumps(chat["tools"])) if chat.get("tools") else 0
+    for message in chat["messages"]:
+        size += len(message["content"].encode()) + len(orjson.dumps(message.get("tool_calls", "")))
+    return int(size / _BYTES_PER_TOKEN) + _TOKENS_PER_MESSAGE * len(chat["messages"])
+
+
+def _summarise(report: DataReport) -> None:
+    if report.n_examples == 0 and report.n_errors == 0:
+        report.add_error(1, "the file has no examples")
+    if report.ok and report.n_examples < MIN_EXAMPLES:
+        report.warnings.append(f"only {report.n_examples} examples; to learn from, at least {MIN_EXAMPLES} are wanted")
+    if report.ok and report.shape == "unpaired":
+        report.notes.append("the answers are marked good or bad (label): only the method kto learns from such a file")
+    elif report.ok and report.shape not in ("chat", "preference", "prompt", TEXT):
+        report.notes.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
+    if report.ok and report.left_out:
+        keys = ", ".join(f"{name} ({count})" for name, count in sorted(report.left_out.items()))
+        report.notes.append(f"left out these keys, which are not trained (number of examples): {keys}")
+
+
+# -- findings ----------------------------------------------------------------------------------------------------------
 
 NAMES = ("bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data")
 """Of the checks, in the order of a report."""
 _MOST_SHOWN = 20
-_MOST_REASON = 300
 _PERCENTILES = (5, 25, 50, 75, 95, 99)
 
 
-@dataclass(slots=True)
-class Finding:
-    """In how many examples a check found something, how often each kind, and the first of them."""
+def report_findings(
+    path: Path,
+    name: str,
+    refuses: Refuses | None = None,
+    count: Count | None = None,
+    max_tokens: int | None = None,
+    against: Path | None = None,
+) -> dict[str, Any]:
+    """What is in a file, as plain JSON values. `usable`: whether a job would take the file, as far as a check knows.
+    Raises OSError.
 
-    count: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    first: list[dict[str, Any]] = field(default_factory=list)
+    Args:
+        name: what the report calls the file.
+        count: gives tokens of a converted record; without it they are estimated.
+        against: the validation file.
+    """
+    with open(path, "rb") as file:
+        sha256, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+    validation = Texts()
+    for line, _, found in read_examples(against, refuses) if against else ():
+        if isinstance(found, Example):
+            validation.add(line, grams(_texts_of(found.record)[0]))
+    needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
+    checks: dict[str, dict[str, Any]] = {
+        check: {"count": 0, "kinds": Counter(), "first": []} for check in NAMES if needed.get(check, True)
+    }
+    lengths: list[int] = []  # tokens of the usable examples
+    texts, by_digest = Texts(), dict[bytes, int]()
 
+    def flag(check: str, line: int, **detail: Any) -> None:
+        checks[check]["count"] += 1
+        if len(checks[check]["first"]) < _MOST_SHOWN:
+            checks[check]["first"].append({"line": line, **detail})
 
-class Check:
-    """The findings of all checks in a file."""
-
-    def __init__(
-        self,
-        refuses: Refuses | None = None,
-        count: Count | None = None,
-        max_tokens: int | None = None,
-        against: Path | None = None,
-    ):
-        """count: gives tokens of a converted record; without it they are estimated. against: the validation file."""
-        self._refuses, self._count, self._max_tokens = refuses, count, max_tokens
-        self._lines: list[int] = []  # of all examples
-        self._lengths: list[int] = []  # tokens of the usable ones
-        needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
-        self.findings = {name: Finding() for name in NAMES if needed.get(name, True)}
-        self._by_digest: dict[bytes, int] = {}
-        self._near = NearDuplicates()
-        self._validation = None
-        if against is not None:
-            reads = read_examples(against, refuses)
-            texts = {read.line: _texts_of(read.example.record)[0] for read in reads if read.example}
-            self._validation = ValidationIndex(texts)
-
-    def report(self, path: Path, name: str) -> dict[str, Any]:
-        """Read a file and report on it as plain JSON values. `usable`: whether a job would take the file, as far as a
-        check knows. Raises OSError.
-
-        Args:
-            name: what the report calls the file.
-        """
-        with open(path, "rb") as file:
-            sha256, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
-        counted = 1 << 62
-        data = check_training_file(path, count=self._count, counted=counted, refuses=self._refuses, visit=self._visit)
-        tokens = np.array(self._lengths, np.int64)
-        shape = None if data.shape == "empty" else data.shape
-        return {
-            "object": "file.check",
-            "file": {"file": name, "bytes": size, "sha256": sha256, "shape": shape},
-            "examples": len(self._lines),
-            "usable": 0 < len(tokens) == len(self._lines),
-            "checks": {
-                name: {
-                    "count": finding.count,
-                    "share": round(finding.count / max(1, len(self._lines)), 6),
-                    **({"kinds": dict(finding.kinds.most_common())} if finding.kinds else {}),
-                    "first": finding.first,
-                }
-                for name, finding in self.findings.items()
-            },
-            "keys_left_out": dict(sorted(data.left_out.items())),
-            "tokens": {"total": int(tokens.sum()), "exact": self._count is not None, "most_allowed": self._max_tokens},
-            "lengths": _lengths(tokens) if len(tokens) else {},
-        }
-
-    def _visit(self, read: Read, rows: list[list[int]]) -> None:
-        index = len(self._lines)
-        self._lines.append(read.line)
-        if isinstance(read.bad, NoAnswer):
-            self._flag("empty")
-        elif read.bad is not None:
-            self._flag("bad_lines", reason=str(read.bad)[:_MOST_REASON])
-        if read.bad is not None or read.example is None:
-            return
-        record, lengths = read.example.record, [length for row in rows for length in row]
-        self._lengths.append(sum(lengths))
-        if self._max_tokens is not None and max(lengths) > self._max_tokens and "text" not in record:
-            self._flag("too_long", tokens=max(lengths))
+    def visit(line: int, found: Example | BadRecord, rows: list[list[int]]) -> None:
+        if isinstance(found, NoAnswer):
+            return flag("empty", line)
+        if isinstance(found, BadRecord):
+            return flag("bad_lines", line, reason=str(found)[:MAX_REASON_CHARACTERS])
+        record, longest = found.record, max(map(max, rows))
+        lengths.append(sum(map(sum, rows)))
+        if max_tokens is not None and longest > max_tokens and "text" not in record:
+            flag("too_long", line, tokens=longest)
         digest = hashlib.blake2b(orjson.dumps(record, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
         body, shared = _texts_of(record)
-        words = words_of(body)
-        if (first := self._by_digest.setdefault(digest, index)) != index:
-            self._flag("duplicates", of=self._lines[first])
-        elif near := self._near.find(index, words):
-            self._flag("near_duplicates", of=self._lines[near[0]], likeness=round(near[1], 2))
-        if self._validation and (overlap := self._validation.overlap(words)):
-            self._flag("contaminated", of=overlap[0], share=round(overlap[1], 2))
+        own = grams(body)
+        if (first := by_digest.setdefault(digest, line)) != line:
+            flag("duplicates", line, of=first)
+        elif near := texts.like(own):
+            flag("near_duplicates", line, of=near[0], likeness=near[1])
+        else:
+            texts.add(line, own)
+        if near := validation.like(own):
+            flag("contaminated", line, of=near[0], share=near[1])
         if matches := [match for text in (body, shared) for match in personal_data(text)]:
-            self.findings["personal_data"].kinds.update(match.kind for match in matches)
-            self._flag("personal_data", kind=matches[0].kind, value=matches[0].hint())
+            checks["personal_data"]["kinds"].update(kind for kind, _ in matches)
+            kind, value = matches[0]
+            # Enough to locate it, too little to reveal it: reports are stored and shown.
+            flag("personal_data", line, kind=kind, value=f"{value[:3]}… ({len(value)} characters)")
 
-    def _flag(self, check: str, **detail: Any) -> None:
-        """Notes a finding in the newest example."""
-        finding = self.findings[check]
-        finding.count += 1
-        if len(finding.first) < _MOST_SHOWN:
-            finding.first.append({"line": self._lines[-1], **detail})
+    data = check_training_file(path, count=count, counted=1 << 62, refuses=refuses, visit=visit)
+    n_examples = len(lengths) + checks["bad_lines"]["count"] + checks["empty"]["count"]
+    for check in checks.values():
+        check["share"] = round(check["count"] / max(1, n_examples), 6)
+        if kinds := check.pop("kinds"):
+            check["kinds"] = dict(kinds.most_common())
+    return {
+        "object": "file.check",
+        "file": {"file": name, "bytes": size, "sha256": sha256, "shape": data.shape if n_examples else None},
+        "examples": n_examples,
+        "usable": 0 < len(lengths) == n_examples,
+        "checks": checks,
+        "keys_left_out": dict(sorted(data.left_out.items())),
+        "tokens": {"total": sum(lengths), "exact": count is not None, "most_allowed": max_tokens},
+        "lengths": _spread(sorted(lengths)) if lengths else {},
+    }
 
 
 def _texts_of(record: Record) -> tuple[str, str]:
@@ -145,112 +294,61 @@ def _texts_of(record: Record) -> tuple[str, str]:
     return "\n".join(body), "\n".join(shared)
 
 
-def _lengths(tokens: np.ndarray) -> dict[str, Any]:
+def _spread(lengths: list[int]) -> dict[str, Any]:
+    last = len(lengths) - 1
     return {
-        "shortest": int(tokens.min()),
-        **{f"p{p}": int(np.percentile(tokens, p, method="lower")) for p in _PERCENTILES},
-        "longest": int(tokens.max()),
-        "mean": round(float(tokens.mean()), 1),
+        "shortest": lengths[0],
+        **{f"p{p}": lengths[last * p // 100] for p in _PERCENTILES},
+        "longest": lengths[last],
+        "mean": round(sum(lengths) / len(lengths), 1),
     }
 
 
 # -- repeats -----------------------------------------------------------------------------------------------------------
 
 LIKE = 0.8
-"""Near duplicates share at least this part of their 5-grams of words (Jaccard)."""
-OVERLAP = 0.7
-"""A training example is contaminated if it and a validation example share this part of the 13-grams of the shorter."""
-_GRAM, _OVERLAP_GRAM = 5, 13  # 13: the length that GPT-3 and lm-eval use
-_SKETCH = 16  # of the least n-grams; texts with a likeness of 0.8 share 13 of them on average
-# Runs in more validation examples than this share (at least _TEMPLATE_LEAST) are a template, which leaks nothing.
-_TEMPLATE_SHARE, _TEMPLATE_LEAST = 0.01, 3
+"""Texts are alike if they share at least this part of their runs of words (Jaccard)."""
+_RUN = 5
+_SKETCH = 16  # of the least hashes; texts with a likeness of 0.8 share 13 of them on average
 
 _ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
-_BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xFF51AFD7ED558CCD)
 
 
-def words_of(text: str) -> np.ndarray:
-    """(words,) uint64: the hash of each word, in order. A word is a run of letters and digits in lower case; in scripts
-    without spaces between words (Chinese, Japanese, Korean, Thai) every character is a word."""
-    return np.array([zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())], np.uint64)
+def grams(text: str) -> np.ndarray:
+    """(m,) uint32, ascending: the distinct hashes of all runs of 5 words; of fewer words, one of them all. A word is a
+    run of letters and digits in lower case; in scripts without spaces between words (Chinese, Japanese, Korean, Thai)
+    every character is a word."""
+    words = _WORD.findall(text.lower())
+    runs = (" ".join(words[at : at + _RUN]) for at in range(max(min(1, len(words)), len(words) - _RUN + 1)))
+    return np.unique(np.fromiter((zlib.crc32(run.encode()) for run in runs), np.uint32))
 
 
-def grams(words: np.ndarray, n: int) -> np.ndarray:
-    """(m,) uint64, ascending: the distinct hashes of all runs of n words; of fewer words than n, one of them all."""
-    if not len(words):
-        return words
-    n = min(n, len(words))
-    rolled = np.zeros(len(words) - n + 1, np.uint64)
-    for place in range(n):
-        rolled = rolled * _BASE + words[place : place + len(rolled)]
-    rolled = (rolled ^ (rolled >> np.uint64(33))) * _MIX
-    return np.unique(rolled ^ (rolled >> np.uint64(33)))
-
-
-class NearDuplicates:
-    """Texts in the order of their file, each compared with the newest earlier ones that share one of its least n-grams:
-    the n-grams are hashes, so these are a random sample, the same in every text that has them."""
+class Texts:
+    """Texts by the number of their line. A text is compared with the newest that share one of its least hashes: these
+    are a random sample of its runs, the same in every text that has them."""
 
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
         self._grams: dict[int, np.ndarray] = {}
 
-    def find(self, index: int, words: np.ndarray) -> tuple[int, float] | None:
-        """The index of an earlier text that this one nearly repeats, and their likeness; None without any, and then
-        later texts are compared with this one too."""
-        own = grams(words, _GRAM)
-        sketch = own[:_SKETCH].tolist()
-        own = own.astype(np.uint32)  # half the time and memory; in one text, these rarely meet
-        for earlier in dict.fromkeys(self._newest[gram] for gram in sketch if gram in self._newest):
-            other = self._grams[earlier]
+    def add(self, line: int, own: np.ndarray) -> None:
+        self._newest.update(dict.fromkeys(own[:_SKETCH].tolist(), line))
+        self._grams[line] = own
+
+    def like(self, own: np.ndarray) -> tuple[int, float] | None:
+        """The line of a text that these runs of words nearly repeat, and their likeness; None without any."""
+        for line in dict.fromkeys(self._newest[gram] for gram in own[:_SKETCH].tolist() if gram in self._newest):
+            other = self._grams[line]
             if not LIKE * len(own) <= len(other) <= len(own) / LIKE:
                 continue  # a text of megabytes is not compared with each short one
-            both = len(np.intersect1d(own, other))
+            both = len(np.intersect1d(own, other, assume_unique=True))
             if (alike := both / (len(own) + len(other) - both)) >= LIKE:
-                return earlier, alike
-        self._newest.update(dict.fromkeys(sketch, index))
-        self._grams[index] = own
+                return line, round(alike, 2)
         return None
 
 
-class ValidationIndex:
-    """The 13-grams of a validation set, each with the first example that has it."""
-
-    def __init__(self, texts: dict[int, str]):
-        """texts: by the number of their line."""
-        each = {line: grams(words_of(text), _OVERLAP_GRAM).tolist() for line, text in texts.items()}
-        times = Counter(gram for own in each.values() for gram in own)
-        most = max(_TEMPLATE_LEAST, _TEMPLATE_SHARE * len(each))
-        self._line: dict[int, int] = {}
-        self._size: Counter[int] = Counter()
-        for line, own in each.items():
-            for gram in own:
-                if times[gram] <= most:
-                    self._line.setdefault(gram, line)
-                    self._size[line] += 1
-
-    def overlap(self, words: np.ndarray) -> tuple[int, float] | None:
-        """The line of the validation example that shares most, and the share; None if it is less than OVERLAP."""
-        own = grams(words, _OVERLAP_GRAM)
-        shared = Counter(self._line[gram] for gram in own.tolist() if gram in self._line)
-        if not shared:
-            return None
-        line, count = shared.most_common(1)[0]
-        share = min(1.0, count / min(len(own), self._size[line]))
-        return (line, share) if share >= OVERLAP else None
-
-
 # -- personal data -----------------------------------------------------------------------------------------------------
-
-
-class Match(NamedTuple):
-    kind: str
-    value: str
-
-    def hint(self) -> str:
-        """Enough to locate it, too little to reveal it: reports are stored and shown."""
-        return f"{self.value[:3]}… ({len(self.value)} characters)"
 
 
 # No pattern backtracks: every repetition is bounded or possessive, so the cost of a text is proportional to its length.
@@ -283,12 +381,12 @@ _PHONE = re.compile(
 )
 
 
-def personal_data(text: str) -> list[Match]:
-    """The matches of all kinds, in the order of the kinds."""
-    matches: list[Match] = []
+def personal_data(text: str) -> list[tuple[str, str]]:
+    """(kind, match) of all kinds, in the order of the kinds."""
+    matches: list[tuple[str, str]] = []
     for kind, pattern, is_valid in _KINDS:
         found = [match for match in pattern.finditer(text) if is_valid(match[0])]
-        matches += [Match(kind, match[0]) for match in found]
+        matches += [(kind, match[0]) for match in found]
         edges = [0, *(edge for match in found for edge in match.span()), len(text)]
         text = " ".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
     return matches

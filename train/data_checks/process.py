@@ -1,4 +1,4 @@
-"""Reads data files in a process of its own: `python -m train.data_checks.process REQUEST`.
+"""Reads data files in a process of its own: `python -m train.data_checks.process REQUEST`. Compares tokenizers.
 
 A request is the name of a function below and its arguments as JSON; what is printed is its result, or {"error": text,
 ...} with exit code 2. The process ends with its parent, and is killed beyond its limits of CPU and memory: the file may
@@ -11,14 +11,14 @@ import json
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.processes.kernel import Bounds, how_it_ended, run_command
-from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
 from train.data.records import Record
+from train.data_checks.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file, report_findings
 from train.methods import methods
 from train.methods.method import Method
 from train.plan.errors import UnsupportedModel
@@ -105,12 +105,12 @@ def checked(
     `chat_path`, all tokens are written beside it for the ranks (train.data.token_set). Raises OSError."""
     chosen = methods.method_of(method) if method else methods.DEFAULT
     encoder = encoder_of(Path(tokenizer)) if tokenizer else None
-    with ExitStack() as stack:
-        writer = None
-        if encoder and chat_path and method:
-            from train.data.token_set import TokenWriter
+    writer = None
+    if encoder and chat_path and method:
+        from train.data.token_set import TokenWriter
 
-            writer = stack.enter_context(TokenWriter(Path(chat_path), Path(chat_path).parent / TOKENS))
+        writer = TokenWriter(Path(chat_path), Path(chat_path).parent / TOKENS)
+    with writer or nullcontext():
         report = check_training_file(
             path,
             chat_path=chat_path,
@@ -145,9 +145,6 @@ def report_on(
         method: name of what the file is for.
         against: the validation file.
     """
-    # Compiled libraries, which take half a second: the controller imports this file too.
-    from train.data_checks.check import Check
-
     chosen = methods.method_of(method) if method else methods.DEFAULT
     count = None
     if model:
@@ -157,7 +154,7 @@ def report_on(
         max_tokens = max_tokens or size(config, "max_position_embeddings", "n_positions") or None
         count = _counter(chosen, encoder)
     against = Path(against) if against else None
-    return Check(chosen.refuses if method else None, count, max_tokens, against).report(Path(path), name)
+    return report_findings(Path(path), name, chosen.refuses if method else None, count, max_tokens, against)
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:
@@ -193,6 +190,36 @@ def _counter(
         return [[len(tokens) for tokens, _ in row] for row in rows]
 
     return count
+
+
+# -- two tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def differ(student: Path, teacher: Path) -> str:
+    """In what two files tokenizer.json differ, "" if every token means the same to both; also why that cannot be said.
+    It may take half a second."""
+    try:
+        written = student.read_bytes(), teacher.read_bytes()
+        ours, theirs = map(_vocabulary, written) if written[0] != written[1] else ({}, {})
+    except OSError as error:  # without the path, which is the box's
+        return f"their tokenizers could not be read: {error.strerror}"
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return "their tokenizers are not the same file, and one of them is not of a form that can be compared"
+    number = min((n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)), default=None)
+    if number is None:
+        return ""
+    here, there = (repr(texts[number][:60]) if number in texts else "none" for texts in (ours, theirs))
+    return f"it reads tokens, and their tokenizers differ: {number} is {here} to the student and {there} to it"
+
+
+def _vocabulary(written: bytes) -> dict[int, str]:
+    """Tokens by number."""
+    tokenizer = json.loads(written)
+    vocabulary = tokenizer["model"].get("vocab") or {}
+    if isinstance(vocabulary, list):  # of unigrams, each with its score
+        vocabulary = {token[0]: number for number, token in enumerate(vocabulary)}
+    vocabulary = vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    return {int(number): str(text) for text, number in vocabulary.items()}
 
 
 if __name__ == "__main__":

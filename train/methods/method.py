@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from train.data.records import Record
     from train.data.token_set import TokenSet
     from train.plan.auto import DatasetStats, Given, ModelStats
-    from train.plan.estimate import ModelShape, RankMemory
-    from train.plan.speed import Load
+    from train.plan.estimate import Load, ModelShape, RankMemory
 
+    Batch = dict[str, Any]
+    Loss = tuple[torch.Tensor, list[torch.Tensor]]
 
 DATA = {
     "conversation": ("conversations with the answer that is to be learnt, without a mark", "supervised"),
@@ -42,49 +43,34 @@ class Option:
     help: str
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerCounts:
-    """Answers that a model makes for each prompt in a step (`group`), which are learnt from in `rows` micro-batches;
-    `room`: the most tokens of one. For validation `valid` of each."""
-
-    group: int = 1
-    rows: int = 1
-    room: int = 0
-    valid: int = 1
-
-
 class Method:
-    """What is particular to one way of training.
+    """What is particular to one way of training."""
 
-    name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. data: the kind that it takes, of
-    DATA. metric_names: of the values that the loss reports, in order. sequences: how many sequences of tokens an
-    example is; max_length is the limit of each, and all of them are in one micro-batch. needs_reference: before the
-    first step the run computes the log-probability of every sequence once and keeps them with the job
-    (train.trainer.reference); rows have them from then on. needs_divergence: before the first gradient of a step the
-    ranks compute the log-probabilities of all its sequences, without gradients, which takes the time of a forward pass
-    and less memory than a step; every batch then has as "divergence" the sum over the step, times the scale, of the
-    log-probabilities less the reference. judged_by: "grader" or "teacher" where an example is a prompt: in each step
-    the model answers the prompts of the step, the answers are judged, and the rows are made of them (train.rollouts);
-    "" where the data itself is trained on. takes: fields of a request besides hyperparameters, by name; the judge is
-    one of them. rate_share: part of the learning rate that suits supervised tuning. cut_refuses: `check_cut` may raise.
-    sums: the loss is minus the sum of all log-probabilities, so that the gradients of the output head are made as it
-    runs, and ranks can share a row's tokens. wide: the loss is of single tokens, and the head computes in float32.
-    """
-
-    name: str
-    summary: str
-    data: str = "conversation"
+    name: str  # as OpenAI's `method.type` and in a TrainSpec
+    summary: str  # for commands
+    data: str = "conversation"  # the kind that it takes, of DATA
     options: tuple[Option, ...] = ()
-    metric_names: tuple[str, ...] = ()
+    metric_names: tuple[str, ...] = ()  # of the values that the loss reports, in order
+    # An example is so many sequences of tokens; max_length limits each, and all of them are in one micro-batch.
     sequences: int = 1
+    # Before the first step the run computes the log-probability of every sequence once and keeps them with the job
+    # (train.trainer.reference); rows have them from then on.
     needs_reference: bool = False
+    # Before the first gradient of a step the ranks compute the log-probabilities of all its sequences, which takes the
+    # time of a forward pass; every batch then has as "divergence" the sum over the step, times the scale, of the
+    # log-probabilities less the reference.
     needs_divergence: bool = False
+    # "grader" or "teacher" where an example is a prompt: in each step the model answers the prompts of the step, the
+    # answers are judged, and the rows are made of them (train.rollouts).
     judged_by: str = ""
-    takes: tuple[str, ...] = ()
-    rate_share: float = 1.0
-    cut_refuses: bool = False
+    takes: tuple[str, ...] = ()  # fields of a request besides hyperparameters; the judge is one of them
+    by_example: bool = False  # the loss is a mean over examples, not over learnt tokens
+    rate_share: float = 1.0  # part of the learning rate that suits supervised tuning
+    cut_refuses: bool = False  # `check_cut` may raise
+    # The loss is minus the sum of all log-probabilities, so that the gradients of the output head are made as it runs,
+    # and ranks can share a row's tokens.
     sums: bool = False
-    wide: bool = False
+    wide: bool = False  # the loss is of single tokens, and the head computes in float32
 
     @property
     def rolls_out(self) -> bool:
@@ -148,10 +134,6 @@ class Method:
         """How many versions of whole weights lie in shared memory beside the result, for engines to sample from."""
         return 0
 
-    def samples(self, options: Mapping[str, Any]) -> AnswerCounts:
-        """How each prompt is sampled; once where the data itself is learnt."""
-        return AnswerCounts()
-
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
@@ -168,12 +150,10 @@ class Method:
         not refuse it (`cut_refuses`) leave it out."""
 
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
-        """What the loss of the step that learns from these packs is divided by: its learnt tokens."""
-        return tokens.labels_in(packs)
+        """What the loss of the step that learns from these packs is divided by."""
+        return tokens.examples_in(packs) if self.by_example else tokens.labels_in(packs)
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
         """The sum over a row's examples, a float32 scalar, and of each of `metric_names` the values that are added up.
         log_probs: (sequences,) float32, of the learnt tokens of each sequence, or (n,) of each token (`wide`). batch:
         as train.methods.packed_objective.to_batch makes it."""

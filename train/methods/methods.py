@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from train.methods.dpo import Dpo
-from train.methods.kto import Kto
 from train.methods.method import Method
-from train.methods.orpo import Orpo
 from train.methods.own_answers import Distillation, Reinforcement
+from train.methods.preferences import Dpo, Kto, Orpo
 from train.plan.errors import InvalidSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from train.methods.method import Batch, Loss
 
 
 class Supervised(Method):
@@ -23,9 +23,7 @@ class Supervised(Method):
     summary = "learns what the assistant says in conversations"
     sums = True
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
         """The sum of the cross entropy of all trained tokens."""
         return -log_probs.sum(), []
 

@@ -7,14 +7,13 @@ them, and what that takes.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.data.records import BadRecord, Record
-from train.methods.method import AnswerCounts, Method, Option
+from train.methods.method import Method, Option
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ELEMENT_BYTES
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from train.data.chat import ChatEncoder, Tokens
+    from train.methods.method import Batch, Loss
     from train.plan.auto import DatasetStats, Given, ModelStats
     from train.plan.estimate import ModelShape, RankMemory
 
@@ -45,17 +45,14 @@ ANSWER_OPTIONS = (
 """Options that all of these methods have."""
 
 
-class OwnAnswers(Method, ABC):
-    """What the methods share. Answers to a prompt are spread over `rows` rows."""
+class OwnAnswers(Method):
+    """What the methods share. Their `options` have "group", the answers to each prompt in a step, and "rows", the rows
+    over which these are spread."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
     data = "prompt"
     cut_refuses = True
     wide = True
-
-    @abstractmethod
-    def group(self, options: Mapping[str, Any]) -> int:
-        """How many answers each prompt gets in a step, by `options` of the request."""
 
     def resolve(
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
@@ -78,7 +75,6 @@ class OwnAnswers(Method, ABC):
         options["policy"] = "version" if auto.why_no_adapter(model, fields) else "adapter"
         options["staleness"] = given.integer("staleness", 0, MOST_STALE, auto=0)
         fields["max_length"] = _length(given, options, longest, model.max_position_embeddings)
-        options["group"] = self.group(options)
         row = _HOST_ROW if estimate.kind_of(model.device_kind).on_host else _DEVICE_ROW
         together = max(1, row // fields["max_length"])
         options["rows"] = next(n for n in range(1, options["group"] + 1) if math.ceil(options["group"] / n) <= together)
@@ -100,14 +96,6 @@ class OwnAnswers(Method, ABC):
     def policies(self, options: Mapping[str, Any]) -> int:
         return 0 if options["policy"] == "adapter" else 2 + int(options["staleness"])  # one of them is being written
 
-    def samples(self, options: Mapping[str, Any]) -> AnswerCounts:
-        return AnswerCounts(
-            group=options["group"],
-            rows=options["rows"],
-            room=options["max_completion_tokens"],
-            valid=options["eval_samples"],
-        )
-
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
@@ -123,9 +111,7 @@ class OwnAnswers(Method, ABC):
                 "give a larger max_length, or shorten it"
             )
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
         """The loss of group relative policy optimisation (Shao et al., 2024, arXiv:2402.03300) as the field has settled
         on it: token by token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), and without a
         penalty for distance from the starting model.
@@ -166,9 +152,7 @@ class Reinforcement(OwnAnswers):
         effort = given.choice("reasoning_effort", ("default", "low", "medium", "high"), auto="default")
         if effort != "default":  # kept for the run to say that it changes nothing
             fields["options"]["reasoning_effort"] = effort
-
-    def group(self, options: Mapping[str, Any]) -> int:
-        return max(2, round(GROUP * options["compute_multiplier"]))
+        fields["options"]["group"] = max(2, round(GROUP * fields["options"]["compute_multiplier"]))
 
 
 class Distillation(OwnAnswers):
@@ -193,8 +177,9 @@ class Distillation(OwnAnswers):
     # Larger than with one reward for a whole answer: every token has a signal of its own.
     rate_share = 0.3
 
-    def group(self, options: Mapping[str, Any]) -> int:
-        return int(options["samples"])
+    def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
+        super().own_hyperparameters(given, fields)
+        fields["options"]["group"] = int(fields["options"]["samples"])
 
 
 def _length(given: Given, options: dict[str, Any], longest: int, most: int) -> int:

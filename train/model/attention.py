@@ -52,9 +52,11 @@ def packed_attention(
             "does not"
         )
     grouped = query.shape[1] != key.shape[1]
-    if _one_kernel(query, value, dropout):
+    # FlashAttention's own limits. (An older GPU than Ampere lacks bfloat16 already.)
+    width, on_gpu = max(query.shape[-1], value.shape[-1]), not in_host_memory(query.device)
+    if on_gpu and query.dtype in _VARLEN_DTYPES and width <= _VARLEN_WIDEST_HEAD and not dropout:
         return _varlen(query, key, value, segments, scaling, sliding_window, grouped), None
-    if grouped and not in_host_memory(query.device):
+    if grouped and on_gpu:
         # Here come float32 and heads beyond 256 (Gemma 4's are 512 wide in one layer of six), which of torch's fused
         # kernels CUTLASS's alone computes. That of torch 2.13 takes no groups, and a caller that gives it some gets the
         # plain computation, whose memory is the square of an example's length.
@@ -84,14 +86,6 @@ def packed_attention(
         )
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2), None
-
-
-def _one_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's kernel for sequences of different lengths takes this: on a GPU, in half precision, without
-    dropout. (FlashAttention's own limits; an older GPU than Ampere lacks bfloat16 already.)"""
-    on_gpu = not in_host_memory(query.device)
-    width = max(query.shape[-1], value.shape[-1])
-    return on_gpu and query.dtype in _VARLEN_DTYPES and width <= _VARLEN_WIDEST_HEAD and not dropout
 
 
 def _varlen(

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, inject_adapter_in_model
+from peft import LoraConfig, PeftConfig, get_peft_model, inject_adapter_in_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
-from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import (
     AutoConfig,
@@ -30,7 +29,6 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.devices.kind import HOST_MEMORY
 from train.model import attention
-from train.model.kernels import use_liger
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
@@ -40,6 +38,7 @@ ADAPTER = "default"
 STEM = "adapter_model"
 CONFIG_FILE = "adapter_config.json"
 _PREFIX = "base_model.model."
+LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose gradients tests compare with torch's
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -73,10 +72,18 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
             )
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
-    _refuse_unsupported(model)
+    if not getattr(model, "_supports_sdpa", False):
+        # Nor where the model takes other implementations: those with attention sinks (gpt-oss), which packed attention
+        # would leave out without a word. What else it leaves out, it refuses itself.
+        raise UnsupportedModel(
+            f"{model.config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as "
+            "models with attention sinks), which packed attention does"
+        )
     if _is_quantised(model.config):
-        _keep_quantised(model, spec)
-    _choose_experts(model)
+        # compressed-tensors and what it imports take seconds, and few jobs need them.
+        from train.model.quantised import keep_quantised  # noqa: PLC0415
+
+        keep_quantised(model)
     if spec.base_adapter is not None and not empty:
         merge_into(model, spec.base_adapter)
     model.config.use_cache = False
@@ -121,21 +128,34 @@ def _is_quantised(config: PretrainedConfig) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 
-def _keep_quantised(model: PreTrainedModel, spec: TrainSpec) -> None:
-    # compressed-tensors and what it imports take seconds, and few jobs need them.
-    from train.model.quantised import keep_quantised  # noqa: PLC0415
+def use_liger(model: PreTrainedModel) -> None:
+    """Give a model's norms, rotary embedding (for the whole process) and MLPs Liger's fused kernels (Hsu et al., 2024),
+    which keep fewer activations and need a GPU; the output head has a kernel of its own
+    (train.methods.packed_objective). Raises UnsupportedModel for another family."""
+    if model.config.model_type not in LIGER_FAMILIES:
+        known = ", ".join(LIGER_FAMILIES)
+        raise UnsupportedModel(f"kernels 'liger' does not know {model.config.model_type}, only {known}: take 'torch'")
+    # Its import takes a second, and few jobs need it.
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance  # noqa: PLC0415
 
-    if spec.full or spec.base_adapter is not None or spec.published_kind != "adapter" or spec.tensor_parallel > 1:
-        raise UnsupportedModel(
-            f"the weights of {spec.base_model} are quantised: LoRA alone is trained on them, published as an adapter "
-            "(lora_publish), with tensor_parallel 1, and not on top of another adapter"
-        )
-    keep_quantised(model)
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
     """Put LoRA layers (Hu et al., 2021; peft) into `model` in place and freeze everything else."""
-    targets = _none_of_experts(list(spec.lora_targets) or linear_layers(model), model, asked=bool(spec.lora_targets))
+    targets = list(spec.lora_targets) or linear_layers(model)
+    # Of some mixtures (DeepSeek, GLM 4, Qwen3-Next) peft takes names of the dense and the shared MLPs for those of the
+    # experts in older checkpoints, which are fused here.
+    converted = LoraConfig(target_modules=targets)
+    convert_peft_config_for_transformers(converted, model, None)
+    if converted.target_parameters:
+        left = sorted(converted.target_modules or ())
+        if spec.lora_targets:
+            raise UnsupportedModel(
+                f"lora_targets {targets}: {', '.join(sorted(set(targets) - set(left)))} would be those of the experts "
+                f"of {model.config.model_type} too, which get no adapters here; name other layers"
+            )
+        targets = left
     config = LoraConfig(
         r=spec.lora_rank,
         lora_alpha=spec.lora_alpha,
@@ -149,24 +169,6 @@ def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise UnsupportedModel(f"lora_targets {targets} do not fit the model: {error}") from error
-
-
-def _none_of_experts(targets: list[str], model: PreTrainedModel, *, asked: bool) -> list[str]:
-    """`targets` without those that peft takes for the fused experts: of some mixtures (DeepSeek, GLM 4, Qwen3-Next) it
-    takes the names of their matrices in older checkpoints, which are those of the dense and the shared MLPs. Raises
-    UnsupportedModel if they were asked for."""
-    config = LoraConfig(target_modules=targets)
-    convert_peft_config_for_transformers(config, model, None)
-    if not config.target_parameters:
-        return targets
-    left = sorted(config.target_modules or ())
-    if asked:
-        meant = sorted(set(targets) - set(left))
-        raise UnsupportedModel(
-            f"lora_targets {targets}: {', '.join(meant)} would be those of the experts of {model.config.model_type} "
-            "too, which get no adapters here; name other layers"
-        )
-    return left
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
@@ -202,29 +204,17 @@ def config_json(config: LoraConfig, base_model: str) -> bytes:
     return json.dumps(fields, indent=2, default=str, sort_keys=True).encode()
 
 
-@torch.no_grad()
-def merge_into(model: PreTrainedModel, directory: str | Path) -> None:
-    """Add the stored adapter's scaling * B @ A to the weights of `model`, in float32, in place.
-
-    Raises UnsupportedModel when it does not belong to this model or is of a kind that is more than B @ A.
-    """
-    config = PeftConfig.from_pretrained(str(directory))
-    if not isinstance(config, LoraConfig) or config.use_dora or config.bias != "none" or config.modules_to_save:
-        raise UnsupportedModel(f"the adapter {directory} is not plain LoRA and cannot be merged")
-    tensors = load_peft_weights(str(directory), device=HOST_MEMORY)
-    weights = dict(model.named_parameters())
-    for name in sorted(tensors):
-        module, part, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
-        if not part:
-            continue
-        weight, up = weights.get(f"{module}.weight"), tensors.get(name.replace(".lora_A.", ".lora_B."))
-        down = tensors[name]
-        if weight is None or up is None or weight.shape != (up.shape[0], down.shape[1]):
-            raise UnsupportedModel(f"{name} of the adapter {directory} does not fit the model it is merged into")
-        rank = down.shape[0]
-        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, module), config.lora_alpha)
-        scaling = alpha / (rank**0.5 if config.use_rslora else rank)
-        weight.copy_(weight.float() + scaling * (up.float() @ down.float()))
+def merge_into(model: PreTrainedModel, directory: str) -> None:
+    """Add the stored LoRA adapter to the weights of `model`, in place. Raises UnsupportedModel for an adapter that does
+    not belong to this model."""
+    try:
+        adapted = get_peft_model(model, PeftConfig.from_pretrained(directory))
+        stored: Any = set_peft_model_state_dict(adapted, load_peft_weights(directory, device=HOST_MEMORY))
+    except (ValueError, RuntimeError) as error:
+        raise UnsupportedModel(f"the adapter {directory} does not fit the model: {error}") from error
+    if unknown := stored.unexpected_keys:
+        raise UnsupportedModel(f"{unknown[0]} of the adapter {directory} does not fit the model it is merged into")
+    adapted.merge_and_unload()
 
 
 # --- what a model is
@@ -240,30 +230,3 @@ def keeps_state(model: PreTrainedModel) -> bool:
 def checkpoint_name(name: str) -> str:
     """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
     return name.replace(".base_layer.", ".")
-
-
-def _choose_experts(model: PreTrainedModel) -> None:
-    """torch's grouped matrix product, which transformers takes by default, wants rows of whole 16 bytes. (Not those of
-    a convolution, which has three dimensions too.)"""
-    experts = [p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
-    uneven = any(p.shape[-1] * p.element_size() % 16 for p in experts)
-    if uneven and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
-
-
-def _refuse_unsupported(model: PreTrainedModel) -> None:
-    config = model.config.get_text_config()
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UnsupportedModel(f"{config.model_type} caps its attention logits, which packed attention does not")
-    if getattr(config, "index_topk", None):
-        raise UnsupportedModel(
-            f"{config.model_type} attends to the tokens that an indexer picks (DeepSeek's sparse attention), which "
-            "packed attention does not"
-        )
-    if not getattr(model, "_supports_sdpa", False):
-        # Nor without it where the model takes implementations of others: those with attention sinks (gpt-oss), which
-        # packed attention would leave out without a word.
-        raise UnsupportedModel(
-            f"{config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as models "
-            "with attention sinks), which packed attention and sampling do"
-        )

@@ -59,11 +59,8 @@ class Grid:
 
 
 def partition_config(config: Any, tensor_parallel: int) -> dict[str, Any]:
-    """AutoTP's `partition_config` for a transformers model of this config.
-
-    Raises UnsupportedModel if the model has no plan, one with other parts (mixtures of experts, fused matrices), or
-    numbers of heads and MLP columns that cannot be shared out evenly.
-    """
+    """AutoTP's `partition_config` for a transformers model of this config. Raises UnsupportedModel if the model has no
+    plan, or one with other parts (mixtures of experts, fused matrices)."""
     plan = getattr(config, "base_model_tp_plan", None)
     what = f"tensor_parallel {tensor_parallel}: the model type {config.model_type!r}"
     if not plan:
@@ -74,19 +71,13 @@ def partition_config(config: Any, tensor_parallel: int) -> dict[str, Any]:
             f"{what} has layers cut as {', '.join(other)}, which training does not do (mixtures of experts, fused "
             "matrices); train it with tensor_parallel 1"
         )
-    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (count := getattr(config, field)) % tensor_parallel:
-            raise UnsupportedModel(f"{what} has {field} {count}, which {tensor_parallel} ranks cannot share evenly")
-    specs = [{"patterns": _patterns(name, style), **_STYLES[style]} for name, style in plan.items()]
+    specs = []
+    for name, style in plan.items():  # such as layers.*.mlp.up_proj
+        module = r".*\." + r"\d+".join(re.escape(part) for part in name.split("*"))
+        # Of a layer with an adapter (peft), the weights of its base and of the factor on the side that is cut.
+        factor = {"colwise": r"|\.lora_B\.default", "rowwise": r"|\.lora_A\.default"}.get(style, "")
+        specs.append({"patterns": [module + rf"(\.base_layer{factor})?\.weight$"], **_STYLES[style]})
     return {"use_default_specs": False, "layer_specs": specs}
-
-
-def _patterns(name: str, style: str) -> list[str]:
-    """A plan's name such as layers.*.mlp.up_proj as expressions for the weights it means, of a layer with an adapter
-    (peft) those of its base and of the factor on the side that is cut."""
-    module = r".*\." + r"\d+".join(re.escape(part) for part in name.split("*"))
-    factor = {"colwise": r"|\.lora_B\.default", "rowwise": r"|\.lora_A\.default"}.get(style, "")
-    return [module + rf"(\.base_layer{factor})?\.weight$"]
 
 
 @contextmanager

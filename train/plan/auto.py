@@ -1,6 +1,20 @@
 """Resolve OpenAI's hyperparameters ("auto" or a number) and our extras into fields of a TrainSpec. Pure.
 
 The rules for "auto" are ours (OpenAI does not publish its own); each stands beside its function with its reason.
+For the learning rate and the epochs there are published ones:
+
+Published for AdamW and supervised fine-tuning, all weights: torchtune and TRL 2e-5, Tulu 3 5e-6 (8 B), SmolLM2 3e-4
+(1.7 B) to 1e-3 (135 M). Adapters: TRL, axolotl, unsloth and torchtune 2e-4 to 3e-4; Tinker 1e-3 (1 B) to 3e-4 (8 B);
+ten times the rate of all weights, whatever the rank (Schulman et al., "LoRA Without Regret", 2025). By model size: one
+over the root of the number of parameters (Tinker). By batch, with Adam: its root (Malladi et al., NeurIPS 2022).
+
+What is chosen: at 7 B and a step of up to 8,192 tokens, 1e-5 for all weights and 1e-4 for adapters, the lower end of
+what is published, because most jobs here are small and a small job that learns too fast forgets (docs/first-model.md).
+More data makes larger steps (`_rows`), and those bear more: up to three times as much from 74,000 tokens a step
+on, which is where the published sweeps were made.
+
+Few rows have to be seen several times to be learned at all: until `FEWEST_SEEN` have passed, `MOST_EPOCHS` times at
+most. Adapters of few rows get half as much again of the rate, and take more passes than all weights do.
 """
 
 from __future__ import annotations
@@ -13,11 +27,9 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from runtime.devices.kinds import kind_of
-from train.plan import recipe
 from train.plan.errors import InvalidHyperparameter
-from train.plan.estimate import ModelShape
+from train.plan.estimate import Load, ModelShape
 from train.plan.spec import TrainSpec
-from train.plan.speed import Load
 
 _FIELDS = get_type_hints(TrainSpec)
 Own = Callable[["Given", dict[str, Any]], None]
@@ -27,6 +39,16 @@ HIGHEST_RATE = 100.0  # times the automatic learning rate of supervised tuning; 
 LEAST_STEPS = 50  # fewer teach little whatever the learning rate: warm-up and decay are most of them
 ROW_MULTIPLE = 32  # tokens of a row without packing, because kernels are compiled for every new shape
 SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
+REFERENCE_PARAMETERS = 7e9
+REFERENCE_STEP_TOKENS = 8192
+FULL, ADAPTER = 1e-5, 1e-4
+LARGEST_FULL, LARGEST_ADAPTER = 1e-3, 1.2e-3
+LARGEST_BATCH_FACTOR = 3.0
+FEW_ROWS, FEW_ROWS_FACTOR = 200, 1.5
+FEWEST_SEEN = 600
+MOST_EPOCHS_FULL, MOST_EPOCHS_ADAPTER = 6, 10
+# One over the root for all weights, as published; adapters of small models bear less than ten times that.
+FULL_EXPONENT, ADAPTER_EXPONENT = 0.5, 0.27
 
 
 @dataclass(frozen=True)
@@ -156,7 +178,7 @@ def resolve(
     fields["precision"] = given.choice("precision", auto="bf16" if model.computes_bf16 else "fp32")
     fields["zero_stage"] = given.integer("zero_stage", 0, 3, auto=3 if fields["offload"] == "parameters" else 1)
 
-    fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=recipe.epochs(dataset.n_examples, full=fields["full"]))
+    fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=epochs(dataset.n_examples, full=fields["full"]))
     length, rows = _rows(given, dataset, model, fields, max_devices // ranks_of_row(fields))
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
     fields["micro_batch"] = given.integer("micro_batch", 1, 1024, auto=1)
@@ -169,9 +191,9 @@ def resolve(
     fields["snapshot_every_s"] = every if every is None else given.number("snapshot_every_s", 0, 86400, auto=0)
     if own is not None:
         own(given, fields)
-    if unknown := sorted(given.values.keys() - given.read):
-        known = ", ".join(sorted(given.read))
-        raise InvalidHyperparameter(unknown[0], given.values[unknown[0]], f"a known name: one of {known}")
+    for name, value in hyperparameters.items():
+        if value is not None and name not in given.read:
+            raise InvalidHyperparameter(name, value, f"a known name: one of {', '.join(sorted(given.read))}")
     return fields
 
 
@@ -181,51 +203,26 @@ def _check_together(given: Given, model: ModelStats, fields: dict[str, Any]) -> 
     slices, most, why = model.shape.tensor_slices, model.adapter_max_rank, why_no_adapter(model, fields)
     # The last is judged by its value.
     of_lora = " and ".join(name for name in OF_LORA[:-1] if given.is_set(name))
+    whole = tensor > 1 and (model.quantised or slices == 1)
+    beyond = most and fields["lora_rank"] > most and given.value("lora_publish", "auto") != "merged"
+    offloaded, on_host = fields["offload"] == "parameters", kind_of(model.device_kind).on_host
     rules = (
-        (
-            "tensor_parallel",
-            tensor > 1 and (model.quantised or slices == 1),
-            "1: quantised weights and experts of a mixture are not cut; zero_stage 3 shares them out",
-        ),
-        (
-            "tensor_parallel",
-            slices % tensor,
-            f"a divisor of {slices}, into which its attention heads, key-value heads and MLP columns can be cut evenly",
-        ),
-        (
-            "full",
-            full and model.quantised,
-            "false: the model's weights are quantised, and adapters alone are trained on them",
-        ),
+        ("tensor_parallel", whole, "1: quantised weights and experts are not cut; zero_stage 3 shares them out"),
+        ("tensor_parallel", slices % tensor, f"a divisor of {slices}: heads, key-value heads and MLP are cut evenly"),
+        ("full", full and model.quantised, "false: the model's weights are quantised, so only adapters are trained"),
         ("full", full and of_lora, f"false with {of_lora}, which adapters alone have, or none of these"),
-        (
-            # It would be published merged, a hundred times as large: only where that is asked for in words.
-            "lora_rank",
-            most and fields["lora_rank"] > most and given.value("lora_publish", "auto") != "merged",
-            f"a whole number from 1 to {most}, which engines serve as an adapter ([serve] adapter_max_rank), or more "
-            "with lora_publish 'merged', which makes a whole model of it",
-        ),
-        (  # ranks of a group would drop other inputs than one
-            "lora_dropout",
-            fields["lora_dropout"] and ranks_of_row(fields) > 1,
-            "0 with tensor_parallel or sequence_parallel above 1",
-        ),
+        # It would be published merged, a hundred times as large: only where that is asked for in words.
+        ("lora_rank", beyond, f"at most {most} ([serve] adapter_max_rank), or more with lora_publish 'merged'"),
+        # Ranks of a group would drop other inputs than one.
+        ("lora_dropout", fields["lora_dropout"] and ranks_of_row(fields) > 1, "0 with tensor or sequence parallelism"),
         (
             "lora_publish",
             model.quantised and (why or publish == "merged"),
             f"'adapter', which quantised weights stay beside{why and f', but {why}'}",
         ),
         ("lora_publish", publish == "adapter" and why, f"'merged': {why}"),
-        (
-            "kernels",
-            fields["kernels"] == "liger" and kind_of(model.device_kind).on_host,
-            "'torch': Liger's kernels are for GPUs",
-        ),
-        (
-            "zero_stage",
-            fields["offload"] == "parameters" and fields["zero_stage"] != 3,
-            "3, because offload is 'parameters'",
-        ),
+        ("kernels", fields["kernels"] == "liger" and on_host, "'torch': Liger's kernels are for GPUs"),
+        ("zero_stage", offloaded and fields["zero_stage"] != 3, "3, because offload is 'parameters'"),
         (
             "sequence_parallel",
             not shares_rows(model, fields),
@@ -297,23 +294,38 @@ def _rows(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict, 
 
     while length // 2 >= shortest and rows(length) < LEAST_STEPS:
         length //= 2
-    batch = _batch_size(rows(length), devices)
+    # A power of two, so that 1, 2, 4 ... devices can share it; about fifty steps at least; and, if the data allows
+    # some steps then, one row for every device, or some would have to stand idle.
+    count, widest = rows(length), 2 ** math.floor(math.log2(max(1, devices)))
+    batch = 2 ** max(0, min(6, math.floor(math.log2(max(1.0, count / 50)))))
+    batch = max(batch, widest) if count / widest >= LEAST_STEPS else batch
     while length // 2 >= shortest and 2 * batch <= devices and not given.is_set("batch_size"):
         length, batch = length // 2, 2 * batch
     return length, batch
 
 
-def _batch_size(rows: float, max_devices: int) -> int:
-    # A power of two, so that 1, 2, 4 ... devices can share it; about fifty steps at least; and, if the data allows
-    # some steps then, one row for every device, or some would have to stand idle.
-    batch = 2 ** max(0, min(6, math.floor(math.log2(max(1.0, rows / 50)))))
-    widest = 2 ** math.floor(math.log2(max(1, max_devices)))
-    return max(batch, widest) if rows / widest >= LEAST_STEPS else batch
+def epochs(rows: int, *, full: bool) -> int:
+    """Passes over so many rows."""
+    for most, usual in ((FEW_ROWS, 5), (2000, 3), (20000, 2)):
+        if rows < most:
+            return max(usual, min(MOST_EPOCHS_FULL if full else MOST_EPOCHS_ADAPTER, FEWEST_SEEN // max(1, rows)))
+    return 1
+
+
+def peak_rate(n_parameters: int, step_tokens: float, *, full: bool, rows: int = FEW_ROWS) -> float:
+    """Peak of the schedule. n_parameters: of the base. step_tokens: trained in one optimizer step, on average. rows: of
+    the training file."""
+    smaller = REFERENCE_PARAMETERS / max(n_parameters, 1)
+    base = FULL * smaller**FULL_EXPONENT if full else ADAPTER * smaller**ADAPTER_EXPONENT
+    batch = math.sqrt(max(1.0, step_tokens / REFERENCE_STEP_TOKENS))
+    if rows < FEW_ROWS and not full:
+        base *= FEW_ROWS_FACTOR
+    return min(base * min(batch, LARGEST_BATCH_FACTOR), LARGEST_FULL if full else LARGEST_ADAPTER)
 
 
 def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict) -> float:
     step_tokens = fields["n_epochs"] * dataset.n_tokens / steps(dataset, fields)
-    auto = recipe.peak_rate(model.shape.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
+    auto = peak_rate(model.shape.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
     multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
     rate = given.number("learning_rate", 1e-9, 1.0, auto=auto)
     if rate * multiplier > HIGHEST_RATE * auto:
@@ -327,23 +339,20 @@ class Given:
     """The hyperparameters as given; remembers which were read, so that a misspelt one is an error."""
 
     def __init__(self, values: dict[str, Any]):
-        self.values = {key: value for key, value in values.items() if value is not None}
+        self.values = {name: value for name, value in values.items() if value not in (None, "auto")}
         self.read: set[str] = set()
 
     def is_set(self, name: str) -> bool:
-        return self.values.get(name, "auto") != "auto"
+        return name in self.values
 
     def integer(self, name: str, low: int, high: int, *, auto: int) -> int:
+        return int(self.number(name, low, high, auto=auto, kind="whole number"))
+
+    def number(self, name: str, low: float, high: float, *, auto: float, kind: str = "number") -> float:
         value = self.value(name, auto)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not auto and (not is_number or not low <= value <= high or value % 1):
-            raise InvalidHyperparameter(name, value, f"'auto' or a whole number from {low} to {high}")
-        return int(value)
-
-    def number(self, name: str, low: float, high: float, *, auto: float) -> float:
-        value = self.value(name, auto)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise InvalidHyperparameter(name, value, f"'auto' or a number from {low} to {high}")
+        if value is not auto and (not is_number or not low <= value <= high or (kind != "number" and value % 1)):
+            raise InvalidHyperparameter(name, value, f"'auto' or a {kind} from {low} to {high}")
         return float(value)
 
     def choice(self, name: str, options: tuple[Any, ...] = (), *, auto: Any) -> Any:
@@ -364,5 +373,4 @@ class Given:
 
     def value(self, name: str, auto: Any) -> Any:
         self.read.add(name)
-        value = self.values.get(name, "auto")
-        return auto if isinstance(value, str) and value == "auto" else value
+        return self.values.get(name, auto)

@@ -1,54 +1,25 @@
-"""Estimates the memory of a fine-tuning job, in bytes, before it starts. Pure arithmetic on shapes.
-
-With P parameters of the model, T of them trained, N ranks and b bytes per element of the run's precision, a rank holds
-(under tensor parallelism of t: N / t in place of N, and of P and T what is left of them on one rank, embeddings and
-head whole and 1 / t of the rest):
-
-    weights      b P (a quantised base less: ModelShape.base_bytes), of which ZeRO-3 keeps b P / N between layers and up
-                 to b min(P, LIVE) while it computes, or what the experts of a layer take
-    gradients    4 T in ZeRO-1 (accumulated in fp32), and 4 T / N more of its reduced part where the optimizer is
-                 offloaded; 4 T / N in ZeRO-2 and 3
-    optimizer    12 T / N: the fp32 master and Adam's two moments
-    buffers      4 R for one reduction of R = max(largest parameter, min(T, 50 M)) elements (train.trainer.engine);
-                 8 R on a GPU, where one bucket is filled while another is reduced, or is reduced in a copy in fp32; in
-                 ZeRO-1 and 2 with offloading b elements' bytes of the largest parameter, on the device and on the host
-    activations  tokens x what all layers keep of one and the one whose backward pass runs works with
-                 (below), with activation checkpointing b h of each layer, h the hidden size, and all
-                 that one keeps; and the chunk of fp32 logits twice (train.methods.packed_objective)
-    head         with full tuning, of a vocabulary of v: b v for each held row of the logits' gradient, b v h for the
-                 weight's and 4 v h more where that has to be added up (train.methods.packed_objective)
-    host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
-                 (gradients as they arrive and those of the step), in ZeRO-1 and 2 (4 + b) T / N (gradients of the step,
-                 and the new weights), in fp32 4 T / N more (accumulated there); weights that are offloaded b P / N
-
-What a layer keeps of a token until its backward pass has used it, in bytes of bfloat16, is counted as Korthikanti et
-al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198), section 4.1 do, for
-attention whose scores are recomputed and a gated MLP, with the norms' copies in fp32. q and k: elements of a token's
-queries and of its keys, f: the width of the MLP that it passes, e: its experts.
-
-    norms       2 x (4 h in fp32, 2 h of their result before the weight, 2 h as the input of the next product)
-    attention   4 (q + k): queries, keys, values and result
-    MLP         8 f: gate, its activation, the other matrix's result, and their product; of experts, whose input is a
-                copy for each and whose result is weighed, 4 e h more
-
-In its backward pass one layer works with 8 h + 2 f + 16 e h more: gradients that come and go, of experts also those of
-results weighed in fp32. With adapters it keeps
-less, because frozen weights do without their inputs, and works with as much.
+"""Estimates the memory of a fine-tuning job and the time of its steps before it starts. Pure arithmetic on shapes.
 
 ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
-gradients because that is what train.trainer.engine configures. Host memory is counted in DeepSpeed 0.19.8's source
-(runtime/zero/stage_1_and_2.py and stage3.py, what is made on `self.device` when that is the CPU).
+gradients because that is what train.trainer.engine configures. What else DeepSpeed 0.19.8 holds was counted in its
+source (runtime/zero/stage_1_and_2.py and stage3.py). Activations are counted as Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198), section 4.1 do, for attention whose
+scores are recomputed and a gated MLP, with the norms' copies in fp32.
+
+A rank computes a micro-batch, and meanwhile sends and fetches what ZeRO shares out; the longer of the two counts, and
+LOST of the shorter. The constants of time were set by the calibration points of tests/unit/train/published_points.csv,
+which has their sources; the others of its points show the error (docs/performance.md).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from runtime.devices.kinds import kind_of
+from runtime.devices.kinds import Accelerator, kind_of
 from weights.format.foreign_json import size, text_part, weight_bits
 
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
@@ -150,13 +121,22 @@ class ModelShape:
         return (self.queries or self.hidden) + self.kv_heads * self.head_dim
 
     def layer_bytes(self, shards: int = 1) -> int:
-        """What one layer keeps of a token. shards: ranks of a tensor-parallel group, which share heads and MLP."""
+        """What one layer keeps of a token until its backward pass has used it, in bytes of bfloat16. With adapters it
+        is less, because frozen weights do without their inputs. shards: ranks of a tensor-parallel group, which share
+        heads and MLP.
+
+        norms       2 x (4 h in fp32, 2 h of their result before the weight, 2 h as the input of the next product)
+        attention   4 (q + k): queries, keys, values and result
+        MLP         8 f: gate, its activation, the other matrix's result, and their product; of experts, whose input
+                    is a copy for each and whose result is weighed, 4 e h more
+        """
         of_hidden, of_heads = self.norms
         cut = (4 + of_heads) * self.heads + 8 * self.ffn + 4 * self.experts * self.hidden
         return (16 + of_hidden) * self.hidden + cut // shards
 
     def working_bytes(self, shards: int = 1) -> int:
-        """What the layer whose backward pass runs works with for a token."""
+        """What the layer whose backward pass runs works with for a token: gradients that come and go, of experts also
+        those of results weighed in fp32."""
         return 8 * self.hidden + (2 * self.ffn + 16 * self.experts * self.hidden) // shards
 
     @property
@@ -207,9 +187,6 @@ class RankMemory:
         """Peak bytes on the device."""
         return self.state_bytes + self.buffers_bytes + self.activations_bytes - self.offloaded_bytes
 
-    def as_dict(self) -> dict[str, int]:
-        return {**asdict(self), "device_bytes": self.device_bytes}
-
 
 def trained_parameters(shape: ModelShape, fields: Mapping[str, Any]) -> int:
     """`fields` are those of a TrainSpec. For LoRA with targets named, the default's count, which is more."""
@@ -230,12 +207,12 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     else:  # half of an adapter's matrices are cut too, the smaller part of what a rank holds
         everything, weights = everything + trained, weights + element * trained
     away = weights // ranks if fields["offload"] == "parameters" else 0
-    if stage == 3:
+    if stage == 3:  # a share between layers, and what is whole while they compute
         live = weights * min(everything, shape.gathered) // everything if ranks > 1 or away else 0
         weights = weights // ranks + live
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
-    # DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm has two (stage_1_and_2.py,
+    # DeepSpeed allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm has two (stage_1_and_2.py,
     # setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that is reduced; in ZeRO-3 one in fp32
     # (stage3.py, "IPG"), beside what is scattered from it. An adapter's largest parameter is small beside a bucket.
     largest = min(trained, shape.largest) if fields["full"] else 0
@@ -244,19 +221,23 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     offloaded = host = 0
     if fields["offload"] != "none":
         offloaded = optimizer
+        # The processor's step works with gradients: in ZeRO-3 as they arrive and those of the step, in ZeRO-1 and 2
+        # those of the step and the new weights, in fp32 also those that are accumulated there.
         step = 8 if stage == 3 else 4 + element + (4 if fields["precision"] == "fp32" else 0)
         host = optimizer + step * trained // ranks
-        if stage < 3:
+        if stage < 3:  # the largest parameter, on both sides
             buffers, host = buffers + element * largest, host + element * largest
-        if stage == 1:
+        if stage == 1:  # the reduced part
             gradients += 4 * trained // ranks
         offloaded, host = offloaded + away, host + away
+    layer, works = shape.layer_bytes(shards), shape.working_bytes(shards)
+    kept = 2 * shape.hidden * shape.layers + layer if fields["activation_checkpointing"] else shape.layers * layer
     return RankMemory(
         weights_bytes=weights,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
         buffers_bytes=buffers,
-        activations_bytes=_activations(shape, fields, element),
+        activations_bytes=_tokens(fields) * (kept + works) * element // 2 + head_bytes(shape, fields, element),
         offloaded_bytes=offloaded,
         host_bytes=host,
     )
@@ -272,10 +253,11 @@ def residual_bytes(device_kind: str, device_memory_bytes: int, asleep: int) -> i
     return kind.context_bytes + asleep * kind.asleep_bytes + int(FRAGMENTS * device_memory_bytes)
 
 
-def held_rows(rows: int, chunk: int, hidden: int, element: int) -> int:
-    """Rows of the logits' gradient that are held for one product: they take no more than a float32 sum of the head's
-    size, or are one chunk."""
-    return min(rows, max(chunk, 4 * hidden // element))
+def logits_rows(rows: int, vocabulary: int, *, on_host: bool, full: bool) -> int:
+    """Rows whose logits are made at a time. Each chunk reads the head's weight, with full tuning also the sum of its
+    gradient, which takes longer than the arithmetic of few rows."""
+    most = HOST_LOGITS_BYTES if on_host else DEVICE_LOGITS_BYTES * (2 if full else 1)
+    return max(1, min(rows, most // (4 * vocabulary)))
 
 
 def snapshot_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
@@ -294,31 +276,135 @@ def _on_host(fields: Mapping[str, Any]) -> bool:
     return "device_kind" in fields and kind_of(fields["device_kind"]).on_host
 
 
-def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
-    tokens, shards = _tokens(fields), fields.get("tensor_parallel", 1)
-    layer, works = shape.layer_bytes(shards), shape.working_bytes(shards)
-    kept = 2 * shape.hidden * shape.layers + layer if fields["activation_checkpointing"] else shape.layers * layer
-    of_tokens = tokens * (kept + works) * element // 2
-    return of_tokens + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)
-
-
 def _tokens(fields: Mapping[str, Any]) -> int:
     """Of a micro-batch on one rank."""
     return fields["micro_batch"] * fields["max_length"] // fields.get("sequence_parallel", 1)
 
 
-def _logits_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """Bytes of fp32 logits that are made at a time."""
-    tokens = _tokens(fields)
-    return min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
-
-
 def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
-    """What making the gradient of the output head's weight takes, in elements of so many bytes, if every token is
-    learnt; 0 with an adapter."""
-    if not shape.vocab or not fields["full"]:
+    """What the output head takes in elements of so many bytes, if every token is learnt."""
+    if not shape.vocab:
         return 0
-    tokens = _tokens(fields)
-    rows = held_rows(tokens, _logits_bytes(shape, fields) // (4 * shape.vocab), shape.hidden, element)
+    tokens, full = _tokens(fields), fields["full"]
+    rows = logits_rows(tokens, shape.vocab, on_host=_on_host(fields), full=full)
     summed = 4 if tokens > rows else 0
-    return shape.vocab * (element * rows + (element + summed) * shape.hidden)
+    gradients = element * rows + (element + summed) * shape.hidden
+    return shape.vocab * (2 * 4 * rows + (gradients if full else 0))
+
+
+# --- time
+
+NARROW = 512.0  # products of width h reach h / (h + NARROW) of the rate of large ones
+EXPERTS = 0.3
+ATTENTION = 0.6
+TRAFFIC = 3.0  # kernel by kernel; compiled ones 1.2
+ADAPTER = 6.0  # bytes for each element into and out of a layer with one
+HEAD_TRAFFIC = 40.0  # bytes of a logit
+DEQUANTISED = 13.0  # bytes of memory traffic for a weight of a 4-bit base and a pass
+MEMORY_SHARE = 0.85  # of its published rate
+LOST = 0.3
+LAYER_S = 0.002  # the least for each layer of a micro-batch: small models do not fill a device
+HOST_MEMORY_RATE = 100e9  # of one machine: two sockets reach twice that where every thread reads its own
+UNKNOWN = Accelerator(100e12, 1e12, 20e9, 25e9, 300, 0.6)
+"""Stands for a device that no table has: it orders layouts, and nobody is shown its hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of an optimizer step on one rank: it computes, and links to other ranks or to the host are busy."""
+
+    compute_s: float
+    links_s: float
+    host_s: float
+    step_s: float
+
+    @property
+    def bound_by(self) -> str:
+        parts = {"compute": self.compute_s, "links": self.links_s, "host": self.host_s}
+        return max(parts, key=lambda name: parts[name])
+
+    def watts(self, device: Accelerator) -> float:
+        """Power of one device: a node of 8 H100s draws at most 0.8 of its rated power (arXiv:2412.08602), and a device
+        that waits about 0.15."""
+        return device.board_w * (0.15 + 0.65 * min(1.0, self.compute_s / self.step_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """row_tokens: of one row of a step, on average. attended: tokens of the sequence that a token is in, on average
+    over tokens. forwards: further forward passes that the method makes for each token."""
+
+    row_tokens: float
+    attended: float
+    forwards: float = 0.0
+
+
+def step_time(
+    shape: ModelShape,
+    fields: Mapping[str, Any],
+    ranks: int,
+    device: Accelerator,
+    *,
+    load: Load,
+) -> StepTime:
+    """The time of a step on `ranks` devices; `fields` are those of a TrainSpec."""
+    shards, stage, offload = fields.get("tensor_parallel", 1), max(1, fields["zero_stage"]), fields["offload"]
+    parts, groups, element = fields.get("sequence_parallel", 1), ranks // shards, ELEMENT_BYTES[fields["precision"]]
+    again, passes = float(fields["activation_checkpointing"]), 3 if fields["full"] else 2
+    tokens, forwards = load.row_tokens * fields["micro_batch"] / parts, load.forwards
+    micro_batches = fields["batch_size"] * parts / (fields["micro_batch"] * groups)
+    width = shape.hidden or 4096  # unknown
+    rate = device.peak_flops * device.product_share * width / (width + NARROW)
+    memory_rate = device.memory_rate * MEMORY_SHARE
+
+    # FLOPs of a token. Products with N weights: 2 N forward, as many for the inputs' gradients and, with all weights
+    # trained, for the weights'; narrow ones and those of experts reach less of the rate. Causal attention to s tokens:
+    # 2 q s forward and 2.5 times that backward (Dao, "FlashAttention-2", arXiv:2307.08691), at ATTENTION of the rate.
+    heads, head = shape.heads, shape.vocab * shape.hidden
+    weights = shape.layers * shape.hidden * (2 * heads + 3 * shape.ffn) if shape.layers else shape.n_parameters
+    layers = 3 + again + forwards
+    if shape.experts:
+        weights += (1 / EXPERTS - 1) * shape.layers * 3 * shape.hidden * shape.ffn
+    flops = 2 * weights * (passes + again + forwards) / shards + 2 * head * (passes + forwards)
+    flops += 2 * shape.layers * shape.queries * load.attended * (0.5 + layers) / shards / ATTENTION
+    # Memory traffic of what is not a product: TRAFFIC times what layers keep for each pass, and more for adapters.
+    moved = TRAFFIC * shape.layers * shape.layer_bytes(shards) * layers + HEAD_TRAFFIC * shape.vocab
+    moved += 0 if fields["full"] else ADAPTER * shape.lora_sides * layers
+    compute = tokens * (flops / rate + moved * element / 2 / memory_rate)
+    if shape.quantised_bytes:
+        compute += DEQUANTISED * (shape.n_parameters - shape.outside) * (2 + again + forwards) / memory_rate
+    compute = max(compute, LAYER_S * max(1, shape.layers))
+
+    # Bytes over links (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 7, with fp32 gradients). ZeRO-3 fetches
+    # the weights for both passes of a micro-batch, ZeRO-2 and 3 send its gradients; ZeRO-1 sends them once in a step,
+    # and ZeRO-1 and 2 fetch the new weights.
+    trained = trained_parameters(shape, fields)
+    cut, others = trained / shards, (groups - 1) / groups
+    base = shape.base_bytes(element) / shards
+    fetched = 2 * base * others if stage == 3 else 0.0
+    links = fetched + (4 * cut * others if stage > 1 else 0.0)
+    links_of_step = (4 * cut * others if stage == 1 else 0.0) + (element * cut * others if stage < 3 else 0.0)
+    # All-reduces of tensor parallelism (Shoeybi et al., "Megatron-LM", arXiv:1909.08053) and exchanges of sequence
+    # parallelism (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509) in each layer, which nothing hides.
+    each_token = heads * (parts - 1) / parts + shape.hidden * 2 * (shards - 1) / shards
+    reduced = (4 + 2 * again) * shape.layers * tokens * element * each_token
+    # Offloading: weights for both passes, gradients down, new weights up, and 28 bytes of memory traffic for Adam.
+    host = host_of_step = 0.0
+    if offload == "parameters":
+        host += 2 * base / groups
+    if offload != "none":
+        host += (4 if stage > 1 else 0) * cut / groups
+        host_of_step = ((4 if stage == 1 else 0) + element) * cut / groups
+    host_rate = min(device.host_rate, 2 * HOST_MEMORY_RATE / ranks)
+    adam_s = 28 * trained / (HOST_MEMORY_RATE if offload != "none" else ranks * memory_rate)
+
+    links_s, host_s = links / device.link_rate, host / host_rate
+    busy = (compute, links_s, host_s)
+    each = max(busy) + LOST * (sum(busy) - max(busy)) + reduced / device.link_rate
+    once = links_of_step / device.link_rate + host_of_step / host_rate + adam_s
+    return StepTime(
+        compute_s=micro_batches * compute,
+        links_s=micro_batches * (links + reduced) / device.link_rate + links_of_step / device.link_rate,
+        host_s=micro_batches * host_s + host_of_step / host_rate + (adam_s if offload != "none" else 0.0),
+        step_s=micro_batches * each + once,
+    )

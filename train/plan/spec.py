@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from train.plan.errors import InvalidSpec
-from train.plan.recipe import Schedule
 
 SNAPSHOT_SHARE, SHORTEST_S, LONGEST_S = 0.02, 5.0, 300.0
 """Snapshots take 2 % of a job's time, and a crash loses no more than 5 minutes."""
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
+FLOOR_RATIO = 0.1
+DECAY_SHARE = 0.2
+"""The share of the steps in which `wsd` comes down: 10 to 20 % is what Hägele et al. (arXiv 2405.18392) found to be
+enough."""
 MOST_VERSIONS = 50
 """That a run publishes: as many as it has epochs at most. Each has a name of its own and a model's bytes."""
 
@@ -28,7 +33,7 @@ class TrainSpec:
 
     job_id: str
     base_path: str  # Hugging Face directory of the base model
-    train_path: str  # chat JSONL as `train.data.check` writes it
+    train_path: str  # chat JSONL as `train.data_checks.check` writes it
     run_dir: str  # tensorboard files, token caches
     shm_root: str  # root of the weight store
     output_model: str  # public name of the result, e.g. ft:base:suffix:id
@@ -69,7 +74,7 @@ class TrainSpec:
     precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embedding and MLPs (train.model.kernels)
+    kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embedding and MLPs (train.model.model.use_liger)
     device_kind: str = field(kw_only=True)  # of the devices that its ranks compute on
 
     # None: as often as it is cheap (every_s); 0: only to leave the devices.
@@ -78,11 +83,6 @@ class TrainSpec:
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
     eval_interval: int = 0  # steps between two validations; 0: one after each epoch
     early_stopping_patience: int = 0  # validations without a better one after which the run ends; 0: never
-
-    @property
-    def ranks_of_row(self) -> int:
-        """How many ranks compute one micro-batch together."""
-        return self.tensor_parallel * self.sequence_parallel
 
     @property
     def published_kind(self) -> Literal["adapter", "version"]:
@@ -116,3 +116,25 @@ class TrainSpec:
 def every_s(cost_s: float) -> float:
     """Seconds between snapshots of this cost."""
     return min(LONGEST_S, max(SHORTEST_S, cost_s / SNAPSHOT_SHARE))
+
+
+def learning_rate(
+    step: int, total_steps: int, *, peak: float, warmup_ratio: float, schedule: Schedule = "cosine"
+) -> float:
+    """Rate for optimizer step `step` (0-based): linear warm-up to `peak`, then what `schedule` says.
+
+    cosine, linear: down to a tenth of `peak`. constant: `peak`. wsd (warm-up, stable, decay; MiniCPM, arXiv
+    2404.06395): `peak` until the last fifth of the steps, then linearly to a tenth. The first step already moves (rate
+    peak / warm-up steps).
+    """
+    warmup_steps = math.ceil(total_steps * warmup_ratio)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    decay_from = warmup_steps
+    if schedule == "wsd":
+        decay_from = max(warmup_steps, total_steps - 1 - math.ceil(total_steps * DECAY_SHARE))
+    progress = min(1.0, max(0.0, (step - decay_from) / max(1, total_steps - 1 - decay_from)))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
+    return peak * (FLOOR_RATIO + (1 - FLOOR_RATIO) * left)

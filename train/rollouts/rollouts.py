@@ -52,7 +52,7 @@ class Rollouts:
         if self._grid.rank == 0:
             facts.write(spec.run_dir)
         self._files = SamplesPlan(spec, facts)
-        self._counts = self._files.counts
+        self._options = spec.options
         # An adapter of its base where the base's engines take it, else whole weights, under a private name.
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
         self._policy = replace(rank, spec=replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id)))
@@ -64,17 +64,17 @@ class Rollouts:
         rank."""
         began_s = time.perf_counter()
         published_s = self._publish(step)
-        samples, counts = self._received(SamplesFile("train", step)), self._counts
-        lesson = self._lesson(samples.verdict, samples.log_probs, counts.group)
+        samples, options = self._received(SamplesFile("train", step)), self._options
+        lesson = self._lesson(samples.verdict, samples.log_probs, options["group"])
         seconds = {"publishing": published_s, "sampling": time.perf_counter() - began_s - published_s}
         rows: list[tuple[int, Row]] = []
         packs = self._plan.packs_of_step(step)
         for prompt in range(self._grid.data_rank, len(packs), self._grid.data_size):
             (index,) = self._train.packs[packs[prompt]]
             tokens = self._train.tokens_of(int(index))
-            group = np.arange(prompt * counts.group, (prompt + 1) * counts.group)
-            for number, members in enumerate(np.array_split(group, counts.rows)):
-                rows.append((prompt * counts.rows + number, self._row(tokens, members.tolist(), samples, lesson)))
+            group = np.arange(prompt * options["group"], (prompt + 1) * options["group"])
+            for number, members in enumerate(np.array_split(group, options["rows"])):
+                rows.append((prompt * options["rows"] + number, self._row(tokens, members.tolist(), samples, lesson)))
         sizes, last = np.array([len(ids) for ids in samples.ids]), [ids[-1] for ids in samples.ids]
         # By OpenAI's names where those exist.
         figures = {
@@ -83,7 +83,7 @@ class Rollouts:
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
             "staleness": step - samples.weights_step,
         }
-        n_tokens = int(sizes.sum()) + counts.group * self._train.tokens_in(packs)
+        n_tokens = int(sizes.sum()) + options["group"] * self._train.tokens_in(packs)
         return StepData(rows, max(1, int(sizes[lesson.counted].sum())), n_tokens, figures, seconds)
 
     def _row(self, prompt: np.ndarray, members: Sequence[int], samples: Samples, lesson: Lesson) -> Row:
@@ -108,7 +108,7 @@ class Rollouts:
         """Collective: the verdicts on the answers to the validation prompts. Raises as `step`."""
         self._publish(step)
         samples = self._received(SamplesFile("valid", step))
-        lesson = self._lesson(samples.verdict, samples.log_probs, self._counts.valid)
+        lesson = self._lesson(samples.verdict, samples.log_probs, self._options["eval_samples"])
         return {**lesson.of_validation, "completion_tokens_mean": sum(map(len, samples.ids)) / len(samples.ids)}
 
     # --- weights and samples

@@ -20,7 +20,6 @@ import numpy as np
 import orjson
 
 from train.data.packing import StepPlan
-from train.methods.methods import method_of
 from train.plan.spec import TrainSpec
 from weights.format.names import replace_file
 
@@ -128,7 +127,6 @@ class SamplesPlan:
 
     def __init__(self, spec: TrainSpec, facts: Facts):
         self.spec, self.facts = spec, facts
-        self.counts = method_of(spec.method).samples(spec.options)
         self.staleness: int = spec.options["staleness"]
         self._train = _Prompts(spec.train_path, facts.train)
         self._valid = _Prompts(spec.valid_path, facts.valid) if spec.valid_path and facts.valid else None
@@ -152,7 +150,7 @@ class SamplesPlan:
 
     def group(self, file: SamplesFile) -> int:
         """Answers of each prompt."""
-        return self.counts.valid if file.purpose == "valid" else self.counts.group
+        return self.spec.options["eval_samples" if file.purpose == "valid" else "group"]
 
     def prompts(self, file: SamplesFile) -> list[Prompt]:
         source = self._train

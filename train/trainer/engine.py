@@ -22,10 +22,9 @@ from torch.distributed import distributed_c10d
 
 from runtime.devices.kind import HOST_MEMORY
 from runtime.devices.kinds import kind_of
-from train.methods.methods import method_of
 from train.model import attention
 from train.model.tensor_parallel import partition_config, seen_through_adapters
-from train.plan.auto import allowed_sizes
+from train.plan.auto import allowed_sizes, ranks_of_row
 from train.plan.errors import InvalidSpec
 from train.plan.spec import TrainSpec
 from train.state import fragments
@@ -80,11 +79,11 @@ def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIM
 
 def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
     """A DeepSpeedEngine around `objective`. Collective. Raises InvalidSpec if the world size does not fit."""
-    world_size = comm.get_world_size()
-    if world_size not in allowed_sizes(spec.batch_size, world_size, spec.micro_batch, spec.ranks_of_row):
+    world_size, together = comm.get_world_size(), ranks_of_row(vars(spec))
+    if world_size not in allowed_sizes(spec.batch_size, world_size, spec.micro_batch, together):
         raise InvalidSpec(
             f"batch_size {spec.batch_size} in micro-batches of {spec.micro_batch} cannot be shared by {world_size} "
-            f"ranks, {spec.ranks_of_row} for each row; see train.plan.auto.allowed_sizes"
+            f"ranks, {together} for each row; see train.plan.auto.allowed_sizes"
         )
     trained = [p for p in objective.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(_groups(trained, spec), lr=spec.learning_rate, betas=ADAM_BETAS, fused=True)
@@ -138,7 +137,8 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
     # Stage 0 differs from 1 only in that every rank keeps all optimizer state; in bf16 DeepSpeed has no fp32 master
     # weights there. Stage 1 computes the same in less memory.
     stage, kind = max(1, spec.zero_stage), kind_of(spec.device_kind)
-    elements, rows = sum(p.numel() for p in trained), method_of(spec.method).samples(spec.options).rows
+    elements = sum(p.numel() for p in trained)
+    micro_batches = spec.options.get("rows", 1) * spec.batch_size // spec.micro_batch
     zero: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": not kind.on_host,
@@ -152,7 +152,7 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
         zero["offload_param"] = {"device": HOST_MEMORY, "pin_memory": kind.locks_pages}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": spec.micro_batch,
-        "gradient_accumulation_steps": rows * spec.batch_size * spec.ranks_of_row // (spec.micro_batch * world_size),
+        "gradient_accumulation_steps": micro_batches * ranks_of_row(vars(spec)) // world_size,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": spec.max_grad_norm,

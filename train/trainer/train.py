@@ -23,7 +23,7 @@ from train.methods.method import Method
 from train.methods.methods import method_of
 from train.methods.packed_objective import to_batch
 from train.model.tensor_parallel import Grid
-from train.plan.recipe import learning_rate
+from train.plan.spec import learning_rate
 from train.rollouts.rollouts import Rollouts
 from train.state.publish import publish_if_room, publish_step
 from train.state.snapshot import Snapshots, Validations

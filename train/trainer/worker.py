@@ -142,7 +142,7 @@ def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
 def _report_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
     """Messages about the data of a new job."""
     method, packs, batch = method_of(spec.method), len(train.packs), spec.batch_size
-    samples, steps = method.samples(spec.options), -(-packs * spec.n_epochs // batch)
+    steps = -(-packs * spec.n_epochs // batch)
     text = f"{train.n_examples} examples, {train.n_tokens} tokens"
     if (rows := train.n_examples + train.n_dropped) > train.n_records and method.sequences == 1:
         text = (
@@ -152,7 +152,7 @@ def _report_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
     if spec.packing:
         fill = train.n_tokens / (packs * train.capacity)
         text += f", packed into {packs} sequences of {train.capacity} ({fill:.0%} full)"
-    answers = f", with {samples.group} answers to each" if samples.room else ""
+    answers = f", with {spec.options['group']} answers to each" if method.rolls_out else ""
     text += f": a step has {batch} of them (batch_size){answers}; with n_epochs {spec.n_epochs} they make {steps} steps"
     emit("message", level="info", text=text)
     if effort := spec.options.get("reasoning_effort"):

@@ -9,14 +9,12 @@ import base64
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from appliance.cli import output
 from appliance.cli.command import WORK_TIMEOUT_S, Session, command
-from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
+from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.locate import look_for_all
 from appliance.cli.options import existing_file, flag, number, opt, picked
 from appliance.cli.resources import segment
@@ -30,32 +28,17 @@ def file_path(file_id: str) -> str:
     return f"/v1/files/{segment(file_id)}"
 
 
-def uploaded_id(session: Session, option: str, argument: str, made: list[str]) -> str:
-    """The id of a file of the box, or of one that is uploaded now and added to `made`. One with bad lines is left on
-    the box, which knows why. Raises BadUsage and CommandFailed."""
+def uploaded_id(session: Session, option: str, argument: str) -> str:
+    """The id of a file of the box, or of one that is uploaded now, which stays whatever becomes of the request. Raises
+    BadUsage and CommandFailed."""
     path = Path(argument).expanduser()
     if path.is_file():
         sent = session.client.upload(path, "fine-tune")
         _refuse_bad(sent)
-        made.append(sent["id"])
-        return sent["id"]
+        return str(sent["id"])
     if argument.startswith("file-"):
         return argument
     raise BadUsage(f"{option} is {argument!r}; expected a file on this machine, or the id of an uploaded one (file-…)")
-
-
-@contextmanager
-def kept_if_taken(session: Session, path_of: Callable[[str], str] = file_path) -> Iterator[list[str]]:
-    """Collects ids of what a command makes for one request; deletes them when the box refuses the request."""
-    made: list[str] = []
-    try:
-        yield made
-    except CliError as error:
-        if not isinstance(error, (Unreachable, WaitTimedOut)):  # after these the request may have been taken
-            for one in made:
-                with suppress(CliError):  # the first error is the one to tell
-                    session.client.delete(path_of(one))
-        raise
 
 
 def _refuse_bad(answer: dict[str, Any]) -> None:

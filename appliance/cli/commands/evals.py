@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, until
-from appliance.cli.commands.data import UPLOAD, kept_if_taken
+from appliance.cli.commands.data import UPLOAD
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import flag, json_file, number, opt, picked, text_file
 from appliance.cli.resources import segment
@@ -46,10 +46,9 @@ def create(session: Session, args: Namespace) -> None:
     Examples:
       appliance batch create requests.jsonl --wait && appliance batch list
     """
-    with kept_if_taken(session) as uploaded:
-        uploaded.append(session.client.upload(args.path, "batch")["id"])
-        request = {"input_file_id": uploaded[0], "endpoint": args.endpoint, "completion_window": "24h"}
-        batch = session.client.post("/v1/batches", request)
+    file_id = session.client.upload(args.path, "batch")["id"]
+    request = {"input_file_id": file_id, "endpoint": args.endpoint, "completion_window": "24h"}
+    batch = session.client.post("/v1/batches", request)
     if not args.wait:
         session.show(batch)
         return
@@ -112,29 +111,24 @@ def run(session: Session, args: Namespace) -> None:
     if (args.grader is None) == (args.eval is None):
         raise BadUsage("give either --grader, the graders of a new evaluation, or --eval, that of an earlier one")
     path, items = args.suite
+    form = {"data": {"purpose": "user_data"}, "files": {"file": (path.name, items.encode())}}
+    file_id = session.client.send("POST", "/v1/files", timeout_s=WORK_TIMEOUT_S, **form)["id"]
+    eval_id = args.eval
+    if eval_id is None:
+        schema = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
+        criteria = args.grader if isinstance(args.grader, list) else [args.grader]
+        body = {"name": path.stem, "data_source_config": schema, "testing_criteria": criteria}
+        eval_id = session.client.post("/v1/evals", body)["id"]
     started: list[str] = []
-    with kept_if_taken(session) as uploaded, kept_if_taken(session, _path) as made:
-        form = {"data": {"purpose": "user_data"}, "files": {"file": (path.name, items.encode())}}
-        file_id = session.client.send("POST", "/v1/files", timeout_s=WORK_TIMEOUT_S, **form)["id"]
-        uploaded.append(file_id)
-        eval_id = args.eval
-        if eval_id is None:
-            schema = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
-            criteria = args.grader if isinstance(args.grader, list) else [args.grader]
-            body = {"name": path.stem, "data_source_config": schema, "testing_criteria": criteria}
-            eval_id = session.client.post("/v1/evals", body)["id"]
-            made.append(eval_id)
-        for model in args.models:
-            source = {
-                "type": "completions",
-                "model": model,
-                "source": {"type": "file_id", "id": file_id},
-                "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
-                "sampling_params": picked(args, "max_completion_tokens temperature seed"),
-            }
-            started.append(session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})["id"])
-            uploaded.clear()  # both are in use from now on
-            made.clear()
+    for model in args.models:
+        source = {
+            "type": "completions",
+            "model": model,
+            "source": {"type": "file_id", "id": file_id},
+            "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
+            "sampling_params": picked(args, "max_completion_tokens temperature seed"),
+        }
+        started.append(session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})["id"])
 
     def mine() -> list[dict[str, Any]]:
         return [session.client.get(f"{_path(eval_id)}/runs/{segment(run_id)}") for run_id in started]

@@ -20,9 +20,7 @@ from typing import IO, Any, cast
 
 from appliance.cli import output
 from appliance.cli.command import Session, command, finish
-from appliance.cli.commands.models import PATH as CHAT_PATH
-from appliance.cli.commands.models import TIMEOUT_S as ANSWER_TIMEOUT_S
-from appliance.cli.commands.models import endpoint
+from appliance.cli.commands.models import ANSWER_TIMEOUT_S, CHAT_PATH, endpoint
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.locate import look_for_all, python
 from appliance.cli.options import flag, number, opt, text_file
@@ -107,12 +105,8 @@ def quantize(session: Session, args: Namespace) -> None:
         rounded = whole.with_name(args.form)
         output.say(f"rounding to {args.form} ...")
         error = _remake(args.form, whole, rounded)["error"]
-        body = {
-            "source": str(rounded),
-            "origin": f"{args.id} in {args.form}",
-            "name": name,
-            "as_version": args.as_version,
-        }
+        origin = f"{args.id} in {args.form}"
+        body = {"source": str(rounded), "origin": origin, "name": name, "as_version": args.as_version}
         # The files are deleted when this command ends, so it waits for however long the import takes.
         waiting = Namespace(wait=True, timeout=None)
         operation = finish(session, session.client.post("/admin/v1/models/import", body), waiting)

@@ -9,8 +9,8 @@ from argparse import Namespace
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import COMMANDS, POLL_S, TIMEOUT, WORK_TIMEOUT_S, Doing, Patience, Session, command, until
-from appliance.cli.commands.data import file_path, kept_if_taken, uploaded_id
+from appliance.cli.command import COMMANDS, POLL_S, TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, patient, until
+from appliance.cli.commands.data import file_path, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
     Option,
@@ -152,12 +152,11 @@ def submit(session: Session, args: Namespace) -> None:
         metadata=dict(args.metadata or ()) or None,
     )
     body["method"] = {"type": args.method, args.method: block}
-    with kept_if_taken(session) as made:
-        body["training_file"] = uploaded_id(session, "--file", args.file, made)
-        if args.validation_file:
-            body["validation_file"] = uploaded_id(session, "--validation-file", args.validation_file, made)
-        # The key keeps a copy of this request, sent again by something on the way, from making a second job.
-        job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
+    body["training_file"] = uploaded_id(session, "--file", args.file)
+    if args.validation_file:
+        body["validation_file"] = uploaded_id(session, "--validation-file", args.validation_file)
+    # The key keeps a copy of this request, sent again by something on the way, from making a second job.
+    job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
     if not args.wait:
         session.show(job, lambda made: made["id"])
     elif session.as_json:
@@ -235,14 +234,16 @@ def _end_well(job: dict[str, Any]) -> None:
 def _print_logs(session: Session, job_id: str, follow: bool) -> None:
     """Print every event so far and, if `follow`, those to come. Raises CommandFailed if the followed job ended
     badly."""
-    patience, last_id = Patience(), None
+    last_id: str | None = None
 
     def fetch() -> Any:
         job = session.client.get(job_path(job_id))  # before its events: if it has ended by then, they are all there
-        return job, _events_after(session, job_id, last_id)
+        events = session.client.listed(f"{job_path(job_id)}/events", limit=1000, order="asc", after=last_id)
+        return job, events["data"]
 
+    look = patient(fetch) if follow else fetch
     while True:
-        if found := patience.call(fetch) if follow else fetch():
+        if found := look():
             job, events = found
             for event in events:
                 # The time to finish is known as of now, so it belongs to the newest line only.
@@ -270,24 +271,6 @@ def _event_line(event: dict[str, Any]) -> str:
     return "  ".join([at, f"step {data.get('step')}/{data.get('total_steps') or '-'}", *metrics])
 
 
-def _events_after(session: Session, job_id: str, last_id: str | None) -> list[dict[str, Any]]:
-    """Events that came after `last_id`, the oldest first. The API lists the newest first."""
-    newer: list[dict[str, Any]] = []
-    more = True
-    while more:
-        after = newer[-1]["id"] if newer else None
-        page = session.client.get(f"{job_path(job_id)}/events", limit=200, after=after)
-        for event in page["data"]:
-            if event["id"] == last_id:
-                return newer[::-1]
-            newer.append(event)
-        more = page["has_more"]
-    return newer[::-1]
-
-
-_PLAN = "/admin/v1/plan"
-
-
 @command(
     "plan job",
     opt("--model MODEL", "The model to begin from.", required=True),
@@ -305,19 +288,14 @@ def plan_job(session: Session, args: Namespace) -> None:
       appliance plan job --model llama-8b --full --zero-stage 3 --devices 4
     """
     body = picked(args, "model method devices") | {"hyperparameters": hyperparameters(args)}
-    uploaded: list[str] = []
     if args.file is not None:
-        body["training_file"] = uploaded_id(session, "--file", args.file, uploaded)
+        body["training_file"] = uploaded_id(session, "--file", args.file)
     try:
         with output.progress(f"the box counts the tokens of {args.file}"):
-            plan = session.client.send("POST", _PLAN, body={"job": body}, timeout_s=WORK_TIMEOUT_S)
+            plan = session.client.send("POST", "/admin/v1/plan", body=body, timeout_s=WORK_TIMEOUT_S)
     finally:
-        for one in uploaded:
-            session.client.delete(file_path(one))
-    _show_plan(session, plan)
-
-
-def _show_plan(session: Session, plan: dict[str, Any]) -> None:
+        if args.file is not None and body["training_file"] != args.file:
+            session.client.delete(file_path(body["training_file"]))
     session.show(plan)
     if not plan["fits"]:
         raise CommandFailed("it does not fit")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from datetime import date, timedelta
 from typing import Any
 
 from appliance.cli import output
@@ -17,14 +16,6 @@ _FORGET = "/admin/v1/forget"
 _FORGET_WAIT_S = 600.0
 
 
-def _expires(text: str) -> float:
-    """A type of options: a date alone is the key's last day."""
-    try:
-        return future((date.fromisoformat(text) + timedelta(days=1)).isoformat())
-    except (OverflowError, ValueError):
-        return future(text)
-
-
 _COUNT = or_null(number(int, 1))
 _LIMITS = (
     opt(
@@ -35,7 +26,7 @@ _LIMITS = (
     opt("--tokens-per-day N", "Days of UTC.", type=_COUNT),
     opt("--tokens-per-month N", "Months of UTC.", type=_COUNT),
     opt("--max-priority N", "Of its jobs; above 0 also deadlines and --no-preemptible. Default: 0.", type=or_null(int)),
-    opt("--expires TIME", "30d from now, or a date, which is its last day.", dest="expires_s", type=or_null(_expires)),
+    opt("--expires TIME", "30d from now, or a date, which is its last day.", dest="expires_s", type=or_null(future)),
     opt(
         "--bound NAME=N",
         "A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: unfinished, "

@@ -226,14 +226,13 @@ def deploy(session: Session, args: Namespace) -> None:
         changes["sampling"] = sampling
     if args.engine_args:
         changes["engine_args"] = dict(args.engine_args)
-
-    def send(below: str, body: dict[str, Any]) -> Any:
-        return session.client.send("PATCH" if body else "GET", f"{_path(args.id)}/{below}", body=body or None)
-
-    answer = send("deployment", picked(args, _SERVED))
-    now = send("settings", given(set=changes or None, number=args.settings))
-    answer |= {"settings": now["settings"], "settings_number": now["number"], "settings_history": now["history"]}
-    session.show(answer)
+    settings = given(set=changes or None, number=args.settings)
+    for below, body in (("deployment", picked(args, _SERVED)), ("settings", settings)):
+        if body:
+            session.client.send("PATCH", f"{_path(args.id)}/{below}", body=body)
+    now = session.client.get(_path(args.id))
+    settings = {name: now[name] for name in ("settings", "settings_number", "settings_history")}
+    session.show((now["deployment"] or {"model": now["name"]}) | settings)
 
 
 @command(
@@ -260,7 +259,10 @@ def canary(session: Session, args: Namespace) -> None:
     if args.version is None and (settings or args.auto):
         raise BadUsage(f"give the VERSION to begin a canary of; `appliance model show {args.id}` lists versions")
     body = settings | picked(args, "version auto")
-    session.show(session.client.send("PUT", path, body) if args.version else session.client.get(path))
+    now = session.client.send("PUT", path, body) if args.version else session.client.get(_path(args.id))["canary"]
+    if now is None:
+        raise BadUsage(f"{args.id} has no canary, and never had one; give the VERSION to begin one of")
+    session.show(now)
 
 
 @command(
@@ -284,9 +286,9 @@ def share(session: Session, args: Namespace) -> None:
     session.show(session.client.post(f"/v1/models/{segment(args.id)}/share", body))
 
 
-PATH = "/v1/chat/completions"
+CHAT_PATH = "/v1/chat/completions"
 # A held request may wait for an engine to wake; the box itself answers 503 when it gives up.
-TIMEOUT_S = 900.0
+ANSWER_TIMEOUT_S = 900.0
 
 
 @command(
@@ -322,7 +324,7 @@ def chat(session: Session, args: Namespace) -> None:
         raise BadUsage("the prompt is empty")
     messages.append({"role": "user", "content": text})
     if session.as_json:
-        output.print_json(gateway.send("POST", PATH, body=body, timeout_s=TIMEOUT_S))
+        output.print_json(gateway.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S))
     else:
         _answer(gateway, body)
 
@@ -331,7 +333,7 @@ def _answer(gateway: Client, body: dict[str, Any]) -> str:
     """Print the answer as it comes, and say why there is none or why it ends early; returns it whole."""
     pieces, ended = [], None
     try:
-        for event in gateway.stream_events(PATH, {**body, "stream": True}, TIMEOUT_S):
+        for event in gateway.stream_events(CHAT_PATH, {**body, "stream": True}, ANSWER_TIMEOUT_S):
             for choice in event.get("choices", ()):
                 piece = (choice.get("delta") or {}).get("content") or ""
                 ended = choice.get("finish_reason") or ended

@@ -25,9 +25,8 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import GIB, ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError
 from appliance.controller.interfaces.principal import Principal
+from appliance.store import jobs, keys, usage
 from appliance.store.database import Database
-from appliance.store.objects import jobs
-from appliance.store.records import keys, usage
 from appliance.store.rows import UNFINISHED, KeyRow
 
 ANSWERS_PER_INPUT = 3

@@ -15,11 +15,9 @@ from pydantic import StringConstraints
 
 from appliance.controller.interfaces.errors import Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
+from appliance.store import jobs, keys, models
 from appliance.store.database import Database
-from appliance.store.ids import new_id
-from appliance.store.objects import jobs, models
-from appliance.store.records import keys
-from appliance.store.rows import JobRow, ModelRow, VersionRow
+from appliance.store.rows import JobRow, ModelRow, VersionRow, new_id
 from weights.format.names import version_name
 
 # Printable ASCII without blanks: names are sent in header lines and paths. No leading dot or slash, no "@" (it

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,11 +31,9 @@ from appliance.controller.interfaces.errors import (
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
 from appliance.controller.jobs.events import add_message
 from appliance.controller.openai.job_routes import job_object
+from appliance.store import jobs, keys
 from appliance.store.database import Database, Part
-from appliance.store.ids import new_id
-from appliance.store.objects import jobs
-from appliance.store.records import audit, keys, windows
-from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, WindowRow, columns
+from appliance.store.rows import AUDIT, HANDOVERS, WINDOWS, AuditRow, HandoverRow, WindowRow, columns, new_id
 from runtime.logs import end_of, logs_in
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
@@ -114,7 +111,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             by = names.get(row.key_id or "", row.key_id or "box")
             return {"by": by, **columns(row, "id key_id action target outcome detail request_id created_s")}
 
-        return list_object(audit.page(db, **part), view)
+        return list_object(AUDIT.page(db, **part), view)
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:
@@ -170,31 +167,20 @@ def _handover(row: HandoverRow) -> dict[str, Any]:
 
 
 def step_view(row: StepRecord) -> dict[str, Any]:
-    """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them; `path` how weights were loaded ("in
-    place", "layerwise"), or that they or a snapshot are in shared memory. None for a step that moves nothing."""
-    count, moved_s, path = _moved(row.verb, row.detail)
+    """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them (None while processes start: most of that
+    is not copying); `path` how weights were loaded ("in place", "layerwise"), or that they or a snapshot are in shared
+    memory. None for a step that moves nothing."""
+    detail, parts = row.detail, row.detail.get("seconds")
+    count = sum(detail.get("bytes_read") or ()) or detail.get("bytes")
+    moved_s = detail.get("load_s", parts.get("snapshot") if isinstance(parts, dict) else None)
     return {
         **columns(row, "verb target state started_s ended_s undoes detail"),
         "seconds": None if row.started_s is None or row.ended_s is None else row.ended_s - row.started_s,
         "bytes": count,
         "moved_s": moved_s,
         "bytes_per_s": count / moved_s if count and moved_s else None,
-        "path": path,
+        "path": detail["how"].replace("-", " ") if detail.get("how") else "shared memory" if count else None,
     }
-
-
-def _moved(verb: str, detail: Mapping[str, Any]) -> tuple[int | None, float | None, str | None]:
-    """(bytes, seconds in which they moved, path)."""
-    if verb in ("swap_replica", "wake_replica"):
-        read = detail.get("bytes_read") or []
-        seconds, how = detail.get("load_s"), detail.get("how")
-        return (sum(read) if read else detail.get("bytes")), seconds, how and how.replace("-", " ")
-    if verb == "suspend_group" and detail.get("bytes"):
-        return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), "shared memory"
-    if verb in ("start_group", "start_replica"):
-        # Read while processes start: most of the step is not copying, so no rate is computed.
-        return detail.get("bytes"), None, "shared memory" if detail.get("bytes") else None
-    return None, None, None
 
 
 # --- devices, power and nodes
@@ -351,11 +337,11 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
         """Show what this mode (without a body: the current one) would do now, and why. Changes nothing."""
         if body is not None:
             _check(context, body)
-        return context.scheduler.explain(body and mode.policy_of(mode.Mode(**body.model_dump()), floor()))
+        return context.scheduler.loop.explain(body and mode.policy_of(mode.Mode(**body.model_dump()), floor()))
 
     @router.get("/mode/schedule")
     async def list_windows() -> dict[str, Any]:
-        return listed([row_view(row) for row in windows.list_all(db)])
+        return listed([row_view(row) for row in WINDOWS.list_all(db)])
 
     @router.post("/mode/schedule")
     @audited("mode.schedule.add")
@@ -366,14 +352,14 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
             mode.window_of(row, floor())
         except InvalidSchedule as error:
             raise BadRequest(f"{error}.", error.param, "invalid_schedule") from error
-        windows.insert(db, row)
+        WINDOWS.insert(db, row)
         context.scheduler.nudge(f"window {row.id} was added", name_of(context, caller))
         return row_view(row)
 
     @router.delete("/mode/schedule/{window_id}")
     @audited("mode.schedule.remove")
     async def remove_window(window_id: str, caller: Caller) -> dict[str, Any]:
-        if not windows.delete(db, window_id):
+        if not WINDOWS.delete(db, window_id):
             message = f"No window {shown(window_id)}; `appliance mode schedule list` shows all."
             raise NotFound(message, "window_id", "window_not_found")
         context.scheduler.nudge(f"window {window_id} was removed", name_of(context, caller))

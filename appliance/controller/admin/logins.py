@@ -32,7 +32,7 @@ from appliance.controller.http.routers import StrictBody, audited, make_router, 
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
 from appliance.controller.interfaces.principal import ANY, GATEWAY, Caller
-from appliance.store.records import keys
+from appliance.store import keys
 from appliance.store.rows import PAGE_SESSIONS, KeyRow, PageSessionRow, columns
 
 LASTS_S = 24 * 3600.0

@@ -25,7 +25,7 @@ from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.jobs.events import TRAINING_FAILED
 from appliance.controller.openai.job_routes import job_phase
 from appliance.paths import SHM_MOUNT
-from appliance.store.objects import jobs, models
+from appliance.store import jobs, models
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES
 from runtime.devices.kinds import accelerator
@@ -49,12 +49,10 @@ _DEVICE_METERS = (
     ("device_temperature_celsius", "Temperature of a device.", "temperature_c"),
     ("device_slowdown_celsius", "Temperature at which its driver slows a device down.", "slowdown_c"),
     ("device_power_watts", "Power that a device draws.", "power_w"),
-    ("device_power_limit_watts", "Power limit of a device.", "power_limit_w"),
     ("device_utilization_ratio", "Share of the last moments in which a device computed.", "busy"),
     ("device_memory_used_bytes", "Memory of a device in use, by whomever.", "memory_used_bytes"),
     ("device_clock_hertz", "Clock of a device's processors.", "clock_hz"),
     ("device_energy_joules_total", "Energy that a device has drawn.", "energy_j"),
-    ("device_ecc_uncorrected_total", "Uncorrected memory errors since the driver's start.", "ecc_uncorrected"),
 )
 _JOB_METERS = (
     ("job_loss", "Training loss at the last step of a running job.", "loss"),
@@ -164,8 +162,6 @@ class ControllerCollector(Collector):
         labels = [(device["id"], device["kind"]) for device in devices]
         healthy = zip(labels, (device["health"] == "ok" for device in devices), strict=True)
         yield series("device_healthy", "1 while a device may get new work.", "device kind", healthy)
-        memory = zip(labels, (device["memory_bytes"] for device in devices), strict=True)
-        yield series("device_memory_bytes", "Memory of a device.", "device kind", memory)
         readings = self._readings.items()
         for name, text, field in _DEVICE_METERS:
             yield series(name, text, "device", [([device], getattr(reading, field)) for device, reading in readings])

@@ -21,9 +21,9 @@ import orjson
 from appliance.controller.interfaces.errors import error_object
 from appliance.gateway.core.errors import ENGINE_FAILED
 from appliance.gateway.core.table import OPEN
+from appliance.store import keys
 from appliance.store.database import Database
-from appliance.store.ids import new_id
-from appliance.store.records import keys
+from appliance.store.rows import new_id
 
 CONNECT_S = 5.0
 AWAY_RETRY_S = 1.0

@@ -26,8 +26,8 @@ import orjson
 from msgspec import Struct, json
 
 from appliance.controller.interfaces.config import ControllerConfig
+from appliance.store import box
 from appliance.store.database import Database
-from appliance.store.records import box
 from runtime.background_tasks import BackgroundTasks
 from runtime.network import private_socket
 

@@ -21,24 +21,22 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import Mode, PowerKeeper
-from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.versions import LibraryOps
+from appliance.controller.engines.versions import EngineSizes, LibraryOps, SettingsCheck
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.principal import Principal
 from appliance.memory.box_memory import BoxMemory
+from appliance.store import keys, models
+from appliance.store.box import SqliteJournal
 from appliance.store.database import Database
-from appliance.store.objects import models
-from appliance.store.records import audit, keys
-from appliance.store.records.box import SqliteJournal
-from appliance.store.rows import AuditRow
+from appliance.store.rows import AUDIT, AuditRow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.processes.kernel import run_command
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
-from scheduler.core.workload import AWAKE, Policy
+from scheduler.core.workload import AWAKE
 from scheduler.loop.loop import SchedulerLoop
 from train.graders.hosts import GraderHosts
 from weights.memory.store import WeightStore
@@ -61,56 +59,52 @@ troubles: models whose engines fail, each {"model", "version", "reason", "messag
 """
 
 
+@dataclass(frozen=True)
 class Scheduler:
-    """The scheduler's loop, for routes. serving_floor: devices that serving keeps if a mode sets no number."""
+    """The scheduler's loop, with what routes do by it. serving_floor: devices that serving keeps if a mode sets no
+    number."""
 
-    def __init__(
-        self,
-        loop: SchedulerLoop,
-        effects: RayEffects,
-        journal: SqliteJournal,
-        routing: BusRouting,
-        db: Database,
-        bus: Bus,
-        weights: WeightStore,
-        memory: BoxMemory,
-        serving_floor: int,
-        config: SchedulerConfig,
-    ):
-        self._loop, self._effects, self._journal, self._routing = loop, effects, journal, routing
-        self._db, self._bus, self._weights, self._memory = db, bus, weights, memory
-        self._serving_floor, self._config = serving_floor, config
+    loop: SchedulerLoop
+    effects: RayEffects
+    journal: SqliteJournal
+    routing: BusRouting
+    db: Database
+    bus: Bus
+    weights: WeightStore
+    memory: BoxMemory
+    serving_floor: int
+    config: SchedulerConfig
 
     def status(self) -> SchedulerStatus:
         """The current state, from memory: no waiting."""
-        now, usage, host = self._loop.status(), self._weights.usage(), self._memory.status()
-        resident = self._effects.resident_bytes()
+        now, usage, host = self.loop.status(), self.weights.usage(), self.memory.status()
+        resident = self.effects.resident_bytes()
         return {
             "devices": now["devices"],
             "replicas": [
-                {**row, "inflight": self._bus.inflight(row["id"]), "rss_bytes": resident.get(row["id"], 0)}
+                {**row, "inflight": self.bus.inflight(row["id"]), "rss_bytes": resident.get(row["id"], 0)}
                 for row in now["replicas"]
             ],
             "memory": {
-                "budget_bytes": self._weights.budget_bytes,
+                "budget_bytes": self.weights.budget_bytes,
                 "used_bytes": usage.used_bytes,
-                "room_bytes": self._weights.room_bytes(),
+                "room_bytes": self.weights.room_bytes(),
                 "host_bytes": psutil.virtual_memory().total,
                 "reserve_bytes": host["reserve_bytes"],
                 "host": host,
-                "nodes": self._memory.nodes(),
-                "asleep_per_device": self._config.max_asleep_per_device,
+                "nodes": self.memory.nodes(),
+                "asleep_per_device": self.config.max_asleep_per_device,
             },
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
-            "handovers_ended": self._journal.ended,
-            "serving_floor": self._serving_floor,
+            "handovers_ended": self.journal.ended,
+            "serving_floor": self.serving_floor,
             "queue": now["jobs"],
             "troubles": now["troubles"],
             "notes": [
-                *self._memory.notes(),
+                *self.memory.notes(),
                 *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
                 *(f"{model}: {text}" for model, text in now["notes"].items()),
-                *(f"{name}: {row.note}" for name, row in models.settings_in_force(self._db).items() if row.note),
+                *(f"{name}: {row.note}" for name, row in models.settings_in_force(self.db).items() if row.note),
                 *now["waits"],
             ],
             "plan_s": now["plan_s"],
@@ -121,61 +115,52 @@ class Scheduler:
 
         by: the person who asked; the resulting hand-overs carry the name.
         """
-        self._routing.refresh()  # models may have come or gone
-        self._loop.nudge(by, reason if by else "")
-
-    def reset_failures(self, model: str) -> None:
-        """This model was changed: if its engines failed, retry at once."""
-        self._loop.reset_failures(model)
-
-    def explain(self, policy: Policy | None) -> dict[str, Any]:
-        """What would be done under this policy (None: the current one), and why (`scheduler.loop.explain`). Changes
-        nothing."""
-        return self._loop.explain(policy)
+        self.routing.refresh()  # models may have come or gone
+        self.loop.nudge(by, reason if by else "")
 
     async def set_mode(self, mode: Mode, *, wait: bool = False) -> str | None:
         """The mode was just written to the store. Returns the id of the hand-over that implements it as soon as that
         has begun, or None when nothing has to move. wait: only once nothing is left to do for it."""
-        generation = self._loop.nudge(mode.by, f"mode {mode.policy}")
-        handover_id = await self._loop.next_handover(generation)
+        generation = self.loop.nudge(mode.by, f"mode {mode.policy}")
+        handover_id = await self.loop.next_handover(generation)
         if wait:
-            await self._loop.wait_settled(generation)
+            await self.loop.wait_settled(generation)
         return None if handover_id is None else str(handover_id)
 
     async def converge_model(self, model: str) -> None:
         """The model's active version changed in the store: swap its replicas to it. Raises SwapFailed if a replica
         serves another version; the reason is that of this model's hand-overs."""
-        last, served = self._journal.last_id(), bool(self._awake(model))
-        self._loop.reset_failures(model)
-        await self._loop.wait_settled(self._loop.nudge())
-        await self._routing.wait_applied()  # an adapter needs nothing more
-        row = models.find(self._db, model)
+        last, served = self.journal.last_id(), bool(self._awake(model))
+        self.loop.reset_failures(model)
+        await self.loop.wait_settled(self.loop.nudge())
+        await self.routing.wait_applied()  # an adapter needs nothing more
+        row = models.find(self.db, model)
         if row is None:
             raise SwapFailed(model, None, "the model was deleted in the meantime")
         version, replicas = row.active_version, self._awake(model)
-        if served and not replicas and (trouble := self._loop.trouble(model, version)) is not None:
+        if served and not replicas and (trouble := self.loop.trouble(model, version)) is not None:
             raise SwapFailed(model, version, f"no engine starts with it: {trouble.reason}")
         if stale := [r["id"] for r in replicas if r["version"] != version]:
-            steps = [step.detail for step in self._journal.steps_since(last) if step.detail.get("model") == model]
+            steps = [step.detail for step in self.journal.steps_since(last) if step.detail.get("model") == model]
             errors = [str(detail["error"]) for detail in steps if detail.get("error")]
             raise SwapFailed(model, version, "; ".join(errors) or f"{', '.join(stale)} serve another version")
 
     def _awake(self, model: str) -> list[dict[str, Any]]:
-        return [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
+        return [r for r in self.loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
 
     async def withdraw(self, model: str) -> None:
         """The model's rows are gone from the store: returns when no replica of it is left."""
         # Under its own name or that of one of its versions.
-        while any(r["model"].partition("@")[0] == model for r in self._loop.status()["replicas"]):
-            await self._loop.wait_settled(self._loop.nudge())
+        while any(r["model"].partition("@")[0] == model for r in self.loop.status()["replicas"]):
+            await self.loop.wait_settled(self.loop.nudge())
 
     async def unload_adapters(self, names: list[str]) -> None:
         """The rows of these adapters ("NAME@VERSION") are gone: returns when no engine has them loaded. Raises
         OperationFailed if their requests run for too long."""
-        await self._routing.wait_applied()
+        await self.routing.wait_applied()
         for name in names:
             try:
-                await self._effects.unload_adapter(name)
+                await self.effects.unload_adapter(name)
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
 
@@ -302,4 +287,4 @@ def record(
 ) -> None:
     """action: "noun.verb", for example "key.create". detail: the request's parameters; never a secret."""
     caller.recorded.append(action)
-    audit.insert(context.db, AuditRow(action, target, outcome, detail, caller.key_id, caller.request_id))
+    AUDIT.insert(context.db, AuditRow(action, target, outcome, detail, caller.key_id, caller.request_id))

@@ -20,8 +20,8 @@ from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from appliance.store import keys
 from appliance.store.database import Database
-from appliance.store.records import keys
 from appliance.store.rows import TASKS, TaskRow
 from runtime.background_tasks import first_words
 

@@ -15,11 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from appliance.store.database import Database
-from appliance.store.records import audit
-from appliance.store.rows import CORDONS, NODES, AuditRow, CordonRow, NodeRow, columns
+from appliance.store.rows import AUDIT, CORDONS, NODES, AuditRow, CordonRow, NodeRow, columns
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import CORDONED as LOOP_SAYS
 from scheduler.core.workload import Device, NodeChange, node_of
 from scheduler.devices.health import failing
 
@@ -72,10 +70,7 @@ def shown(rows: Mapping[str, CordonRow], device: dict[str, Any]) -> dict[str, An
     "person" or "box"; None if that is something else (its node leaves)."""
     row = _of(rows, device)
     if row is None:
-        # The loop's view lags: a device that was just put back still drains in it.
-        lags = device["health"] == "draining" and device.get("health_reason") == LOOP_SAYS
-        back = {"health": "ok", "health_reason": ""} if lags else {}
-        return {**device, **back, "drain": None, "cordon": None}
+        return {**device, "drain": None, "cordon": None}
     by_person, why = row.drain, row.fault
     if by_person:
         why = f"drained by {by_person['by']}" + (f": {by_person['reason']}" if by_person["reason"] else "")
@@ -137,12 +132,9 @@ def metered(devices: Sequence[dict[str, Any]], readings: Mapping[str, Reading]) 
 
 
 class DeviceWatch:
-    """Reads the drivers' health data, and cordons devices that fail, as `appliance gpu drain` would. `appliance gpu
-    undrain` lifts a cordon and clears the device's failures; so does the watch after a while, if the cause may have
-    passed and no person drained the device. Every cordon, and every node that joins or leaves, is a row of the audit
-    log under the box's own name.
-
-    nudge: called after a device was cordoned."""
+    """Reads the drivers' health data, and cordons devices that fail. `appliance gpu undrain` lifts a cordon and clears
+    the device's failures; so does the watch after a while, if the cause may have passed and no person drained it. Every
+    cordon, and every node that joins or leaves, is in the audit log. nudge: called after a device was cordoned."""
 
     def __init__(
         self, db: Database, config: SchedulerConfig, nudge: Callable[[], Any], clock: Callable[[], float] = time.time
@@ -247,4 +239,4 @@ class DeviceWatch:
         level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR
         log.log(level, "%s %s", action, reason, extra={"device": target})
         detail = {"reason": reason} if reason else {}
-        audit.insert(self._db, AuditRow(action, target, detail=detail, created_s=self._clock()))
+        AUDIT.insert(self._db, AuditRow(action, target, detail=detail, created_s=self._clock()))

@@ -13,10 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 from appliance.controller.devices import cordons
+from appliance.store import box, jobs, usage
 from appliance.store.database import Database
-from appliance.store.objects import jobs
-from appliance.store.records import box, usage, windows
-from appliance.store.rows import JobRow, WindowRow
+from appliance.store.rows import WINDOWS, JobRow, WindowRow
 from runtime.devices.kind import DeviceKind, Reading
 from scheduler.core.workload import Device, Policy, PolicyKind
 from scheduler.loop.mode_schedule import InForce, Window, in_force
@@ -74,7 +73,7 @@ def floor_notes(policy: Policy, device_count: int) -> list[str]:
 
 
 def mode_windows(db: Database, box_floor: int) -> tuple[Window, ...]:
-    return tuple(window_of(row, box_floor) for row in windows.list_all(db))
+    return tuple(window_of(row, box_floor) for row in WINDOWS.list_all(db))
 
 
 @lru_cache(maxsize=256)

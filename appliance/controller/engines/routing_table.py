@@ -9,13 +9,12 @@ from typing import Any
 from appliance.controller.access.limits import Spending
 from appliance.controller.access.model_access import resolve
 from appliance.controller.bus.bus import Bus, ModelLoad
-from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.engines.versions import EngineSizes
 from appliance.gateway.core.table import OPEN
+from appliance.store import models
 from appliance.store.database import Database
-from appliance.store.objects import models
-from appliance.store.objects.models import AdapterRow, callable_adapters
-from appliance.store.records import deployments
-from appliance.store.rows import CanaryRow, ModelRow
+from appliance.store.models import AdapterRow, callable_adapters
+from appliance.store.rows import DEPLOYMENTS, CanaryRow, ModelRow
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Demand
 from serve.core.sizing import EngineSize
@@ -227,7 +226,7 @@ class BusRouting:
         """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, `MODEL@VERSION` of versions that
         are active or that some engine serves, and models in training."""
         guests = {row.name: row for row in callable_adapters(self._db)}
-        deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
+        deployed = [row.model for row in DEPLOYMENTS.list_all(self._db) if row.model in rows]
         callables = {}
         for name in deployed:
             callables[name] = _Callable(name, rows[name].active_version or "", rows[name].task, guests.get(name))

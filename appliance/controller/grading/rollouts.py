@@ -21,8 +21,8 @@ from appliance.controller.bus.asking import Asking
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.grading import judging
 from appliance.controller.grading.judging import CannotGoOn, Grading, Sampled
+from appliance.store import jobs
 from appliance.store.database import Database
-from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
 from train.methods.methods import method_of
 from train.plan.spec import TrainSpec

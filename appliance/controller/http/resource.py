@@ -22,9 +22,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, Conflict, KeyRevoked, NotFound, shown
 from appliance.controller.interfaces.principal import Caller, Principal
-from appliance.store.database import Database, Page, Part
-from appliance.store.errors import UnknownCursor
-from appliance.store.records import keys
+from appliance.store import keys
+from appliance.store.database import Database, Page, Part, UnknownCursor
 from appliance.store.rows import IDEMPOTENCY, IdempotencyRow, columns
 
 MOST = 10_000

@@ -29,7 +29,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from appliance.store.errors import UnknownCursor
+from appliance.store.database import UnknownCursor
 from runtime.logs import REQUEST_ID
 
 log = logging.getLogger("appliance.controller")

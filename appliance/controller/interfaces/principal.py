@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.controller.interfaces.errors import ApiError, KeyRevoked
-from appliance.store.records import keys
+from appliance.store import keys
 from appliance.store.rows import PAGE_SESSIONS
 from runtime.logs import REQUEST_ID
 
@@ -58,10 +58,6 @@ class Principal:
     def viewer(self) -> str | None:
         """For the store's `viewer`: the request sees only this owner's objects; None for an admin, who sees all."""
         return None if self.is_admin else self.owner
-
-    def seeing_all(self) -> Principal:
-        """For objects of which every operator sees that they exist."""
-        return replace(self, scopes=frozenset({ADMIN}))
 
 
 async def read_principal(request: Request) -> Principal:

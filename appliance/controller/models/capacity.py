@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -16,9 +16,8 @@ from runtime.devices.kinds import Accelerator, accelerator, kind_of
 from scheduler.core.config import SchedulerConfig
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
-from train.plan import estimate, speed
-from train.plan.estimate import ModelShape
-from train.plan.speed import Load
+from train.plan import estimate
+from train.plan.estimate import Load, ModelShape
 
 CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 """Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
@@ -61,7 +60,7 @@ class BoxFacts:
 
     @property
     def accelerator(self) -> Accelerator:
-        return accelerator(self.device_name) or speed.UNKNOWN
+        return accelerator(self.device_name) or estimate.UNKNOWN
 
     @property
     def on_host(self) -> bool:
@@ -101,7 +100,7 @@ class Layout:
     sizes: tuple[int, ...]
     device_bytes: int
     room_bytes: int
-    time: speed.StepTime
+    time: estimate.StepTime
     weighed_s: float
 
     @property
@@ -183,7 +182,7 @@ class Estimator:
         numbers = {
             "trained_parameters": estimate.trained_parameters(shape, fields),
             "devices": shown,
-            "device": memory[shown].as_dict()
+            "device": asdict(memory[shown])
             | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
             "job_bytes": {size: size * box.rank_host_bytes(of_size) + needed for size, of_size in memory.items()},
             "host": {"needed_bytes": needed, "room_bytes": box.store_room_bytes},
@@ -228,7 +227,7 @@ class Estimator:
                 if box.holds(of_rank, size) and not _offload_problem(size * of_rank.host_bytes, stored, box)
             )
             if fitting:
-                time = speed.step_time(shape, spec, fitting[-1], box.accelerator, load=load)
+                time = estimate.step_time(shape, spec, fitting[-1], box.accelerator, load=load)
                 micro_s = time.step_s * micro * fitting[-1] / fields["batch_size"]
                 bytes_of = box.takes(memory[fitting[-1]]), box.room_per_rank(fitting[-1])
                 # Nothing is known of links between processes of one host: the simplest that fits is as good as any.

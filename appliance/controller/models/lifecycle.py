@@ -12,8 +12,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, OperationFailed, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.models.library import ModelVersion
+from appliance.store import jobs, models
 from appliance.store.database import Database
-from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, ModelRow, VersionRow, columns
 
 log = logging.getLogger(__name__)
@@ -237,11 +237,10 @@ def _refuse_if_in_use(db: Database, name: str, model: str, version: VersionRow |
     names = {name, *([model] if version is None else _names(version))}
     trained = jobs.list_unfinished_with(db, {*names, model}, model)
     for job in [*trained, *jobs.list_unfinished_judged_by(db, model, names, version is None)]:
-        if job.wanted == "cancel":
-            continue
         # A job whose key may not use the model any more cannot start again, so it does not block the deletion.
-        may_judge = job not in trained and any(may_use(db, job.key_id, public) for public in names)
-        if job.phase == "running" or may_judge or (job in trained and base_of(db, job) is not None):
+        may_ask = job in trained or any(may_use(db, job.key_id, public) for public in names)
+        may_start = may_ask and base_of(db, job) is not None
+        if job.wanted != "cancel" and (job.phase == "running" or may_start):
             user = job.id if caller.viewer in (None, job.owner) else "of another owner"
             _in_use(f"{name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")
     for adapter in models.adapters_on(db, model):

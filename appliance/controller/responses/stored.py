@@ -31,8 +31,8 @@ from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFoun
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
 from appliance.controller.responses.objects import COMPLETION, Object, completion_object
-from appliance.store.database import HAS_PAIR, Part
-from appliance.store.records import keys
+from appliance.store import keys
+from appliance.store.database import Part
 from appliance.store.rows import RESPONSES as ROWS
 from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
 
@@ -82,10 +82,7 @@ class StoredResponses:
         """Whether it is new. One transaction each, for a copy may have megabytes."""
         row = objects.copy_row(copy, keys.owner_of(self._db, copy["key"]))
         with self._db.transaction():
-            # A gateway keeps copies while the controller is away; they would bring back a person who was forgotten.
-            has_left = keys.how_ended(self._db, row.key_id) and keys.without_key(self._db, [row.owner])
-            # A copy may arrive twice.
-            if has_left or self._db.value("SELECT 1 FROM responses WHERE id = ?", [row.id]):
+            if ROWS.find(self._db, row.id) is not None:  # a copy may arrive twice
                 return False
             ROWS.insert(self._db, row)
         return True
@@ -319,12 +316,9 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         messages: bool = False,
     ) -> dict[str, Any]:
         """messages: ours, each with what it was asked with."""
-        pairs = metadata_of(request)
-        # The kind as a literal, for the partial index.
-        where = " AND ".join([f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)", *[HAS_PAIR] * len(pairs)])
-        parameters = [model, model, *(text for pair in pairs.items() for text in pair)]
-        chosen = {"where": where, "parameters": parameters, "unread": () if messages else ("input",)}
-        page = ROWS.page_visible(db, viewer=caller.viewer, **chosen, **part)
+        where = f"kind = '{COMPLETION}' AND (? IS NULL OR model = ?)"  # the kind as a literal, for the partial index
+        chosen = {"where": where, "parameters": [model, model], "unread": () if messages else ("input",)}
+        page = ROWS.page_visible(db, viewer=caller.viewer, metadata=metadata_of(request), **chosen, **part)
         return list_object(page, lambda row: completion_object(row) | ({"messages": row.input} if messages else {}))
 
     @completions.get("/{completion_id}")

@@ -17,8 +17,8 @@ from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import lifecycle
+from appliance.store import jobs, models
 from appliance.store.database import Database
-from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.tiers import Tiers, name_of
 from scheduler.loop.cluster_state import Inbox

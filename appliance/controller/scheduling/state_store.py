@@ -16,16 +16,14 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force, mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting, Traffic
-from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message, fail
-from appliance.controller.jobs.phases import pause_reason
+from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message, fail, pause_reason
 from appliance.controller.models import capacity
 from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, OPEN
 from appliance.memory.box_memory import BoxMemory
+from appliance.store import jobs, models, usage
 from appliance.store.database import Database
-from appliance.store.objects import jobs, models
-from appliance.store.objects.models import callable_adapters
-from appliance.store.records import audit, deployments, usage
-from appliance.store.rows import JOBS, MODEL_SETTINGS, AuditRow, DeploymentRow, JobRow
+from appliance.store.models import callable_adapters
+from appliance.store.rows import AUDIT, DEPLOYMENTS, JOBS, MODEL_SETTINGS, AuditRow, DeploymentRow, JobRow
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
@@ -169,7 +167,7 @@ class SqliteStateStore:
         self._routing.trouble(model, trouble)
 
     def model_served(self, model: str, build: Build) -> None:
-        deployments.update(self._db, model, served=asdict(build))
+        DEPLOYMENTS.update(self._db, model, served=asdict(build))
 
     def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
         with self._db.transaction():
@@ -183,7 +181,7 @@ class SqliteStateStore:
             note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
             models.add_settings(self._db, model, settings, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
-            audit.insert(self._db, AuditRow("model.settings", model, detail=detail))
+            AUDIT.insert(self._db, AuditRow("model.settings", model, detail=detail))
         self._routing.models_changed()  # the gateways' table holds the context
         return True
 
@@ -192,7 +190,7 @@ class SqliteStateStore:
         # From an index alone: whole rows of 2,400 models take 50 ms.
         active = dict(self._db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL"))
         adapters = {row.name: row for row in callable_adapters(self._db)} | self._routing.policy_adapters()
-        deployed = [row for row in deployments.list_all(self._db) if row.model in active]
+        deployed = [row for row in DEPLOYMENTS.list_all(self._db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
         for adapter in adapters.values():
             if adapter.host not in views:  # its base serves another version now or is not deployed
@@ -270,7 +268,7 @@ class SqliteStateStore:
             demand=self._demand(row.model),
             ttft_target_s=row.ttft_p95_s,
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
-            **row.idle,
+            idle_sleep_s=row.idle_sleep_s,
             pinned=bool(row.pinned),
             settings=self._settings.get(row.model, ""),
             served=Build(**row.served),
@@ -278,13 +276,11 @@ class SqliteStateStore:
 
 
 class QueuedDemand:
-    """Decides which models may be woken for work without a client, which gives way to interactive requests and to
-    training.
+    """Decides which models may be woken for work without a client; an awake engine works on it in every mode.
 
-    An awake engine works on it in every mode: it holds its devices anyway. A model without one is woken only while no
-    other model has requests or a device is free, never in mode train, and in mode auto only while no job wants devices.
-    Engines that write or judge the samples of a training job belong to training: they are woken in every mode, and stay
-    awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.plan).
+    A model is woken only while no other model has requests or a device is free, never in mode train, and in mode auto
+    only while no job wants devices. Engines that write or judge the samples of a training job are woken in every mode,
+    and stay awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.plan).
     """
 
     def __init__(self, db: Database, bus: Bus, routing: BusRouting, asking: Asking):
@@ -324,11 +320,8 @@ class QueuedDemand:
 
 
 class DemandLearning:
-    """Adds to deployments the measured prefill rate, and the standby learned from each model's traffic.
-
-    A model has neither while its rate is unknown or it has no target for the first token (so nothing defines late);
-    the planner's own floor applies then. A learner begins again when its bounds or target change, and so do all after a
-    restart of the controller.
+    """Adds to deployments the measured prefill rate, and the standby learned from each model's traffic; neither while
+    the rate is unknown or there is no target for the first token. A learner begins again when its bounds change.
 
     Args:
         arrivals: by name, the requests since the last call by bucket of their prompt tokens.

@@ -12,7 +12,7 @@ import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.responses.objects import completion_row
-from appliance.store.objects import jobs, models
+from appliance.store import jobs, models
 from appliance.store.rows import RESPONSES
 from tests.simulator.control_plane import SimulatedEngines
 from tests.train_support.tiny import tokenizer

@@ -12,8 +12,7 @@ import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.grading.judging import CannotGoOn, Grading, Sampled
-from appliance.store.objects import jobs, models
-from appliance.store.records import keys
+from appliance.store import jobs, keys, models
 from tests.integration.controller.test_jobs import prompts
 from tests.simulator.control_plane import judging_of
 from tests.train_support.tiny import tokenizer
@@ -98,13 +97,6 @@ async def test_who_cannot_teach_is_refused(taught: Control, teacher: Any, fields
     refused = await asked(taught, method(teacher, **fields))
     assert refused.status_code in (400, 404) and refused.json()["error"]["param"] == f"method.distillation.{param}"
     assert jobs.list_unfinished(taught.db) == []
-
-
-async def test_list_of_jobs_ends_before_its_judges_are_too_long(taught: Control, monkeypatch: pytest.MonkeyPatch):
-    newest = [await made(taught), await made(taught)][1]
-    monkeypatch.setattr("appliance.controller.openai.job_routes.PAGE_BYTES", 10)
-    listed = (await taught.http.get("/v1/fine_tuning/jobs")).json()
-    assert ([job["id"] for job in listed["data"]], listed["has_more"]) == ([newest], True)
 
 
 # --- what it says

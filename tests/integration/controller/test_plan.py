@@ -11,7 +11,7 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.settings import box_facts
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Estimator
-from appliance.store.objects import jobs, models
+from appliance.store import jobs, models
 from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("checked_here")
 
 
 async def ask(control: Control, **job):
-    return await control.http.post("/admin/v1/plan", json={"job": {"model": "starter"} | job}, headers=ADMIN)
+    return await control.http.post("/admin/v1/plan", json={"model": "starter"} | job, headers=ADMIN)
 
 
 @pytest.mark.parametrize("given", [{}, {"lora_rank": 8}, {"batch_size": 4, "n_epochs": 2}])
@@ -49,7 +49,7 @@ async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Cont
         ({"model": "starter", "training_file": "file-none"}, 404),
         ({"model": "ft:bobs"}, 404),
     ):
-        assert (await control.http.post("/admin/v1/plan", json={"job": job})).status_code == status
+        assert (await control.http.post("/admin/v1/plan", json=job)).status_code == status
 
 
 async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(control: Control):

@@ -15,8 +15,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.grading.judging import samples_of, sampling_request, scores_of
 from appliance.controller.grading.rollouts import Rollouts
-from appliance.store.objects import jobs
-from appliance.store.records import keys
+from appliance.store import jobs, keys
 from tests.integration.controller.test_jobs import prompts, rewarded
 from tests.simulator.control_plane import judging_of
 from tests.train_support.specs import host_spec

@@ -78,7 +78,8 @@ def varlen_by_hand(query, key, value, starts, keys_start, longest, longest_key, 
 @pytest.mark.parametrize("one_kernel", [False, True], ids=["split", "varlen"])
 def test_packed_attention_equals_one_call_with_the_whole_mask(monkeypatch, window, dim, value_dim, scale, one_kernel):
     if one_kernel:
-        monkeypatch.setattr(attention, "_one_kernel", lambda query, value, dropout: True)
+        monkeypatch.setattr(attention, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(attention, "_VARLEN_DTYPES", (torch.float64,))
         monkeypatch.setattr(attention.varlen, "varlen_attn", varlen_by_hand)
     shape = {"dim": dim, "value_dim": value_dim}
     wanted = outcome(lambda *tensors: by_mask(*tensors, window, scale), **shape)

@@ -203,6 +203,8 @@ def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
     assert ids[: len(prompt)].tolist() == prompt.tolist()
     assert mask.tolist() == [n >= len(prompt) for n in range(len(ids))]
     assert words.decode(ids[len(prompt) :]) == "the quick brown fox<|im_end|>"
+    found = trained_texts(encoder, {"messages": [QUESTION, answer] * 2})
+    assert [text for _, text in found] == ["the quick brown fox<|im_end|>"] * 2
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -11,10 +11,10 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import gradients, make_model_dir
 from train.data.packing import StepPlan, build_row
-from train.methods import packed_objective
 from train.methods.methods import DEFAULT as SUPERVISED
 from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import linear_layers, load_model
+from train.plan import estimate
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
@@ -48,10 +48,9 @@ def plain_loss(model, ids, mask):
     return functional.cross_entropy(logits[:-1], labels[1:], reduction="sum")
 
 
-@pytest.mark.parametrize("rows, held", [(1000, 1000), (7, 1000), (7, 20), (7, 7)])
-def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypatch, rows, held):
-    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
-    monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
+@pytest.mark.parametrize("rows", [1000, 7])
+def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypatch, rows):
+    monkeypatch.setattr(estimate, "HOST_LOGITS_BYTES", 4 * 384 * rows)
     model = load_model(spec)
     data = examples(6)
     expected = sum(plain_loss(model, *example) for example in data)
@@ -87,7 +86,7 @@ def test_step_has_the_same_loss_and_gradients_in_micro_batches_of_one_and_four_r
 
 @pytest.mark.parametrize("rows", [1000, 7])
 def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
-    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
+    monkeypatch.setattr(estimate, "HOST_LOGITS_BYTES", 4 * 384 * rows)
     objective = PackedObjective(load_model(spec), SUPERVISED, {})
     row = build_row([examples(6)], 512, 0, packing=True)
     batch = to_batch(row, 1.0, "cpu")

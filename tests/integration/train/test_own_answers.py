@@ -16,9 +16,9 @@ from tests.train_support.tiny import VOCABULARY, make_model_dir, write_prompt_fi
 from tests.train_support.world import METHODS, SAMPLES
 from train.control.rank import Progress
 from train.data.chat import ChatEncoder
-from train.data.check import check_training_file
 from train.data.formats import BadRecord
 from train.data.packing import build_row
+from train.data_checks.check import check_training_file
 from train.methods.methods import method_of
 from train.methods.own_answers import GROUP
 from train.methods.packed_objective import PackedObjective, to_batch
@@ -39,12 +39,13 @@ DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(ModelShape(
 def test_its_hyperparameters_are_openais():
     given = {"compute_multiplier": 2, "eval_interval": 5, "eval_samples": 3, "reasoning_effort": "default"}
     fields = REINFORCEMENT.resolve({**given, "n_epochs": 2, "batch_size": 4}, DATASET, MODEL, 2)
-    made = REINFORCEMENT.samples(fields["options"])
-    assert (made.group, made.valid, fields["eval_interval"], made.room) == (2 * GROUP, 3, 5, 256)
+    made = fields["options"]
+    assert (made["group"], made["eval_samples"], made["max_completion_tokens"]) == (2 * GROUP, 3, 256)
+    assert fields["eval_interval"] == 5
     assert (fields["batch_size"], fields["micro_batch"], fields["packing"], fields["n_epochs"]) == (4, 1, False, 2)
     # The longest prompt, which may be an estimate, and the answer.
     assert fields["max_length"] == 64 + 256 and REINFORCEMENT.data_length(320, fields["options"]) == 64
-    assert made.group / made.rows * fields["max_length"] <= 1024
+    assert made["group"] / made["rows"] * fields["max_length"] <= 1024
 
 
 def test_model_in_training_is_an_adapter_where_engines_take_it():
@@ -357,8 +358,8 @@ def test_weights_that_no_step_samples_from_are_removed(tmp_path):
 
 def test_distillation_has_the_hyperparameters_of_answers_and_how_many_there_are():
     given = {"samples": 1, "eval_samples": 2, "max_completion_tokens": 40, "batch_size": 4, "n_epochs": 2}
-    made = DISTILLATION.samples(DISTILLATION.resolve(given, DATASET, MODEL, 2)["options"])
-    assert (made.group, made.valid, made.room) == (1, 2, 40)
+    made = DISTILLATION.resolve(given, DATASET, MODEL, 2)["options"]
+    assert (made["group"], made["eval_samples"], made["max_completion_tokens"]) == (1, 2, 40)
     for name, value in (("compute_multiplier", 1), ("reasoning_effort", "default"), ("samples", 0)):
         with pytest.raises(InvalidHyperparameter, match=name):
             DISTILLATION.resolve({name: value}, DATASET, MODEL, 2)

@@ -15,16 +15,16 @@ from tests.train_support.specs import host_spec
 from tests.train_support.tiny import gradients, log_probs_of, make_model_dir, write_pair_file
 from train.control.rank import Progress
 from train.data.chat import ChatEncoder
-from train.data.check import check_training_file
 from train.data.formats import convert
 from train.data.packing import build_row
 from train.data.records import BadRecord
 from train.data.token_set import open_token_set
-from train.methods import packed_objective
+from train.data_checks.check import check_training_file
 from train.methods.methods import METHODS, method_of
 from train.methods.packed_objective import LogProbHead, PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
-from train.plan.errors import InvalidTrainingData, SnapshotMismatch
+from train.plan import estimate
+from train.plan.errors import SnapshotMismatch
 from train.trainer import train as training
 from train.trainer.worker import prepare
 
@@ -171,11 +171,10 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
 
 
 @pytest.mark.parametrize("alike", [False, True])
-@pytest.mark.parametrize("rows, held", [(1000, 1000), (3, 1000), (3, 6)])
+@pytest.mark.parametrize("rows", [1000, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held, dtype, alike):
-    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 50 * rows)
-    monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
+def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, dtype, alike):
+    monkeypatch.setattr(estimate, "HOST_LOGITS_BYTES", 4 * 50 * rows)
     torch.manual_seed(0)
     head = LogProbHead(16, 50, bias=False, dtype=dtype)
     head.alike = alike
@@ -222,16 +221,16 @@ def test_a_pair_shares_its_prompt_and_ends_both_sides(tmp_path):
     assert row.sequence_sizes == (int(learnt.sum()), int(other.sum())) and len(row.segments) == 3  # and the padding
 
 
-def test_pairs_that_a_cut_leaves_without_an_output_are_refused_by_line(tmp_path):
+def test_pairs_that_a_cut_leaves_without_an_output_are_dropped(tmp_path):
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
     long = {"prompt": "a" * 60, "chosen": "b", "rejected": "c"}
-    alike = {"prompt": "a", "chosen": "z" * 60 + "1", "rejected": "z" * 60 + "2"}
-    with pytest.raises(InvalidTrainingData) as refused:
-        opened(tmp_path, [good, long, alike], 48)
-    assert [line for line, _ in refused.value.errors] == [2, 3]
-    with pytest.raises(BadRecord, match="non-preferred output"):
-        ids = np.arange(9, dtype=np.int32)
-        DPO.check_cut([(ids[:4], ids[:4] > 2), (ids, ids > 6)], 5)
+    tokens, _ = opened(tmp_path, [good, long], 48)
+    assert (tokens.n_examples, tokens.n_dropped) == (1, 1)
+    ids, other = np.arange(9, dtype=np.int32), np.arange(1, 10, dtype=np.int32)
+    for pair, reason in (([(ids[:4], ids[:4] > 2), (ids, ids > 6)], "non-preferred"), ([(ids, ids > 2)] * 2, "same")):
+        with pytest.raises(BadRecord, match=reason):
+            DPO.check_cut(pair, 5)
+    DPO.check_cut([(ids, ids > 2), (other, ids > 2)], 5)
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import pytest
 
 from tests.train_support.specs import host_spec
 from train.data.packing import Row, StepPlan, build_row, part_of, plan_packs
-from train.plan.recipe import FLOOR_RATIO, Schedule, learning_rate
-from train.plan.spec import MOST_VERSIONS
+from train.plan.spec import FLOOR_RATIO, MOST_VERSIONS, Schedule, learning_rate
 from train.trainer.train import DataFeed
 
 

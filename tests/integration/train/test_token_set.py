@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from tests.train_support.world import METHODS
 from train.data.chat import ChatEncoder
-from train.data.check import check_training_file
 from train.data.formats import TEXT
 from train.data.packing import plan_packs
-from train.data.same_tokens import differ
 from train.data.token_set import _pieces, open_token_set
-from train.data_checks.check import Check
-from train.data_checks.process import TOKENS, checked
+from train.data_checks.check import check_training_file
+from train.data_checks.process import TOKENS, checked, differ, report_on
 from train.methods.methods import method_of
 from train.model.model import load_tokenizer
 from train.plan.auto import DatasetStats, steps
@@ -178,9 +176,7 @@ def test_check_of_documents_counts_and_converts_them(tmp_path):
     assert (report.ok, report.shape, report.n_examples) == (True, TEXT, 20)
     assert report.left_out == {"source": 20} and not any("to chat" in note for note in report.notes)
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]) == {"text": "word "}
-    check = Check(max_tokens=8)
-    check.report(data, "")
-    assert not check.findings["too_long"].count, "none is cut"
+    assert not report_on(data, "", max_tokens=8)["checks"]["too_long"]["count"], "none is cut"
 
 
 def test_steps_of_one_long_document_are_counted_in_rows():

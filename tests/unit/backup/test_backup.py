@@ -13,8 +13,8 @@ import pytest
 from appliance import backup
 from appliance.backup import BackupError, names, read, read_last, restore, take
 from appliance.paths import BoxPaths
+from appliance.store import box, keys
 from appliance.store.database import Database
-from appliance.store.records import box, keys
 from weights.format.errors import TierFull
 from weights.tiers.objects import DirectoryObjects
 

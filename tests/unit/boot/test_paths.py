@@ -10,8 +10,8 @@ import pytest
 from appliance.boot import main
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths, UnsafeFolder
+from appliance.store import keys
 from appliance.store.database import Database
-from appliance.store.records import keys
 
 
 def test_the_same_data_directory_always_has_the_same_shared_memory_root(tmp_path):

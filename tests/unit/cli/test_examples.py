@@ -16,13 +16,13 @@ from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.gates import Gates
 from appliance.controller.jobs.events import fail
 from appliance.controller.responses.objects import completion_row
+from appliance.store import jobs
 from appliance.store.database import Database
-from appliance.store.objects import jobs
 from appliance.store.rows import RESPONSES
 from examples import answers_of_a_teacher, retrain_on_schedule, sweep_with_optuna
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import chat_lines
-from train.data.check import check_training_file
+from train.data_checks.check import check_training_file
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -116,7 +116,6 @@ def test_a_box_that_takes_no_connection_while_it_comes_or_goes(tmp_path, main_pr
     [
         ("mode", "set", "split", "--train", "many"),
         ("mode", "set", "sometimes"),
-        ("mode", "set", "split"),
         ("job", "submit", "--model", "m", "--file", "no-such-file.jsonl"),
         ("job", "submit", "--model", "m", "--file", "file-1", "--set", "lora_alpha"),
         ("job", "submit", "--model", "m", "--file", "file-1", "--epochs", "1", "--set", "n_epochs=2"),

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from appliance.cli.commands import export as export_module
 from appliance.cli.errors import BadUsage
-from appliance.store.objects import models
+from appliance.store import models
 from appliance.store.rows import VersionRow
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import insert_model

@@ -3,8 +3,6 @@
 import json
 import threading
 
-import pytest
-
 from appliance.controller.jobs.events import fail
 from tests.unit.cli.conftest import openai_error
 from tests.unit.cli.test_tables_and_json import make_job
@@ -60,28 +58,6 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
             },
         },
     }
-
-
-@pytest.mark.parametrize("of", ["job", "batch", "eval"])
-@pytest.mark.parametrize("status, stays", [(400, False), (503, True)])
-def test_a_request_that_is_refused_leaves_no_file_behind(prepared, tmp_path, of, status, stays):
-    """503: the box may have taken the request and read the file yet."""
-    data, grader = tmp_path / "d.jsonl", tmp_path / "g.json"
-    data.write_text('{"messages": []}\n')
-    grader.write_text("{}")
-    commands = {
-        "job": ("job", "submit", "--model", "starter", "--file", str(data)),
-        "batch": ("batch", "create", str(data)),
-        "eval": ("eval", "run", "starter", "--suite", str(data), "--grader", str(grader)),
-    }
-    prepared.prepare("GET", "/v1/models/starter", (200, {"id": "starter"}))
-    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1", "filename": "f", "status": "processed"}))
-    for path in (JOB.rpartition("/")[0], "/v1/batches", "/v1/evals"):
-        prepared.prepare("POST", path, (status, openai_error("not so", None)))
-    prepared.prepare("DELETE", "/v1/files/file-1", (200, {"id": "file-1", "deleted": True}))
-    done = prepared.run(*commands[of])
-    assert done.exit_code != 0 and "not so" in done.stderr
-    assert bool(prepared.sent("DELETE", "/v1/files/file-1")) != stays
 
 
 def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names(box, tmp_path):

@@ -14,7 +14,7 @@ ID = "ft:a/b"
 
 
 def words_of(row: Row) -> list[str]:
-    return [*row.name.split(), *(ID for one in row.options if one.is_positional)]
+    return [*row.name.split(), *(one.settings.get("choices", [ID])[0] for one in row.options if one.is_positional)]
 
 
 def request_of(row: Row) -> tuple[str, str]:
@@ -30,7 +30,7 @@ def test_command_sends_its_request_and_prints_the_answer_as_json(prepared, row: 
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout) == answer
     (request,) = prepared.requests
-    assert (request["content"] != b"") == (request["method"] == "POST")
+    assert request["content"] == b"" or request["method"] == "POST"
 
 
 LISTS = [row for row in ROWS if row.empty]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from appliance.cli import output
 from appliance.controller.jobs import settings
-from appliance.store.objects import jobs
-from appliance.store.records import deployments
-from appliance.store.rows import DeploymentRow
+from appliance.store import jobs
+from appliance.store.rows import DEPLOYMENTS, DeploymentRow
 from runtime.devices.kind import Reading
 from tests.simulator.control_plane import change
 from tests.unit.cli.conftest import ControlledBox
@@ -106,7 +105,7 @@ def test_mode_set_moves_devices_and_history_shows_each_step(box: ControlledBox):
 
 
 def test_model_canary_is_begun_shown_rolled_back_and_promoted(box: ControlledBox):
-    box.do(lambda: deployments.insert(box.context.db, DeploymentRow("starter", 1.0)))
+    box.do(lambda: DEPLOYMENTS.insert(box.context.db, DeploymentRow("starter", 1.0)))
     begun = box.json("model", "canary", "starter", "v1", "--share", "5%", "--for", "1h", "--min-requests", "9")
     assert (begun["share"], begun["watch_s"], begun["min_requests"], begun["auto"]) == (0.05, 3600.0, 9, False)
     assert "v1" in lines(box.run("model", "list").stdout)[1]

@@ -21,9 +21,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.principal import Listener
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import JobEvents
+from appliance.store import keys, models
 from appliance.store.database import Database
-from appliance.store.objects import models
-from appliance.store.records import keys
 from appliance.store.rows import ModelRow, VersionRow
 from tests.simulator.control_plane import SimulatedEngines, SimulatedModelOps, SimulatedScheduler, simulated_context
 from tests.simulator.routes import routes_are_analysed_once  # noqa: F401

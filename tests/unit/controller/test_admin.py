@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from appliance.store.objects import models
-from appliance.store.records import audit, keys, operations
+from appliance.store import keys, models
+from appliance.store.rows import AUDIT, OPERATIONS
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 
 
@@ -32,7 +32,7 @@ async def ended(control: Control, accepted: dict[str, Any]) -> dict[str, Any]:
 
 def actions(control: Control) -> list[tuple[str, str, str]]:
     """Of the operator, oldest first; not those of the client whose files and jobs a test begins with."""
-    rows = audit.page(control.db, after=None, limit=99).data[::-1]
+    rows = AUDIT.page(control.db, after=None, limit=99).data[::-1]
     return [(row.action, row.target, row.outcome) for row in rows if row.key_id != SCOPES["x-appliance-key-id"]]
 
 
@@ -51,7 +51,7 @@ async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_onc
     done = ["key.create", "key.rotate", "key.revoke"]
     assert actions(control) == [(action, made["id"], "done") for action in done]
     await ask(control, "POST", "/keys/laptop/rotate", 404)
-    assert made["key"] not in str(audit.page(control.db, after=None, limit=9))
+    assert made["key"] not in str(AUDIT.page(control.db, after=None, limit=9))
 
 
 async def rotated(control: Control, made: dict[str, Any]) -> str:
@@ -99,7 +99,7 @@ async def test_a_failed_import_says_why_and_leaves_no_model(control: Control, so
 )
 async def test_bad_imports_are_refused(control: Control, body: dict[str, Any], status: int, param: str):
     assert (await ask(control, "POST", "/models/import", status, json=body))["error"]["param"] == param
-    assert operations.page(control.db).data == []
+    assert OPERATIONS.page(control.db).data == []
 
 
 async def test_the_same_import_twice_at_once_is_refused(control: Control, hanging: asyncio.Event):
@@ -129,7 +129,7 @@ async def test_import_resumes_after_restart(control: Control, hanging: asyncio.E
     accepted = await ask(control, "POST", "/models/import", 202, json=body)
     await hanging.wait()
     await control.context.tasks.stop()
-    row = operations.find(control.db, accepted["operation"]["id"])
+    row = OPERATIONS.find(control.db, accepted["operation"]["id"])
     assert row is not None and row.state == "running"
     monkeypatch.undo()
     control.context.tasks.resume()

@@ -11,8 +11,8 @@ import pytest
 from appliance.controller.devices.mode import mode_in_force, read_mode
 from appliance.controller.jobs import settings
 from appliance.controller.scheduling.state_store import job_host_bytes
-from appliance.store.objects import jobs
-from appliance.store.records import deployments, windows
+from appliance.store import jobs
+from appliance.store.rows import DEPLOYMENTS, WINDOWS
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
 
@@ -60,7 +60,7 @@ async def test_a_mode_set_by_hand_overrides_the_window_even_if_it_was_the_mode_b
 )
 async def test_bad_windows_are_refused_and_change_nothing(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "POST", "/mode/schedule", 400, json=body))["error"]
-    assert error["param"] == param and windows.list_all(control.db) == [] and actions(control) == []
+    assert error["param"] == param and WINDOWS.list_all(control.db) == [] and actions(control) == []
 
 
 async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Control):
@@ -176,7 +176,7 @@ async def test_job_on_logical_devices_takes_no_more_than_the_cores_unless_asked(
 )
 async def test_deployments_that_cannot_be_are_refused(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "PATCH", "/models/starter/deployment", 400, json=body))["error"]
-    assert error["param"] == param and deployments.find(control.db, "starter") is None and actions(control) == []
+    assert error["param"] == param and DEPLOYMENTS.find(control.db, "starter") is None and actions(control) == []
 
 
 async def test_an_engine_spans_no_nodes(control: Control):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from appliance.alerts import SETTLE_S, Known, Message, Problem, Undelivered, channels, send, step
 from appliance.config import AlertSettings
 from appliance.controller import alerts
-from appliance.store.objects import jobs
+from appliance.store import jobs
 
 DAY_S = 86_400.0
 FULL = Problem("check:disk free", "disk free: 1 GB", "remove files")

@@ -7,13 +7,12 @@ from typing import Any
 from fastapi.routing import APIRoute
 
 from appliance.controller.http.routers import StrictRoute
-from appliance.store.records import audit
-from appliance.store.rows import AuditRow
+from appliance.store.rows import AUDIT, AuditRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, chat_lines
 
 
 def rows(control: Control) -> list[AuditRow]:
-    return audit.page(control.db, after=None, limit=1000).data[::-1]
+    return AUDIT.page(control.db, after=None, limit=1000).data[::-1]
 
 
 async def test_changing_route_is_a_strict_route(control: Control):

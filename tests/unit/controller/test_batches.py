@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from appliance.controller import batches
-from appliance.controller.batches import Lines, parse_line, read_lines
+from appliance.controller.batches import Lines, read_lines
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.files import storage
 from appliance.store.rows import BATCHES, TASKS
@@ -271,6 +271,6 @@ def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(tmp_
     lines = read(tmp_path, data)
     assert not lines.errors
     parts = [data[offset : offset + size] for offset, size in lines.requests.values()]
-    assert [parse_line(part)["custom_id"] for part in parts] == ["r1", "r2", "r3"]
+    assert [json.loads(part)["custom_id"] for part in parts] == ["r1", "r2", "r3"]
     (error,) = read(tmp_path, jsonl([line(1)]).decode().encode("utf-16")).errors
     assert (error["code"], error["line"]) == ("invalid_json_line", 1) and "UTF-16" in error["message"]

@@ -18,8 +18,8 @@ from appliance.controller.bus import asking
 from appliance.controller.bus.asking import Asking, EngineAnswer
 from appliance.controller.bus.bus import Bus, ModelLoad
 from appliance.controller.interfaces.config import ControllerConfig
+from appliance.store import keys
 from appliance.store.database import Database
-from appliance.store.records import keys
 from runtime.background_tasks import BackgroundTasks
 
 

@@ -10,8 +10,8 @@ import pytest
 from appliance.controller.devices import cordons
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import EnergyMeter, Mode, PowerKeeper, of_job, write_mode
-from appliance.store.objects import jobs
-from appliance.store.records import audit, usage
+from appliance.store import jobs, usage
+from appliance.store.rows import AUDIT
 from runtime.devices.kind import Reading
 from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
@@ -40,7 +40,7 @@ def cordoned(db):
 def told(db):
     return [
         (row.action, row.target, row.detail.get("reason"), row.key_id)
-        for row in audit.page(db, after=None, limit=10).data
+        for row in AUDIT.page(db, after=None, limit=10).data
     ]
 
 

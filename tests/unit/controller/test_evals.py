@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.controller.evals import evals as runner
-from appliance.controller.evals.evals import EvalRunner
+from appliance.controller.grading import evals as runner
+from appliance.controller.grading.evals import EvalRunner
 from appliance.store.rows import EvalRunRow
 from tests.unit.controller.conftest import Control
 from train.graders import worker
@@ -290,7 +290,7 @@ async def test_what_is_no_run_is_refused_by_name(control: Control, source: Any, 
 
 async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
-    control.as_key("carol", bounds={"bytes": 3500})
+    control.as_key("carol", bounds={"bytes": 2500})
     answers(control, "long " * 500)
     run = await ended(control, await made(control), asked())
     assert (run.status, run.error.code) == ("failed", "limit_reached") and run.result_counts.failed == 1

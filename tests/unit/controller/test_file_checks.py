@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.controller.conftest import chat_lines
-from train.data.check import check_training_file
 from train.data_checks import process
+from train.data_checks.check import check_training_file
 from train.data_checks.process import check_apart
 
 

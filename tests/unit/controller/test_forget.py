@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from appliance.controller.devices import cordons
-from appliance.store.objects import jobs, models
-from appliance.store.records import audit, box, keys, usage
-from appliance.store.rows import HANDOVERS, HandoverRow
+from appliance.store import box, jobs, keys, models, usage
+from appliance.store.rows import AUDIT, HANDOVERS, HandoverRow
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
 NAME, OTHER = "annabel-q7", "benedict-z3"
@@ -103,7 +102,7 @@ async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(co
     assert NAME in written(control) and SECRET.decode() in written(control)
     before = spent(control)
     assert before[NAME] >= 8 <= before[OTHER]
-    audited = len(audit.page(control.db, after=None, limit=999).data)
+    audited = len(AUDIT.page(control.db, after=None, limit=999).data)
 
     shown = (await control.http.get(f"/admin/v1/forget?owner={NAME}", headers=ADMIN)).json()
     # The batch and the response are answered meanwhile, at once or not.
@@ -120,7 +119,7 @@ async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(co
     assert control.db.path.with_name("appliance.db-wal").stat().st_size == 0, "what is deleted stands in it for long"
     assert len(control.gateway_keys) == 2
     assert jobs.get(control.db, ann.job).phase == "cancelled" and models.find(control.db, ann.model) is not None
-    log = audit.page(control.db, after=None, limit=999).data
+    log = AUDIT.page(control.db, after=None, limit=999).data
     assert (log[0].action, log[0].target) == ("owner.forget", done["pseudonym"])
     revoked = [(row.action, row.target) for row in log[1:-audited]]
     assert revoked == [("key.revoke", row.id) for row in ann.rows[::-1]], "once, however often it was asked"
@@ -163,7 +162,7 @@ async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control:
     assert not waiting["done"] and ann.job in waiting["unfinished"]
     again = await ask(control, once=True)
     assert not again["done"] and ann.job in again["unfinished"]
-    log = [row.action for row in audit.page(control.db, after=None, limit=999).data]
+    log = [row.action for row in AUDIT.page(control.db, after=None, limit=999).data]
     assert log.count("key.revoke") == 2, "what ends the work of a key is not begun again by each request"
     assert (control.context.files_dir / ann.file).exists()
     jobs.set_phase(control.db, ann.job, "cancelled")

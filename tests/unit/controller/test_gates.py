@@ -11,8 +11,8 @@ import pytest
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.gates import Gates, not_worse, threshold
 from appliance.controller.jobs.events import JobEvents, fail
-from appliance.store.objects import jobs, models
-from appliance.store.records import audit, deployments
+from appliance.store import jobs, models
+from appliance.store.rows import AUDIT, DEPLOYMENTS
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_stable_names import active, run
@@ -91,14 +91,14 @@ async def test_gate_with_threshold_decides_whether_the_first_version_answers(
     version = run(control, events, passed)
     assert active(control) is None
     await looked(control)
-    assert active(control) == version and deployments.find(control.db, "fraud") is not None
+    assert active(control) == version and DEPLOYMENTS.find(control.db, "fraud") is not None
     assert f"fraud:ckpt-{version}" in answers.asked
     shown = (await control.sdk.fine_tuning.jobs.retrieve(passed)).to_dict()["gate"]
     assert (shown["verdict"], shown["activated"], shown["version"]) == ("passed", True, version)
     assert shown["runs"].keys() == {version}
     (event, *_) = (await control.sdk.fine_tuning.jobs.list_events(passed)).data
     assert event.data["gate"]["verdict"] == "passed"  # type: ignore[index]
-    assert "gate.decide" in [one.action for one in audit.page(control.db, after=None, limit=3).data]
+    assert "gate.decide" in [one.action for one in AUDIT.page(control.db, after=None, limit=3).data]
 
 
 async def test_gate_without_threshold_refuses_what_is_shown_to_be_worse(

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from appliance.controller.jobs.events import JobEvents, fail
-from appliance.store.objects import jobs, models
-from appliance.store.records import deployments
+from appliance.store import jobs, models
+from appliance.store.rows import DEPLOYMENTS
 from tests.unit.controller.conftest import ADMIN, Control
 
 
@@ -81,7 +81,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     assert jobs.get(control.db, job_id).step == 20 and job.finished_at is not None
     model = models.find(control.db, row.output_model)
     assert model is not None and (model.active_version, model.base, model.kind) == ("step-20", "starter", "fine-tuned")
-    assert deployments.find(control.db, row.output_model) is not None
+    assert DEPLOYMENTS.find(control.db, row.output_model) is not None
     lines = await table_of(control, job_id)
     assert list(lines[0]) == ["step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy"]
     # Step 11 was reported by nobody, step 12 once; every reported step has exactly one line.

@@ -6,7 +6,7 @@ import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.store.objects import jobs
+from appliance.store import jobs
 from appliance.store.rows import JobMetricRow
 
 from .conftest import ADMIN, Control

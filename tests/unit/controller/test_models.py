@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from appliance.controller.access.model_access import is_model_name, resolve
-from appliance.store.objects import jobs, models
+from appliance.store import jobs, models
 from appliance.store.rows import JobJudgeRow, JobRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_admin import ask, ended

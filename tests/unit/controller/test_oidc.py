@@ -21,8 +21,9 @@ from appliance.controller.admin import logins
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.principal import Listener
+from appliance.store import keys
 from appliance.store.database import Database
-from appliance.store.records import audit, keys
+from appliance.store.rows import AUDIT
 from tests.simulator.control_plane import simulated_context
 
 ISSUER, BOX = "https://login.example.org", "https://box.example.org"
@@ -127,7 +128,7 @@ async def test_finish_begins_a_login_with_the_scopes_of_the_groups(way: Way) -> 
     assert row.scopes == ["inference", "fine_tuning"] and row.owner == row.name and row.name.startswith("ann-")
     (known,) = way.bus.table["keys"].values()
     assert [one["id"] for one in known["sessions"].values()] == [made["id"]]
-    (told,) = audit.page(way.db, after=None, limit=5).data
+    (told,) = AUDIT.page(way.db, after=None, limit=5).data
     assert (told.action, told.key_id, told.outcome) == ("session.create", row.id, "done")
 
 
@@ -149,7 +150,7 @@ async def test_finish_without_a_group_is_refused(way: Way, groups: Any) -> None:
     answer = await way.back()
     assert answer.status_code == 403 and answer.json()["error"]["code"] == "login_refused"
     assert keys.list_all(way.db) == [] and keys.list_sessions(way.db, time.time()) == []
-    (told,) = audit.page(way.db, after=None, limit=5).data
+    (told,) = AUDIT.page(way.db, after=None, limit=5).data
     assert (told.outcome, told.key_id) == ("refused", "gateway")
 
 

@@ -15,8 +15,7 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.store.objects import jobs
-from appliance.store.records import keys, usage
+from appliance.store import jobs, keys, usage
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, line, until
 from tests.unit.controller.test_responses import completion, copy, name, send

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from appliance.controller.admin import logins
-from appliance.store.records import audit
-from appliance.store.rows import PAGE_SESSIONS
+from appliance.store.rows import AUDIT, PAGE_SESSIONS
 
 from .conftest import ADMIN, Control
 
@@ -47,7 +46,7 @@ async def test_login_stores_only_the_hash_of_its_halves(control: Control) -> Non
     digest = hashlib.sha256(f"{half}.{made['page']}".encode()).hexdigest()
     assert sent(control, key_id) == {digest: {"id": made["id"], "until_s": made["until_s"]}}
     stored = [tuple(row) for row in control.db.execute("SELECT * FROM page_sessions")]
-    told = audit.page(control.db, after=None, limit=5).data
+    told = AUDIT.page(control.db, after=None, limit=5).data
     assert [row.action for row in told] == ["session.create"]
     assert half not in repr([stored, told]) and made["page"] not in repr([stored, told])
     assert (await begin(control, secure=True))["cookie"].endswith("; Secure")

@@ -15,8 +15,8 @@ import pytest
 from appliance.controller.access.limits import GIB, Disk
 from appliance.controller.app import create_app
 from appliance.controller.interfaces.principal import Listener
+from appliance.store import keys
 from appliance.store.database import Database
-from appliance.store.records import keys
 from appliance.store.rows import RESPONSES, ResponseRow
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines

@@ -13,7 +13,7 @@ import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.interfaces.principal import Listener
-from appliance.store.records import keys
+from appliance.store import keys
 from appliance.store.rows import RESPONSES
 from tests.unit.controller.conftest import ADMIN, Control
 
@@ -143,17 +143,6 @@ async def test_housekeeping_deletes_old_responses_and_those_of_owners_without_ke
     assert left() == [2, 3]
     keys.revoke(control.db, row.id)
     assert left() == [2]
-
-
-async def test_take_of_an_owner_without_keys_stores_nothing(control: Control):
-    """It waited at a gateway while the controller was away: of who was forgotten by then it came into the database."""
-    laptop, phone = (keys.create(control.db, one, ["inference"], "ann")[0] for one in ("laptop", "phone"))
-    keys.revoke(control.db, laptop.id)
-    await send(control, copy(1, key=laptop.id))
-    assert RESPONSES.find(control.db, name(1)) is not None, "it is her other key's too"
-    keys.revoke(control.db, phone.id)
-    await send(control, copy(2, key=laptop.id), copy(3))
-    assert RESPONSES.find(control.db, name(2)) is None and RESPONSES.find(control.db, name(3)) is not None
 
 
 # --- in background

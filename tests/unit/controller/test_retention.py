@@ -8,12 +8,13 @@ from typing import Any
 from appliance.controller import app
 from appliance.controller.app import DAY_S
 from appliance.controller.files import storage
+from appliance.store import files, jobs, usage
 from appliance.store.database import Database
-from appliance.store.objects import files, jobs
-from appliance.store.records import audit, operations, usage
 from appliance.store.rows import (
+    AUDIT,
     BATCHES,
     HANDOVERS,
+    OPERATIONS,
     AuditRow,
     BatchRow,
     FileRow,
@@ -55,12 +56,12 @@ def filled(db: Database, folder: Path) -> None:
     spent |= {"prompt_tokens": 1, "completion_tokens": 1}
     for age in AGES:
         at_s = NOW_S - age * DAY_S
-        audit.insert(db, AuditRow("a.b", "", created_s=at_s))
+        AUDIT.insert(db, AuditRow("a.b", "", created_s=at_s))
         usage.add(db, [spent], at_s)
         usage.devices_held(db, f"job-{age}", 2, at_s - 60)
         usage.devices_held(db, f"job-{age}", 0, at_s)
         HANDOVERS.insert(db, HandoverRow(100 - age, "r", at_s, state="done", ended_s=at_s))
-        operations.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
+        OPERATIONS.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
         for status in ("completed", "in_progress"):
             given = f"file-{status}-{age}"
             BATCHES.insert(db, BatchRow(f"batch_{age}_{status}", "/v1/x", given, at_s, at_s, status=status))

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from appliance.controller.access.limits import spent_quota
-from appliance.store.records import keys, usage
+from appliance.store import keys, usage
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_admin import ask
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.objects import jobs, models
+from appliance.store import jobs, models
 from tests.unit.controller.conftest import Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
 

@@ -12,8 +12,8 @@ import pytest
 
 from appliance.controller.context import tasks
 from appliance.controller.context.tasks import Kind, TaskFailed, Tasks
+from appliance.store import keys
 from appliance.store.database import Database
-from appliance.store.records import keys
 from appliance.store.rows import TASKS, TaskRow
 from tests.unit.controller.conftest import disk_full
 

@@ -4,10 +4,9 @@ import pytest
 
 from appliance.controller.jobs.events import JobEvents
 from appliance.paths import BoxPaths
+from appliance.store import jobs, models
 from appliance.store.database import Database
-from appliance.store.objects import jobs, models
-from appliance.store.records import deployments
-from appliance.store.rows import DeploymentRow, JobRow, ModelRow, VersionRow
+from appliance.store.rows import DEPLOYMENTS, DeploymentRow, JobRow, ModelRow, VersionRow
 from appliance.tiers.tiers import TierFlow, Tiers
 from weights.format.config import WeightsConfig
 from weights.memory.segment import mappings
@@ -54,7 +53,7 @@ def _insert_model(db, name, *, kind, versions, deployed, meta=None, **columns):
         models.insert_version(db, VersionRow(name, version, "here", 10, 1.0, disk_path=path, meta=meta or {}))
     models.activate(db, name, versions[-1])
     if deployed is not None:
-        deployments.insert(db, DeploymentRow(name, 1.0, **deployed))
+        DEPLOYMENTS.insert(db, DeploymentRow(name, 1.0, **deployed))
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from appliance.memory.box_memory import STARTING_FOR_S, BoxMemory, Means
 from appliance.memory.memory_policy import CALM_S, Holdings, MemoryState, decide
-from appliance.store.objects import jobs
-from appliance.store.records import audit
+from appliance.store import jobs
+from appliance.store.rows import AUDIT
 from scheduler.core.errors import EffectFailed
 from scheduler.devices.host_reading import MemoryReading, read_memory
 
@@ -74,7 +74,7 @@ async def pass_by(box: BoxMemory, world: World, seconds: float) -> None:
 
 def given(db) -> list[tuple[str, str]]:
     """Each item that was given up or taken back, in order; idle weights are not among them."""
-    return [(row.action, row.target) for row in audit.page(db, after=None, limit=10).data][::-1]
+    return [(row.action, row.target) for row in AUDIT.page(db, after=None, limit=10).data][::-1]
 
 
 def short(world: World, available: int = GB // 2) -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.scheduling.job_runs import JobRuns
-from appliance.store.objects import jobs, models
-from appliance.store.records import keys
+from appliance.store import jobs, keys, models
 from appliance.store.rows import JobJudgeRow, VersionRow
 from scheduler.loop.cluster_state import Inbox
 from tests.unit.scheduling.fakes import NO_ROUTING

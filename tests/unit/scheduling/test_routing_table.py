@@ -3,9 +3,8 @@
 import pytest
 
 from appliance.controller.bus.bus import ModelLoad, Report
-from appliance.store.objects import jobs, models
-from appliance.store.records import canaries
-from appliance.store.rows import CanaryRow, JobRow, VersionRow
+from appliance.store import jobs, models
+from appliance.store.rows import CANARIES, CanaryRow, JobRow, VersionRow
 from scheduler.core.failures import Failure
 from tests.unit.scheduling.fakes import routing_of
 from weights.format.names import policy_name
@@ -135,7 +134,7 @@ async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
 
 async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(routing, bus, db):
     models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
-    canaries.put(db, CanaryRow("starter", "v2", "v1", 0.2, 7.0))
+    CANARIES.put(db, CanaryRow("starter", "v2", "v1", 0.2, 7.0))
     await routing.open("r1", "starter", "v1", SOCKET)
     await routing.open("r2", "starter@v2", "v2", "/run/r2.sock")
     assert bus.table["starter"]["canary"] == {"name": "starter@v2", "share": 0.2, "since_s": 7.0}
@@ -143,7 +142,7 @@ async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(
     row = bus.table["starter@v2"]
     assert (row["version"], [replica["id"] for replica in row["replicas"]]) == ("v2", ["r2"])
     assert not row["canary"] and not bus.table["ft:a"]["canary"]
-    canaries.update(db, "starter", state="rolled_back", ended_s=9.0)
+    CANARIES.update(db, "starter", state="rolled_back", ended_s=9.0)
     routing.refresh()
     assert not bus.table["starter"]["canary"]
     routing.close("r2")
@@ -193,7 +192,7 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
     """A model's versions, checkpoints and canary are for whom it is for; null: everybody, whoever comes later too."""
     models.update(db, "ft:a", owner="alice")
     models.share(db, "ft:a", "bob")
-    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
+    CANARIES.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
     jobs.insert(db, JobRow("ftjob-1", "starter", "supervised", "f", 1, "ft:a", 1.0))
     models.update_version(db, "ft:a", "step-1", checkpoint="ft:a:ckpt-step-1")
     routing.refresh()

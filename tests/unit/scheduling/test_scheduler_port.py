@@ -10,11 +10,10 @@ from appliance.controller.context.context import Scheduler
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import Mode, write_mode
 from appliance.controller.interfaces.errors import SwapFailed
+from appliance.store import models
+from appliance.store.box import SqliteJournal
 from appliance.store.database import Database
-from appliance.store.objects import models
-from appliance.store.records import deployments
-from appliance.store.records.box import SqliteJournal
-from appliance.store.rows import HANDOVERS
+from appliance.store.rows import DEPLOYMENTS, HANDOVERS
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Policy
 from scheduler.handover.effects import StepRecord
@@ -42,7 +41,7 @@ def scheduler_of(db):
 async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job, scheduler_of):
     add_model()
     add_job(allowed_sizes=[1, 2])
-    deployments.update(db, "starter", min_replicas=1, max_replicas=1)
+    DEPLOYMENTS.update(db, "starter", min_replicas=1, max_replicas=1)
     world = World(tuple(replace(device, uuid=f"GPU-{device.id}") for device in box_of(3)))
     states = states_of(db, events, 0)
     write_mode(db, Mode("serve"))
@@ -57,7 +56,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     device = row["id"]
     assert [(place["reason"], place["position"]) for place in port.status()["queue"]] == [("Resources", 1)]
 
-    told = port.explain(Policy("train"))
+    told = port.loop.explain(Policy("train"))
     assert any("ftjob-1 runs on 2 devices" in step and ", because training gets" in step for step in told["steps"])
 
     cordons.drain(db, row, "a test", "ops", 1.0)

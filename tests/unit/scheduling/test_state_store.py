@@ -13,9 +13,8 @@ from appliance.controller.engines.routing_table import Traffic
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.scheduling.state_store import LEARN_EVERY_S, DemandLearning, QueuedDemand, job_host_bytes
 from appliance.gateway.core.table import bucket
+from appliance.store import jobs, models, rows
 from appliance.store.database import Database
-from appliance.store.objects import jobs, models
-from appliance.store.records import audit, canaries, deployments, windows
 from appliance.store.rows import JOB_EVENTS, CanaryRow, JobJudgeRow, VersionRow, WindowRow
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Build, Demand, DeploymentView, Policy
@@ -91,10 +90,10 @@ def test_a_succeeded_job_can_be_called_at_once(states, events, add_model, add_jo
 
 def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, add_model, add_job, db):
     add_model()
-    deployments.update(db, "starter", max_replicas=1, min_replicas=1, ttft_p95_s=1.5, tpot_p95_ms=80, pinned=1)
+    rows.DEPLOYMENTS.update(db, "starter", max_replicas=1, min_replicas=1, ttft_p95_s=1.5, tpot_p95_ms=80, pinned=1)
     add_job(allowed_sizes=[2], deadline_s=9.0, preemptible=0, owner="alice", priority=3)
     write_mode(db, Mode("train", serving_floor=2), now_s=50.0)
-    windows.insert(db, WindowRow("win_1", "0 22 * * *", "UTC", "split", 1.0, None, 3600.0, 6))
+    rows.WINDOWS.insert(db, WindowRow("win_1", "0 22 * * *", "UTC", "split", 1.0, None, 3600.0, 6))
     load = states.load(free_devices=0)
     (model,) = load.deployments
     assert (model.max_replicas, model.min_replicas, model.ttft_target_s, model.pinned) == (1, 1, 1.5, True)
@@ -127,13 +126,13 @@ def test_adapters_of_an_older_base_version_get_engines_that_serve_it(states, add
 
 def test_a_canary_gets_an_engine_while_it_runs(states, add_model, db):
     add_model()
-    deployments.update(db, "starter", tensor_parallel=2, pinned=1)
+    rows.DEPLOYMENTS.update(db, "starter", tensor_parallel=2, pinned=1)
     models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/models/starter/v2"))
-    canaries.put(db, CanaryRow("starter", "v2", "v1", 0.1, 1.0))
+    rows.CANARIES.put(db, CanaryRow("starter", "v2", "v1", 0.1, 1.0))
     _, canary = states.load(free_devices=0).deployments
     assert (canary.model, canary.version, canary.tensor_parallel) == ("starter@v2", "v2", 2)
     assert (canary.min_replicas, canary.pinned, canary.demand.held) == (1, False, 0)
-    canaries.update(db, "starter", state="rolled_back", ended_s=2.0)
+    rows.CANARIES.update(db, "starter", state="rolled_back", ended_s=2.0)
     assert [view.model for view in states.load(free_devices=0).deployments] == ["starter"]
 
 
@@ -152,7 +151,7 @@ def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, 
     ].build == old
     assert row.note == "no engine starts with settings 1, so those before, 0, serve again: the engine refused"
     assert models.settings_in_force(db) == {"starter": row} and row.note and refreshed
-    (told,) = audit.page(db).data
+    (told,) = rows.AUDIT.page(db).data
     assert (told.action, told.target, told.key_id) == ("model.settings", "starter", None)
     assert told.detail == {"failed": 1, "back_to": 0, "reason": "the engine refused"}
     assert states.settings_failed("starter", new, old, "again"), "they are in force no more"

@@ -7,9 +7,8 @@ from unittest.mock import AsyncMock
 import pytest
 
 from appliance.controller.engines.versions import AdapterSource, LibraryOps, VersionProvider
-from appliance.store.objects import jobs, models
-from appliance.store.records import tier_removals
-from appliance.store.rows import VersionRow
+from appliance.store import jobs, models
+from appliance.store.rows import TIER_REMOVALS, VersionRow
 from appliance.tiers.tiers import TierFlow
 from serve.core.adapter_source import AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
@@ -157,12 +156,12 @@ async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(fl
     flow.forget(V1)
     await passes(flow, "disk", "remote")
     assert (
-        len(tier_removals.list_all(db, "tier = ?", "remote")) == 1
-        and tier_removals.list_all(db, "tier = ?", "disk") == []
+        len(TIER_REMOVALS.list_all(db, "tier = ?", "remote")) == 1
+        and TIER_REMOVALS.list_all(db, "tier = ?", "disk") == []
     )
     shutil.move(tmp_path / "elsewhere", tmp_path / "mount")
     await passes(flow, "remote")
-    assert tier_removals.list_all(db, "tier = ?", "remote") == []
+    assert TIER_REMOVALS.list_all(db, "tier = ?", "remote") == []
     assert [path.name for path in (tmp_path / "mount").rglob("*") if path.is_file()] == ["owner"]
 
 

@@ -16,8 +16,8 @@ from appliance.boot.main import ProcessEnded, run_exporter
 from appliance.config import ConfigError, TrackingSettings, load_config
 from appliance.controller.jobs.events import JobEvents, fail
 from appliance.paths import BoxPaths
+from appliance.store import files, jobs
 from appliance.store.database import Database
-from appliance.store.objects import files, jobs
 from appliance.store.rows import FileRow, JobRow
 from appliance.tracking import Follower, Job, Point
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from train.data.packing import StepPlan, plan_packs
-from train.methods.dpo import Dpo
+from train.methods.preferences import Dpo
+from train.plan import auto
 from train.plan.auto import LEAST_STEPS, OF_LORA, SHORTEST_ROW, DatasetStats, ModelStats, allowed_sizes, resolve, steps
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
 from train.plan.estimate import ModelShape
-from train.plan.recipe import epochs, peak_rate
 from train.plan.spec import TrainSpec
 
 GSM8K = DatasetStats(7473, 1_200_000, 480)
@@ -178,12 +178,12 @@ def test_every_size_of_data_gets_steps_enough(model, examples):
 )
 def test_at_every_batch_rates_lie_within_what_is_published(parameters, full, lowest, highest):
     for tokens in (100, 8192, 77_000, 10**6):
-        assert lowest <= peak_rate(parameters, tokens, full=full) <= highest
+        assert lowest <= auto.peak_rate(parameters, tokens, full=full) <= highest
 
 
 def test_epochs_few_rows_are_seen_more_often():
     for full in (True, False):
-        passes = [epochs(rows, full=full) for rows in (1, 12, 31, 60, 100, 150, 199, 200, 2000, 20_000)]
+        passes = [auto.epochs(rows, full=full) for rows in (1, 12, 31, 60, 100, 150, 199, 200, 2000, 20_000)]
         assert passes == sorted(passes, reverse=True) and passes[-4:] == [5, 3, 2, 1]
-        assert all(rows * epochs(rows, full=full) <= 1000 for rows in (1, 31, 60, 100, 199))
-    assert epochs(31, full=False) > epochs(31, full=True) > 5
+        assert all(rows * auto.epochs(rows, full=full) <= 1000 for rows in (1, 31, 60, 100, 199))
+    assert auto.epochs(31, full=False) > auto.epochs(31, full=True) > 5

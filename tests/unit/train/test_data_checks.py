@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from train.data_checks.check import Check, personal_data
+from train.data_checks.check import personal_data
 from train.data_checks.process import CheckFailed, report_apart, report_on
 from train.plan.errors import InvalidSpec, UnsupportedModel
 
@@ -23,10 +23,9 @@ def write(path, *records):
 
 def repeats(path):
     """By the index of each (near) duplicate that of the example before it."""
-    check = Check()
     with patch("train.data_checks.check._MOST_SHOWN", 10**6):
-        check.report(path, "")
-    found = [one for name in ("duplicates", "near_duplicates") for one in check.findings[name].first]
+        checks = checked(path)["checks"]
+    found = [one for name in ("duplicates", "near_duplicates") for one in checks[name]["first"]]
     return {one["line"] - 1: one["of"] - 1 for one in found}
 
 
@@ -88,7 +87,7 @@ def test_report_has_the_shape_of_pairs_and_counts_keys_that_are_left_out(tmp_pat
 def test_template_of_a_validation_set_does_not_contaminate(tmp_path):
     template = "You are given a sum of two numbers from a school book; say what it makes and nothing else, please: "
     valid = write(tmp_path / "v.jsonl", *(chat(f"{template} {n} and {n + 1}", str(2 * n + 1)) for n in range(50)))
-    train = write(tmp_path / "t.jsonl", *(chat(f"{template} {n} and {n + 5}", str(2 * n + 5)) for n in range(50)))
+    train = write(tmp_path / "t.jsonl", *(chat(f"{template} {n} and {n + 1}", str(2 * n + 1)) for n in range(50, 100)))
     assert checked(train, against=valid)["checks"]["contaminated"]["count"] == 0
     assert checked(valid, against=valid)["checks"]["contaminated"]["count"] == 50
 
@@ -143,8 +142,8 @@ def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):
     ],
 )
 def test_personal_data_matches_each_form(text, kind):
-    (match,) = personal_data(text)
-    assert match.kind == kind and match.value in text and match.value not in match.hint()
+    ((found, value),) = personal_data(text)
+    assert found == kind and value in text
 
 
 @pytest.mark.parametrize(
@@ -164,5 +163,5 @@ def test_personal_data_similar_text_is_none(text):
 
 
 def test_earlier_kind_wins_where_two_overlap():
-    (match,) = personal_data("https://u:sk-abcdefghijklmnopqrstuvwx@host.example.org")
-    assert match.kind == "secret"
+    ((kind, _),) = personal_data("https://u:sk-abcdefghijklmnopqrstuvwx@host.example.org")
+    assert kind == "secret"

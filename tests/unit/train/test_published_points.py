@@ -17,9 +17,8 @@ from unittest.mock import patch
 import pytest
 
 from runtime.devices.kinds import accelerator
-from train.plan import estimate, speed
-from train.plan.estimate import FRAGMENTS, ModelShape
-from train.plan.speed import Load
+from train.plan import estimate
+from train.plan.estimate import FRAGMENTS, Load, ModelShape
 
 GIB = 2**30
 FUSED_TRAFFIC = 1.2  # bytes of memory traffic of compiled kernels for each byte that a layer keeps
@@ -95,8 +94,8 @@ class Point:
         assert device is not None
         device = device._replace(peak_flops=device.peak_flops * float(self.line["power"]))
         load = Load(self.row, self.row)
-        with patch.object(speed, "TRAFFIC", FUSED_TRAFFIC if self.line["compiled"] == "1" else speed.TRAFFIC):
-            step_s = speed.step_time(self.shape, self.fields, self.count, device, load=load).step_s
+        with patch.object(estimate, "TRAFFIC", FUSED_TRAFFIC if self.line["compiled"] == "1" else estimate.TRAFFIC):
+            step_s = estimate.step_time(self.shape, self.fields, self.count, device, load=load).step_s
         tokens = self.row * self.micro
         if self.line["head"] == "wide":
             rate = next(flops for name, flops in FP32_FLOPS.items() if name in self.line["device"])

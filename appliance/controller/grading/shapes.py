@@ -175,8 +175,8 @@ def sample_of(fields: dict[str, Any] | None) -> Sample:
     )
 
 
-def entries(path: Path) -> Iterator[tuple[Entry, int]]:
-    """Entries of a JSONL file, each with its bytes. Raises TaskFailed."""
+def entries(path: Path) -> Iterator[Entry]:
+    """Entries of a JSONL file. Raises TaskFailed."""
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(iter(partial(file.readline, MAX_ENTRY_BYTES + 1), b""), 1):
@@ -185,7 +185,7 @@ def entries(path: Path) -> Iterator[tuple[Entry, int]]:
                 if len(line) > MAX_ENTRY_BYTES:
                     raise TaskFailed("invalid_data", f"Line {number} is longer than {MAX_ENTRY_BYTES} bytes.")
                 if text := line.removeprefix(MARK).strip():
-                    yield _entry(number, text), len(text)
+                    yield _entry(number, text)
     except OSError as error:
         raise TaskFailed("file_unreadable", f"The file could not be read: {error}") from None
 

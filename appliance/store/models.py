@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from appliance.store.database import Database
-from appliance.store.errors import RowNotFound
+from appliance.store.database import Database, RowNotFound
 from appliance.store.rows import (
     CANARIES,
     DEPLOYMENTS,

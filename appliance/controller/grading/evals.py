@@ -24,19 +24,25 @@ from pydantic import TypeAdapter
 from appliance.controller.access.model_access import caller_of, check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished
-from appliance.controller.evals import shapes
-from appliance.controller.evals.shapes import Entry, Jsonl, Sampled, sample_object
 from appliance.controller.files.storage import FILES
-from appliance.controller.grading.checks import check_code, check_completion, check_form, check_schema, grader_of
-from appliance.controller.grading.judging import Grading, Judged
+from appliance.controller.grading import shapes
+from appliance.controller.grading.judging import (
+    Grading,
+    Judged,
+    check_code,
+    check_completion,
+    check_form,
+    check_schema,
+    grader_of,
+)
+from appliance.controller.grading.shapes import Entry, Jsonl, Sampled, sample_object
 from appliance.controller.http.resource import Resource, list_object, part
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.store import evals
+from appliance.store import files as file_rows
 from appliance.store.database import Part, owned_by
-from appliance.store.ids import new_id
-from appliance.store.objects import evals
-from appliance.store.objects import files as file_rows
-from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns
+from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns, new_id
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, ModelAnswer, judge_models, parse, sources
 from train.graders.grading import Graded
@@ -47,8 +53,6 @@ RUN_TASKS = "eval_runs"
 WINDOW_S = 24 * 3600.0
 AT_ONCE = 64
 """Items that are asked for, or wait for a place, at once."""
-ITEM_BYTES = 256
-"""Bytes that an item takes in addition to its texts: 10,000 items of 11 bytes are 3 MB on the disk."""
 _CHUNK = 200
 """Items that are checked at once."""
 _ERROR_CHARACTERS = 2000
@@ -90,7 +94,6 @@ def insert_run(
         owner=caller.owner,
         model=data_source.get("model") or "",
         data_source=data_source,
-        bytes=len(orjson.dumps(data_source)),
         **more,
     )
     context.tasks.start(RUN_TASKS, row.id, row.key_id)
@@ -146,28 +149,18 @@ class EvalRunner:
         with self._db.transaction():
             row = evals.find_run(self._db, run_id)
             if row is not None and not row.finished:
-                kept, now_s = shapes.without_items(row.data_source), time.time()
-                size = row.bytes - len(orjson.dumps(row.data_source)) + len(orjson.dumps(kept))
-                changes = {"status": status, "error": error, "ended_s": now_s, "data_source": kept, "bytes": size}
-                evals.update_run(self._db, run_id, **changes)
-
-    def _check_bytes(self, row: EvalRunRow, more_bytes: int = 0) -> None:
-        try:
-            self._context.quotas.check(caller_of(self._db, row.key_id), more_bytes)
-        except ApiError as error:
-            raise TaskFailed(error.code or "limit_reached", error.message) from None
+                kept = shapes.without_items(row.data_source)
+                evals.update_run(self._db, run_id, status=status, error=error, ended_s=time.time(), data_source=kept)
 
     # --- the data
 
     async def _check_data(self, row: EvalRunRow, evaluation: EvalRow, source: Jsonl | Sampled) -> None:
         """Check all items by the schema, some at a time: as objects, a whole file takes 20 times its size. Raises
         TaskFailed."""
-        total, size, entries = 0, 0, self._entries(row, source.source)
+        total, entries = 0, self._entries(row, source.source)
         while chunk := await asyncio.to_thread(lambda: list(islice(entries, _CHUNK))):
-            size += sum(length + ITEM_BYTES for _, length in chunk)
-            self._check_bytes(row, size)
             try:
-                items = [entry.item for entry, _ in chunk]
+                items = [entry.item for entry in chunk]
                 refused = await self._context.graders.refused_items(row.owner, evaluation.item_schema, items)
             except WorkerBroke as error:
                 code = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
@@ -182,10 +175,10 @@ class EvalRunner:
             if evals.unfinished_ids(self._db, row.id):
                 evals.update_run(self._db, row.id, status="in_progress", total=total)
 
-    def _entries(self, row: EvalRunRow, source: shapes.FileContent | shapes.FileId) -> Iterator[tuple[Entry, int]]:
+    def _entries(self, row: EvalRunRow, source: shapes.FileContent | shapes.FileId) -> Iterator[Entry]:
         """Raises TaskFailed, also while they are read."""
         if isinstance(source, shapes.FileContent):
-            return ((entry, len(entry.model_dump_json())) for entry in source.content)
+            return iter(source.content)
         file = file_rows.find(self._db, source.id, viewer=caller_of(self._db, row.key_id).viewer)
         if file is None:
             raise TaskFailed("file_not_found", f"The file {source.id} was deleted.")
@@ -201,9 +194,12 @@ class EvalRunner:
     ) -> Iterator[Coroutine[Any, Any, Answered]]:
         """Make the sample of each item that has no row, with the answers of judges. Raises TaskFailed."""
         judged = evals.passed(self._db, row.id)
-        for place, (entry, _) in enumerate(self._entries(row, source.source)):
+        for place, entry in enumerate(self._entries(row, source.source)):
             if place % AT_ONCE == 0:
-                self._check_bytes(row)
+                try:
+                    self._context.quotas.check(caller_of(self._db, row.key_id))
+                except ApiError as error:
+                    raise TaskFailed(error.code or "limit_reached", error.message) from None
             if place not in judged:
                 yield self._sampled(row, source, graders, place, entry)
 
@@ -242,7 +238,7 @@ class EvalRunner:
         usage = {model: Counter(sums) for model, sums in row.usage.items()}
         for item, stored in zip(items, rows, strict=True):
             counts[stored.status] += 1
-            size += ITEM_BYTES + len(orjson.dumps([stored.item, stored.sample, stored.results]))
+            size += len(orjson.dumps([stored.item, stored.sample, stored.results]))
             answers = [answer for judged in item.judged for _, answer in judged.values()]
             for answer in (*answers, item.answer) if row.model else answers:
                 if not answer.error:

@@ -19,10 +19,7 @@ def get(db: Database, name: str, default: Any = None) -> Any:
 
 
 def put(db: Database, name: str, value: Any) -> None:
-    db.execute(
-        "INSERT INTO box (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
-        [name, json.dumps(value, separators=(",", ":"))],
-    )
+    db.execute("INSERT OR REPLACE INTO box VALUES (?, ?)", [name, json.dumps(value, separators=(",", ":"))])
 
 
 def increment(db: Database, name: str) -> int:

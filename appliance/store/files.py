@@ -9,7 +9,7 @@ import time
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
-from appliance.store.rows import FILES, UNFINISHED, FileRow
+from appliance.store.rows import FILES, FileRow
 
 insert, update, delete = FILES.insert, FILES.update, FILES.delete
 
@@ -26,10 +26,3 @@ def page(db: Database, *, viewer: str | None, purpose: str | None, **part: Unpac
     if purpose is not None:
         where, parameters = where + " AND purpose = ?", [*parameters, purpose]
     return FILES.page_visible(db, viewer=viewer, where=where, parameters=parameters, unread=("report",), **part)
-
-
-def expired(db: Database, *, now_s: float) -> list[FileRow]:
-    """Files whose time has passed, but not the input of an unfinished batch: it would stay on the disk, uncounted, as
-    long as the batch reads it."""
-    inputs = f"SELECT input_file_id FROM batches WHERE {UNFINISHED['batches']}"
-    return FILES.list_all(db, f"expires_s <= ? AND id NOT IN ({inputs})", now_s)

@@ -9,10 +9,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from appliance.store.database import Database
-from appliance.store.errors import RowNotFound
-from appliance.store.ids import new_id
-from appliance.store.rows import KEYS, PAGE_SESSIONS, KeyRow, PageSessionRow
+from appliance.store.database import Database, RowNotFound
+from appliance.store.rows import KEYS, PAGE_SESSIONS, KeyRow, PageSessionRow, new_id
 from runtime.logs import minute
 
 KEY_PREFIX = "sk-appl-"
