@@ -56,6 +56,9 @@ def test_encode_trains_answers_and_their_ends_under_each_kind_of_template(templa
     encoder = ChatEncoder(tokenizer(template))
     found = trained_texts(encoder, TALK)
     assert sorted(text for _, text in found) == sorted(expected) and len(encoder.encode(TALK)) == n_rows
+    if n_rows > 1:
+        with pytest.raises(BadRecord, match="one turn"):
+            encoder.encode_whole(TALK)
     for before, text in found if template != STRICT else ():  # each in the context in which an engine is asked
         asked = TALK["messages"][: 4 if text.endswith(BYE) else 2]
         assert before == encoder.tokenizer.decode(encoder.prompt({"messages": asked}))
@@ -143,7 +146,8 @@ def test_encode_of_a_thought_after_the_template_closed_one_opens_it():
 def test_encode_of_an_answer_with_its_end_drops_the_second_end_and_refuses_one_within():
     encoder = ChatEncoder(tokenizer())
     ended = {"role": "assistant", "content": "hello, fox<|im_end|>"}
-    assert trained(encoder, {"messages": [QUESTION, ended]}) == [GOOD]
+    asks = {"role": "user", "content": "what is <|im_end|> here"}
+    assert trained(encoder, {"messages": [QUESTION, ended]}) == trained(encoder, {"messages": [asks, ended]}) == [GOOD]
     with pytest.raises(BadRecord, match=r"within messages\[1\]"):
         encoder.encode({"messages": [QUESTION, {**ended, "content": "a<|im_end|> b"}]})
 
@@ -165,6 +169,9 @@ def test_encode_of_ids_that_the_template_refuses_shortens_them():
     assert trained(ChatEncoder(tokenizer(checks + CHATML)), CALLED)[-1] == "it is 2<|im_end|>"
 
 
+NAMES_ONLY = BEGIN + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{{ m['content'] or '' }}" + END
+
+
 def leaves_out(role):
     return BEGIN + "{% if m['role'] != '" + role + "' %}{{ m['content'] }}{% endif %}" + END
 
@@ -178,6 +185,7 @@ def leaves_out(role):
         (leaves_out("user"), TALK, "from 'user'"),
         ("{{ messages[0]['content'] }}", TALK, r"messages\[2\]"),
         ("{# knows no tool_calls #}" + BEGIN + "{{ m['content'] or '' }}" + END, CALLED, "a call of 'add'"),
+        (NAMES_ONLY, CALLED, "the argument '1'"),
         (
             BEGIN + "{{ m['content'].split('</think>')[-1] }}" + END,
             {"messages": [QUESTION, {"role": "assistant", "content": "<think>so</think>a"}]},
@@ -188,6 +196,9 @@ def leaves_out(role):
 def test_encode_refuses_what_the_template_does_not_write(template, example, reason):
     with pytest.raises(BadRecord, match=reason):
         ChatEncoder(tokenizer(template)).encode(example)
+    if example is CALLED and template is not NAMES_ONLY:
+        with pytest.raises(BadRecord, match="calls"):
+            ChatEncoder(tokenizer(template)).prompt({"messages": CALLED["messages"][:3]})
 
 
 def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
