@@ -73,7 +73,7 @@ from scheduler.loop.cluster_state import Inbox
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
 from scheduler.ray.nodes import NAMESPACE, Nodes
-from train.graders.hosts import GraderHosts
+from train.graders.sandbox import GraderHosts
 from weights.memory.store import WeightStore
 
 log = logging.getLogger(__name__)

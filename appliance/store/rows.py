@@ -233,8 +233,9 @@ class JobRow:
     joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
     allowed_sizes: numbers of devices it may run on that its batch size divides by.
     estimate: of its layout before it began (`appliance.controller.models.capacity.Estimator.described`), with "memory":
-        {"store_bytes": of shared memory for its result and a snapshot, "host_bytes": by number of devices}; and
-        "measured": {"device_bytes", "tokens_per_s"} once it has ended.
+        {"store_bytes": of shared memory for its result and a snapshot, "host_bytes": by number of devices,
+        "limit_bytes": of its ranks' shared memory, where that sends snapshots to disk}; and "measured":
+        {"device_bytes", "tokens_per_s"} once it has ended.
     """
 
     id: str

@@ -32,7 +32,7 @@ from runtime.background_tasks import BackgroundTasks
 from scheduler.core.workload import Device, Policy
 from scheduler.handover.effects import StepRecord
 from serve.core.config import EngineConfig
-from train.graders.hosts import GraderHosts
+from train.graders.sandbox import GraderHosts
 from train.rollouts.samples import Prompt, Verdict
 
 

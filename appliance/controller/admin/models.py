@@ -296,7 +296,7 @@ PROGRESS_EVERY_S = 0.5
 
 class Import(StrictBody):
     """origin: where the files of a path came from, kept as the model's source. as_version: a further version of the
-    base model `name`, which answers nobody until it is a canary or is chosen."""
+    model `name`, which answers nobody until it is a canary or is chosen."""
 
     source: Text
     origin: Text | None = None
@@ -315,11 +315,13 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
         if (name := body.name) is not None:
             if not is_model_name(name):
                 raise InvalidValue(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", "name")
-            if name.startswith("ft:"):
-                raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
             existing = models.find(db, name)
-            if body.as_version and (existing is None or existing.kind != "base"):
-                raise InvalidValue(f"{shown(name)} is not a base model of this box.", "name")
+            if body.as_version:
+                active = models.active(db, existing) if existing else None
+                if active is None or active.meta.get("adapter"):
+                    raise InvalidValue(f"{shown(name)} is not a model of this box with whole weights.", "name")
+            elif name.startswith("ft:"):
+                raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
             if not body.as_version and (existing is not None or made_by_jobs(db, name)):
                 remedy = "delete it first or choose another name"
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")

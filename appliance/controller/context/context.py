@@ -38,7 +38,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import AWAKE
 from scheduler.loop.loop import SchedulerLoop
-from train.graders.hosts import GraderHosts
+from train.graders.sandbox import GraderHosts
 from weights.memory.store import WeightStore
 
 if TYPE_CHECKING:

@@ -299,7 +299,7 @@ class JobEvents:
             return
         meta = {name: event.get(name) for name in ("epoch", "seconds")}
         publish = (row.resolved or {}).get("publish")
-        if publish == "checkpoints":
+        if publish in ("checkpoints", "best"):
             meta["of_epoch"] = True  # until it is the job's result
         if event.get("adapter"):
             meta["adapter"] = event["adapter"]

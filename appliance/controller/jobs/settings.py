@@ -171,7 +171,8 @@ class SettingsRequest:
         resolved = self.method.resolve(requested, self.dataset, model, most)
         if bounds.min_devices and not self._is_set("batch_size") and not bounds.divided(resolved, nodes)[1]:
             # An automatic batch follows the requested devices, not the other way round.
-            rows = math.ceil(resolved["batch_size"] / bounds.min_devices) * bounds.min_devices
+            each = bounds.min_devices * resolved["micro_batch"]
+            rows = math.ceil(resolved["batch_size"] / each) * each
             resolved = self.method.resolve({**requested, "batch_size": rows}, self.dataset, model, most)
         return resolved
 
@@ -191,7 +192,7 @@ class SettingsRequest:
         kept = [name for name in capacity.LAYOUT if self._is_set(name)]
         estimator = Estimator(shape_of(self.base), box, method, method.load(dataset, resolved))
         steps = auto.steps(method.rows(dataset), resolved)
-        layouts, warning = list[capacity.Layout](), ""
+        found = []
         for parts in self._row_parts(resolved, box):
             shared = resolved | {"sequence_parallel": parts}
             sizes = bounds.divided(shared, nodes)[1]
@@ -200,8 +201,13 @@ class SettingsRequest:
             by_micro = {n: possible for n, possible in by_micro.items() if possible and set(sizes) <= set(possible)}
             layouts, warning = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
             if layouts:
-                resolved = shared
-                break
+                found.append((shared, layouts, warning))
+                if parts == 1 and layouts[0].risk == capacity.NO_RISK and not warning:
+                    break  # sharing a row is talk in every layer, and rules out numbers of devices
+        layouts, warning = [], ""
+        if found := [one for one in found if not one[2]] or found:  # what was asked for counts more than speed
+            best = capacity.fastest_of([layouts[0] for _, layouts, _ in found], capacity.NEAR)
+            resolved, layouts, warning = next(one for one in found if one[1][0] is best)
         resolved = resolved | (layouts[0].fields if layouts else estimator.leanest())
         verdict = estimator.verdict(resolved, bounds.divided(resolved, nodes)[1])
         if warning:
@@ -209,7 +215,7 @@ class SettingsRequest:
         return resolved, verdict, [estimator.described(layout, resolved, steps) for layout in layouts]
 
     def _row_parts(self, resolved: dict[str, Any], box: BoxFacts) -> list[int]:
-        """Numbers of ranks to share a row, in the order to try: the requested one; or one, then more."""
+        """Numbers of ranks that may share a row: the requested one; or one, and more."""
         first = resolved["sequence_parallel"]
         if self._is_set("sequence_parallel") or not self.method.sums or box.on_host:
             return [first]

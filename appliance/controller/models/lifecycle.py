@@ -95,7 +95,7 @@ async def register(
         serves: whether the version becomes the active one.
 
     Raises:
-        OperationFailed: Jobs make a model of this name, or the base was deleted meanwhile. The bytes are gone then.
+        OperationFailed: Jobs make a model of this name, or it or the base was deleted. The bytes are gone then.
     """
     db, info = context.db, {**imported.info, "warnings": list(imported.warnings)}
     base, meta = models.find(db, adapter["base"]) if adapter is not None else None, dict[str, Any]()
@@ -109,8 +109,10 @@ async def register(
     now_s = time.time()
     version = VersionRow(imported.name, imported.version, source, imported.bytes, now_s, str(imported.path), meta=meta)
     why, code = "", "model_exists"
-    if made_by_jobs(db, imported.name):  # an import never becomes a version of what jobs make
+    if serves and made_by_jobs(db, imported.name):  # what jobs make never answers with what was imported
         why = f"{shown(imported.name)} is the name of a model that jobs make; import this one with --name, by another."
+    elif not serves and models.find(db, imported.name) is None:
+        why, code = f"{shown(imported.name)} was deleted during the import", "model_not_found"
     elif adapter is not None and models.find_version(db, adapter["base"], adapter["base_version"]) is None:
         why, code = f"{adapter['base']} {adapter['base_version']} was deleted during the import", "base_not_found"
     if why:

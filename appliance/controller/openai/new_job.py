@@ -33,7 +33,7 @@ from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns, new_id
 from train.data_checks.check import DataReport
 from train.graders.errors import InvalidGrader
 from train.graders.graders import parse
-from train.graders.hosts import GraderHosts
+from train.graders.sandbox import GraderHosts
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan.errors import InvalidHyperparameter
