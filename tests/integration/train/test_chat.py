@@ -93,9 +93,7 @@ CALLED = {
     ]
 }
 NO_ARGUMENTS = {**CALL, "function": {"name": "add", "arguments": "{}"}}
-SAYS_IT_CALLS = {
-    "messages": [QUESTION, {"role": "assistant", "content": "I add.", "tool_calls": [NO_ARGUMENTS]}],
-}
+SAYS_IT_CALLS = {"messages": [QUESTION, {"role": "assistant", "content": "I add.", "tool_calls": [NO_ARGUMENTS]}]}
 
 
 # As gpt-oss's: results are JSON, and a thought before a call is dropped once the call is answered.
@@ -112,10 +110,8 @@ def test_encode_of_equal_calls_and_results_trains_no_result(result):
     call, answered = CALLED["messages"][1], {**CALLED["messages"][2], "content": result}
     messages = [QUESTION, call, answered, call, answered, CALLED["messages"][3]]
     found = trained(ChatEncoder(tokenizer(JSON_RESULTS)), {"messages": messages})
-    assert sorted(text.removeprefix("<think>hm</think>") for text in found) == [
-        *['add {"a": 1}<|im_end|>'] * 2,
-        "it is 2<|im_end|>",
-    ]
+    found = sorted(text.removeprefix("<think>hm</think>") for text in found)
+    assert found == ['add {"a": 1}<|im_end|>'] * 2 + ["it is 2<|im_end|>"]
 
 
 def test_encode_under_a_template_that_goes_on_after_its_end_trains_up_to_the_end():
@@ -208,8 +204,7 @@ def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
     )
     answer = {"role": "assistant", "content": "the quick brown fox"}
     encoder = ChatEncoder(words)
-    asked = {"messages": [QUESTION, answer]}
-    ((ids, mask),) = encoder.encode(asked)
+    ((ids, mask),) = encoder.encode({"messages": [QUESTION, answer]})
     prompt = encoder.prompt({"messages": [QUESTION]})
     assert ids[: len(prompt)].tolist() == prompt.tolist()
     assert mask.tolist() == [n >= len(prompt) for n in range(len(ids))]

@@ -41,7 +41,6 @@ async def test_held_until_a_replica_opens(start_box: Start) -> None:
 @pytest.mark.parametrize("refused", [False, True])
 async def test_held_stream_gets_comments_then_its_answer_or_an_error_event(start_box: Start, refused: bool) -> None:
     box = await start_box(holds={"sse_grace_s": 0.0, "sse_interval_s": 0.01})
-
     refuses = gives({"error": {"message": "too long", "type": "BadRequestError", "code": 400}}, 400)
     await box.engine("e0", refuses if refused else answer_chat)
     box.serve("m")
@@ -203,7 +202,7 @@ async def test_engine_gets_a_quarter_more_than_its_slots_and_the_rest_waits(star
     count = await box.send("POST", "/v1/messages/count_tokens", chat())
     await box.until(lambda: "hi" in engine.running)  # it needs no slot
     engine.end("hi")
-    assert await count.response()
+    await count.response()
     for n in range(8):
         engine.end(str(n))
     assert {(await wire.response()).status for wire in wires} == {200}

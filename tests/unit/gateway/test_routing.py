@@ -221,7 +221,6 @@ async def test_death_on_the_canary_is_answered_by_the_other_version_and_counts(s
 async def test_answers_of_400_and_500_are_errors_of_the_version_that_gave_them(start_box: Start) -> None:
     box = await start_box()
     await split(box, 1.0)
-
     for status in (200, 400, 500):
         error = {"error": {"message": "no", "type": "x", "code": status}}
         box.engines["e1"].script = gives(error if status > 200 else chat_answer(), status)
