@@ -199,13 +199,13 @@ class Child:
         try:
             while True:
                 self._dispatch(await self._channel.receive())
-        except ChannelClosed:  # within a frame, perhaps: then the warm parent's last one stands where its rest would
+        except ChannelClosed:  # perhaps within a frame: the warm parent's last frame then follows its first part
             last = LAST_FRAME.search(self._channel.received[-32:])
             self.status = int(last[1]) if last else self.status
         finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
             self._watch.cancel()
-            # The kernel counts its kills but does not name processes: one in these seconds was this one if it was
-            # killed, or a process of it, and not by us.
+            # The kernel counts its kills but does not name processes. A kill in these seconds hit this process or a
+            # child of it, if one of them was killed and not by us.
             if kills_so_far() > self._kills:
                 core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
                 self.starved = core_killed or not self._killed and self.status == -signal.SIGKILL

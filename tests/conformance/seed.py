@@ -211,7 +211,7 @@ def _batches(db: Database, files_dir: Path) -> None:
 
 
 def _responses(db: Database) -> None:
-    """Made in background and answered: only such a one can be cancelled, without effect, and streamed later."""
+    """Background responses, already answered: only these can be cancelled, without effect, and streamed later."""
     text = {"type": "output_text", "text": "2", "annotations": []}
     message = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
     item = {"id": "after", "type": "message", "role": "user", "content": "1+1?"}

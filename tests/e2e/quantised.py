@@ -96,7 +96,7 @@ _PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "toke
 
 
 def _formats(size: int) -> dict[str, tuple[Quantise, dict[str, Any]]]:
-    """By name; those in 4 bits with groups of `size`."""
+    """Quantiser and configuration of each format, by name; 4-bit formats have groups of `size`."""
     four_bits = {"bits": 4, "group_size": size}
     packed = {"num_bits": 4, "strategy": "group", "group_size": size}
     fp8_dynamic = {"quant_method": "fp8", "activation_scheme": "dynamic"}

@@ -197,7 +197,7 @@ def test_a_person_logs_in_by_a_provider_with_the_scopes_of_their_group(
 
 def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(visit: Visit, front: Front) -> None:
     page = visit(key=key_with(front, "read", "admin"), place="#/queue", loud=True)
-    # Another page of the same machine, to which the browser sends the cookie; and one that has no header of the page's.
+    # The browser sends the cookie, but the request lacks the page's header, or has that of another login.
     for headers in ("{}", "{'x-appliance-page': 'session_x.y'}"):
         asked = f"fetch('/admin/v1/keys', {{credentials: 'include', headers: {headers}}})"
         assert page.evaluate(f"{asked}.then((answer) => answer.status)") == 401

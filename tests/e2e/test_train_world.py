@@ -86,7 +86,7 @@ async def test_samples_of_a_run_that_moves_between_sizes_count_once(shop, method
 
 
 async def test_the_best_version_is_the_result_and_a_run_that_gets_worse_ends(shop):
-    shop.spec("other", examples=24)  # writes what it is validated on
+    shop.spec("other", examples=24)  # writes the validation file
     fields = {"examples": 4, "learning_rate": 2e-2, "n_epochs": 12, "batch_size": 2, "micro_batch": 1, "packing": False}
     spec = shop.spec(
         "best",
@@ -355,12 +355,12 @@ async def test_a_world_that_ended_unwatched_is_still_taken_over(shop):
         pytest.param({"zero_stage": 2, "offload": "optimizer"}, id="offload", marks=pytest.mark.soak),
     ],
 )
-async def test_left_step_is_done_again_bitwise(shop, fields):
-    # Steps of many micro-batches: the suspension comes inside one, which is left after a micro-batch.
+async def test_aborted_step_is_repeated_bitwise(shop, fields):
+    # Steps of many micro-batches: the suspension aborts a step between two of them.
     fields |= {"batch_size": 16, "examples": 96}
     unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
     spec, losses, snapshot, left = shop.spec("left", **fields), {}, None, 0
-    while left == 0:  # a suspension that comes with a step's last micro-batch finds nothing to leave
+    while left == 0:  # a suspension during a step's last micro-batch aborts nothing
         world = await shop.launch(spec, 2, snapshot=snapshot).start()
         await world.reached(max(losses, default=0) + 1)
         report = await world.group.suspend()

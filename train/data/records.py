@@ -151,7 +151,7 @@ def _bare(raw: bytes) -> bytes:
 
 
 def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
-    """What a file is that cannot be JSON lines or a JSON array, and the command that converts it; None for all others.
+    """The format of a file that cannot be JSON lines or a JSON array, and the command that converts it; else None.
     Leaves the file at its beginning."""
     head = file.read(4096)
     file.seek(0)
@@ -256,7 +256,7 @@ class Fields:
             self.left.update(f"{self._path}{key}" for key, value in self.unread.items() if has_value(value))
 
     def refuse(self) -> None:
-        """Raises BadRecord for a field that nothing took and that the object must not have."""
+        """Raises BadRecord for an unread field that the object must not have."""
         for key, value in self.unread.items():
             if key in self._refuses and self._refuses[key][0](value):
                 raise BadRecord(f"{self._prefix}has {key!r}: {self._refuses[key][1]}")

@@ -180,7 +180,7 @@ class Canaries:
         }
 
     def _loads(self, row: CanaryRow) -> dict[str, VersionLoad]:
-        """Counts of gateways for the canary and for the version before it."""
+        """The gateways' counts of requests to the canary and to the version before it."""
         load = self._context.bus.load().canaries.get(row.model)
         counted = load.versions if load is not None and load.since_s == row.created_s else {}
         return {version: counted.get(version, VersionLoad()) for version in (row.version, row.before)}

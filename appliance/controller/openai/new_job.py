@@ -319,7 +319,7 @@ def _name_refused(name: str, why: str) -> Conflict:
 
 
 def _gate(context: ControllerContext, gate: Gate, caller: Principal) -> dict[str, Any]:
-    """As `JobRow.gate` has it. Raises ApiError."""
+    """The new job's `JobRow.gate`. Raises ApiError."""
     if not caller.may(INFERENCE):  # the box asks models for it
         raise Forbidden(INFERENCE)
     if evals.find(context.db, gate.eval_id, viewer=caller.viewer) is None:
@@ -334,7 +334,7 @@ def _gate(context: ControllerContext, gate: Gate, caller: Principal) -> dict[str
 def _judge(
     context: ControllerContext, training: Training, student: Resolved, resolved: dict[str, Any], caller: Principal
 ) -> dict[str, Any]:
-    """Who judges the answers of a method that learns from the model's own. Raises ApiError."""
+    """The judge for a method that trains on the model's own answers. Raises ApiError."""
     kind = training.method.judged_by
     judge, param = training.block[kind], training.path(kind)
     if kind == "teacher":

@@ -61,7 +61,7 @@ def finish(box: ControlledBox) -> Callable[[float | None], None]:
 
 
 class Trial:
-    """As much of Optuna's as the objective uses: it takes the lowest value of each range."""
+    """The part of Optuna's Trial that the objective uses; it suggests the lowest value of each range."""
 
     def __init__(self) -> None:
         self.user_attrs: dict[str, Any] = {}
