@@ -28,7 +28,7 @@ KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it
 
 
 class Channel:
-    """The supervisor's end of a lifeline. It reads without asyncio's streams: they lose what is unread when a write
+    """The supervisor's end of a lifeline. It reads without asyncio's streams: they lose unread data when a write
     fails, such as a call to a process that has just ended."""
 
     def __init__(self, writer: asyncio.StreamWriter):
@@ -36,7 +36,7 @@ class Channel:
         self._writer = writer
         self._connection = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
         self._connection.setblocking(False)
-        self.received = bytearray()  # and not taken yet
+        self.received = bytearray()  # but not consumed yet
 
     async def send(self, message: dict[str, Any]) -> None:
         """Raises ChannelClosed when the peer is gone."""
@@ -159,7 +159,7 @@ class Child:
         return event
 
     def log_end(self) -> str:
-        """The last lines that it wrote into its log."""
+        """The last lines of the child's log."""
         return tail(self.log_path, self._log_begin)
 
     async def closed(self) -> None:

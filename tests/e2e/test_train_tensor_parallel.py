@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model that ranks share trains, moves and publishes as one that each of them has whole."""
+"""Tensor parallelism: a model split over ranks trains, moves and publishes like one that is whole on each rank."""
 
 from dataclasses import replace
 

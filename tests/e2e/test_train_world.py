@@ -151,7 +151,7 @@ async def test_published_version_is_a_model_directory_with_the_trained_weights(s
     base = load_file(f"{spec.base_path}/model.safetensors")
     assert all(not torch.equal(tensors[k], base[k]) for k in tensors if tensors[k].ndim == 2)
     assert AutoTokenizer.from_pretrained(stored.path).chat_template
-    # The weights the loss was computed with: what the last validation would see is what is served.
+    # The served weights are those of the loss, as the last validation would use them.
     assert json.loads((stored.path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -225,7 +225,7 @@ async def test_publish_by_fragments_equals_a_gathered_model(shop, kind, fields):
         assert event["names"] == event["expected"]
         # peft multiplies the factors in bf16, we in fp32: an ulp of a bf16 weight of this size.
         assert max(event["worst"].values(), default=0.0) <= (4e-3 if kind.startswith("lora") else 0.0)
-        # Nobody writes a whole copy.
+        # No rank writes a whole copy.
         written.append(event["written_elements"])
         assert written[-1] < 0.6 * event["elements"]
     assert sum(written) == event["elements"]
@@ -311,11 +311,11 @@ async def test_killed_ranks_cost_the_steps_since_the_snapshot_and_the_rest_goes_
 @pytest.mark.parametrize(
     "method", [pytest.param(one, marks=[pytest.mark.soak] * (one == "distillation")) for one in METHODS]
 )
-async def test_another_group_takes_over_where_the_first_one_was_left(shop, method):
-    """What a controller does that was killed while a job trained: same processes, no event lost, no step twice."""
+async def test_second_group_takes_over_running_ranks(shop, method):
+    """A controller was killed while a job trained. Its successor keeps the processes, events and steps."""
     first = await shop.launch(shop.spec(**{"n_epochs": 3} | of_method(method)), 2).start()
     await first.reached(2)
-    first.group._following.cancel()  # as its process's death would
+    first.group._following.cancel()  # as the death of its process would
     heard = first.events
     told = first.events = []
     second = Group(first._note, PATIENT)  # samples are drawn as before
@@ -373,5 +373,5 @@ async def test_aborted_step_is_repeated_bitwise(shop, fields):
 
 
 def of_method(method):
-    """Fields of a spec; of methods whose answers are judged, so few prompts that sampling takes seconds."""
+    """Fields of a spec; for methods with judged answers, few prompts, so that sampling takes seconds."""
     return {"method": method} | ({"examples": 24, "packing": False} if method in JUDGED else {})

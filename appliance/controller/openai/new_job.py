@@ -1,4 +1,4 @@
-"""Makes fine-tuning jobs of requests, checked as far as possible before the data is converted: first the request's own
+"""Creates jobs from requests, checked as far as possible before the data is converted: first the request's own
 fields (`JobCreate`, `training_of`), then what it names (`insert_job`)."""
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     counted, names = data["training_file"].report or {}, ("n_examples", "n_rows", "n_tokens_estimate")
     of_upload = DataReport(**{name: counted[name] for name in (*names, "longest_example_tokens") if name in counted})
     try:
-        # Only to refuse errors while the client waits; the values are computed again from the checked data.
+        # Only to report errors while the client waits; validation computes the values again from the checked data.
         dataset = settings.dataset_of(of_upload)
         resolved = settings.SettingsRequest(context, base, method, training.hyperparameters, dataset, bounds).resolve()
         if body.validation_file is None:

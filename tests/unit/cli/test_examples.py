@@ -37,7 +37,7 @@ def client(box: ControlledBox) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def finish(box: ControlledBox) -> Callable[[float | None], None]:
-    """Ends the newest job well, with this validation loss; with None it fails."""
+    """The newest job succeeds with this validation loss; with None it fails."""
 
     def finish(loss: float | None) -> None:
         box.settle()
