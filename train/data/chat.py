@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -80,9 +80,9 @@ class ChatEncoder:
 
     def encode(self, example: dict[str, Any]) -> list[Tokens]:
         """Rows of (token ids (n,) int32, trained (n,) bool), one for all trained turns or one for each where the
-        template needs it. Raises BadRecord if the template refuses the example or loses something of
-        it, or the model does not know a token of it: on a GPU the rank would fail in words about some kernel."""
-        return [self._tokens(row) for row in self.rows(example)]
+        template needs it. Raises BadRecord if the template refuses the example or loses something of it, or the model
+        does not know a token of it: on a GPU the rank would fail in words about some kernel."""
+        return [tokens for row in self.rows(example) for tokens in self._tokens(row)]
 
     def encode_whole(self, example: dict[str, Any]) -> Tokens:
         """The example as one row. Raises BadRecord also where the template needs one for each turn."""
@@ -152,24 +152,23 @@ class ChatEncoder:
                 pass
         return tuple(partial(form, parts=False) for form in forms)
 
-    def _tokens(self, row: Row) -> Tokens:
-        ids, starts, ends = self._cut(row.text, [0])
-        # A token that has both prompt and answer is cut: an engine's prompt ends there.
-        cuts = [start for start, _ in row.spans if ((starts < start) & (ends > start)).any()]
-        if cuts:
-            ids, starts, ends = self._cut(row.text, [0, *cuts])
+    def _tokens(self, row: Row) -> list[Tokens]:
+        """The row's tokens, or one row for each turn where a token has both prompt and answer: an engine's prompt ends
+        within it, and later prompts have it whole."""
+        encoded = self._tokenise(row.text)
+        ids = np.array(encoded["input_ids"], np.int32)
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         trained = np.zeros(len(ids), bool)
         for start, end in row.spans:
+            if ((starts < start) & (ends > start)).any():
+                if len(row.spans) > 1:
+                    turns = (Row(row.text[:end], ((start, end),)) for start, end in row.spans)
+                    return [tokens for turn in turns for tokens in self._tokens(turn)]
+                prompt, answer = (self._tokenise(text)["input_ids"] for text in (row.text[:start], row.text[start:]))
+                ids = np.array([*prompt, *answer], np.int32)
+                return [(ids, np.arange(len(ids)) >= len(prompt))]
             trained |= (starts >= start) & (starts < end) & (ends > starts)
-        return ids, trained
-
-    def _cut(self, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids int32, starts, ends), each (n,), of the pieces that begin at these characters."""
-        pieces = [(at, self._tokenise(text[at:end])) for at, end in pairwise([*cuts, len(text)])]
-        ids = np.concatenate([np.array(encoded["input_ids"], np.int32) for _, encoded in pieces])
-        offsets = [np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2) + at for at, encoded in pieces]
-        starts, ends = np.concatenate(offsets).T
-        return ids, starts, ends
+        return [(ids, trained)]
 
     def _stops(self, text: str) -> bool:
         return any(token in text for token in self._stop_tokens)
