@@ -17,6 +17,7 @@ import orjson
 
 from train.data.messages import (
     MEDIA_REFUSES,
+    drop_padded_arguments,
     is_off,
     last_role,
     read_messages,
@@ -109,8 +110,8 @@ class Example(NamedTuple):
 @dataclass(frozen=True)
 class Shape:
     """name: in reports and for methods; several rows of the table may share one. needs: of each of these groups one key
-    has to have a value. refuses: keys that make a row unusable if
-    nothing reads them. marked: a mark of the answer has to be there. when: what else chooses the shape."""
+    has to have a value. refuses: keys that make a row unusable if nothing reads them. marked: a mark of the answer has
+    to be there. when: what else chooses the shape."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -173,7 +174,9 @@ def _checked(messages: list[Record], request: Fields) -> Record:
     """The chat record of messages and of the tools of their request. Raises BadRecord."""
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
         raise BadRecord("every assistant message has weight 0 (or train false), so there is nothing to learn")
-    return {"messages": messages, **read_tools(request)}
+    tools = read_tools(request)
+    drop_padded_arguments(messages, tools.get("tools", []))
+    return {"messages": messages, **tools}
 
 
 def _conversation(fields: Fields, names: tuple[str, ...]) -> Record:

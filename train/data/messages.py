@@ -230,11 +230,25 @@ def _arguments(given: Any, name: str, where: str) -> str:
     where, text = f"{where}, arguments of {name[:60]!r}", None
     while isinstance(given, str) and given.strip():
         text, given = given, _json(given, where)
-    if not has_value(given):
+    if isinstance(given, str) or not has_value(given):
         return "{}"
     if not isinstance(given, dict):
         raise BadRecord(f"{where}: {quoted(given)} is not an object; expected the arguments by name")
-    return text or json.dumps(_without_null(given), ensure_ascii=False)
+    return text or json.dumps(given, ensure_ascii=False)
+
+
+def drop_padded_arguments(messages: list[Record], tools: list[Record]) -> None:
+    """Drop null arguments that no tool defines: tables pad each call with the columns of all others."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+        arguments, properties = (
+            loads(function["arguments"].encode()),
+            schemas.get(function["name"], {}).get("properties"),
+        )
+        defined = properties if isinstance(properties, dict) else {}
+        kept = {key: value for key, value in arguments.items() if value is not None or key in defined}
+        if kept != arguments:
+            function["arguments"] = json.dumps(kept, ensure_ascii=False)
 
 
 def _find_call(message: Record, unanswered: list[Record], where: str) -> None:
@@ -291,7 +305,7 @@ def _tool(tool: Any, where: str) -> Record:
 
 
 def _without_null(value: Any) -> Any:
-    """A tool or the arguments of a call without the null keys with which tables pad them."""
+    """A tool's definition without the null keys with which tables pad it."""
     if isinstance(value, dict):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
