@@ -7,7 +7,9 @@ it.
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -45,6 +47,7 @@ _TURNS = ("messages", "conversations", "conversation")
 
 # A string, which stays as it is, or a bare NaN. Possessive: linear in the text.
 _STRING_OR_NAN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\bNaN\b', re.DOTALL)
+_ESCAPED_COLON = re.compile(rb"\\u003a", re.IGNORECASE)
 _PYTHON = re.compile(r"'|None\b|True\b|False\b")
 _PYTHON_TO_JSON = (
     'python3 -c "import ast, json, sys; [print(json.dumps(ast.literal_eval(l))) for l in sys.stdin]"'
@@ -109,7 +112,8 @@ def examples(file: BinaryIO) -> Iterator[Line]:
     file.seek(0)
     for number, line in enumerate(iter(lambda: file.readline(MAX_EXAMPLE_BYTES + 1), b""), 1):
         if len(line) > MAX_EXAMPLE_BYTES:
-            yield number, BadFile(f"is longer than {MAX_EXAMPLE_BYTES} bytes, the limit for one example")
+            limit = f"is longer than {MAX_EXAMPLE_BYTES} bytes, the limit for one example"
+            yield number, BadFile(f"{limit}; the lines after it were not checked")
             return
         if raw := _bare(line):
             yield number, raw
@@ -170,7 +174,7 @@ def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
 
 
 def loads(raw: bytes) -> Any:
-    """The JSON value of a text: UTF-8, at most MAX_DEPTH levels, NaN as null. Raises
+    """The JSON value of a text: UTF-8, at most MAX_DEPTH levels, no key twice in an object, NaN as null. Raises
     BadRecord."""
     try:
         value = orjson.loads(raw)
@@ -183,7 +187,18 @@ def loads(raw: bytes) -> Any:
     # Walking is not cheap, but few records have enough brackets to be too deep.
     if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
+    # orjson keeps the last of two equal keys. Each key has a colon, so a value that lost one is written with fewer; a
+    # colon that is escaped in a string may hide that.
+    if raw.count(b":") != orjson.dumps(value).count(b":") or _ESCAPED_COLON.search(raw):
+        json.loads(raw, object_pairs_hook=_refuse_twice)
     return value
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
+    """Raises BadRecord for an object that has a key twice."""
+    if len(dict(pairs)) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise BadRecord(f"has the key {key[:60]!r} twice in one object; only one of the two values can be meant")
 
 
 def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:

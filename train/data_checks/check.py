@@ -14,10 +14,11 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 import orjson
 
 from train.data.formats import TEXT, Example, convert, shape_of
-from train.data.records import BadFile, BadRecord, NoAnswer, Record, examples, parse
+from train.data.records import BadFile, BadRecord, Line, NoAnswer, Record, examples, parse
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.
@@ -38,6 +39,7 @@ MAX_LEFT_OUT, _MAX_NAME = 30, 60
 # Examples whose tokens are counted, from the first on; those after them are estimated, corrected by what the first say.
 COUNTED_EXAMPLES = 2000
 
+_SHAPE_EXAMPLES = 100  # the first ones, which tell the shape of a file
 _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
@@ -80,27 +82,36 @@ class DataReport:
 
 
 def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[tuple[int, str, Example | BadRecord]]:
-    """(line, shape of the file, example or why it cannot be used) of every example. The shape of the first is that of
-    all: a record of another shape is unusable, and so is a file of a shape that the method does not take, as `refuses`
-    says. Raises OSError."""
-    shape = ""
+    """(line, shape of the file, example or why it cannot be used) of every example. The shape of most of the first is
+    that of all, of those that the method takes if `refuses` says which: a record of another shape is unusable, and so
+    is a file of which the method takes none. Raises OSError."""
     with open(path, "rb") as file:
-        for line, raw in examples(file):
+        shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
+        for line, raw in examples(file):  # read again: the first ones may take 1.6 GiB together
             found: Example | BadRecord
             try:
                 if isinstance(raw, BadRecord):
                     raise raw
                 own = shape_of(record := parse(raw)).name
-                if not shape and refuses and (refusal := refuses(own)):
-                    raise BadFile(refusal)
                 shape = shape or own
+                if refuses and (refusal := refuses(shape)):
+                    raise BadFile(refusal)
                 if own != shape:
                     ends = " (its last message is from the user)" if own == "prompt" else ""
-                    raise BadRecord(f"has the shape {own!r}{ends}; the file's first example is {shape!r}")
+                    raise BadRecord(f"has the shape {own!r}{ends}; most of the file's first examples are {shape!r}")
                 found = convert(record)
             except BadRecord as bad:
                 found = bad
             yield line, shape or "empty", found
+
+
+def _usual_shape(first: Iterable[Line], refuses: Refuses | None) -> str:
+    shapes: Counter[str] = Counter()
+    for _, raw in first:
+        with suppress(BadRecord):
+            if not isinstance(raw, BadRecord):
+                shapes[shape_of(parse(raw)).name] += 1
+    return max(shapes, key=lambda shape: (not (refuses and refuses(shape)), shapes[shape]), default="")
 
 
 def check_training_file(
@@ -268,7 +279,7 @@ def report_findings(
             check["kinds"] = dict(kinds.most_common())
     return {
         "object": "file.check",
-        "file": {"file": name, "bytes": size, "sha256": sha256, "shape": data.shape if n_examples else None},
+        "file": {"file": name, "bytes": size, "sha256": sha256, "shape": None if data.shape == "empty" else data.shape},
         "examples": n_examples,
         "usable": 0 < len(lengths) == n_examples,
         "checks": checks,
