@@ -110,13 +110,14 @@ class Example(NamedTuple):
 @dataclass(frozen=True)
 class Shape:
     """name: in reports and for methods; several rows of the table may share one. needs: of each of these groups one key
-    has to have a value. refuses: keys that make a row unusable if nothing reads them. marked: a mark of the answer has
-    to be there. when: what else chooses the shape."""
+    has to have a value. has: keys that have to be there, even if empty. refuses: keys that make a row unusable if
+    nothing reads them. marked: a mark of the answer has to be there. when: what else chooses the shape."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
     read: Callable[[Fields], Record]
     refuses: Refuses = field(default_factory=lambda: _CHAT_REFUSES)
+    has: tuple[str, ...] = ()
     marked: bool = False
     when: Callable[[Record], bool] = lambda record: True
 
@@ -124,7 +125,8 @@ class Shape:
         """has: whether the record has a key."""
         if self.marked and not any(_is_mark(record.get(key)) for key in MARKS):
             return False
-        return all(any(map(has, group)) for group in self.needs) and self.when(record)
+        has_all = all(key in record for key in self.has) and all(any(map(has, group)) for group in self.needs)
+        return has_all and self.when(record)
 
 
 def convert(record: Any) -> Example:
@@ -392,7 +394,7 @@ def _single(name: str, question: tuple[str, ...], answer: tuple[str, ...], **mor
 
 
 def _pair(read: Callable[[Fields], Record], *needs: tuple[str, ...], **more: Any) -> Shape:
-    return Shape("preference", (("chosen",), ("rejected",), *needs), read, REFUSES, **more)
+    return Shape("preference", (SIDES, *needs), read, REFUSES, has=SIDES, **more)
 
 
 TEXT = "text"
@@ -410,7 +412,7 @@ _CONVERSATIONS = (
     _single("input_output", ("input",), ("output",), when=lambda record: "instruction" not in record),
 )
 SHAPES: tuple[Shape, ...] = (
-    Shape("preference", (("input",), *((key,) for key in OUTPUTS)), _openai_preference, REFUSES),
+    Shape("preference", (("input",), OUTPUTS), _openai_preference, REFUSES, has=OUTPUTS),
     # TRL's implicit prompts, Anthropic's dialogues; answers to a prompt (TRL, orca, alpaca) or to a conversation
     # (ShareGPT); texts that begin alike.
     _pair(lambda fields: _whole(fields, _sides(fields)), when=_are_conversations),
