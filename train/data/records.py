@@ -120,8 +120,8 @@ def examples(file: BinaryIO) -> Iterator[Line]:
 
 
 def _array(file: BinaryIO) -> list[Any] | None:
-    """The elements of a file that is one JSON array; None of lines. Raises BadRecord for an array that cannot be read
-    and for values over several lines."""
+    """The elements of a file that is one JSON array; None for lines. Raises BadRecord for an array that cannot be read
+    and for a first line that is part of an object."""
     first = b""
     while not first and (line := file.readline(MAX_EXAMPLE_BYTES + 1)):
         first = _bare(line)
@@ -130,8 +130,8 @@ def _array(file: BinaryIO) -> list[Any] | None:
     except BadRecord as bad:
         if first[:1] == b"{" and len(first) <= MAX_EXAMPLE_BYTES and "unexpected end of data" in str(bad):
             raise BadRecord(
-                "line 1 ends within an object; expected a whole example on each line (for objects over several lines: "
-                "jq -c . FILE > train.jsonl)"
+                "the first line ends within an object, so no other was checked; expected a whole example on each line "
+                "(for objects over several lines: jq -c . FILE > train.jsonl)"
             ) from None
         if not first.startswith(b"["):
             return None
