@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import orjson
@@ -121,7 +122,7 @@ def examples(file: BinaryIO) -> Iterator[Line]:
 
 def _array(file: BinaryIO) -> list[Any] | None:
     """The elements of a file that is one JSON array; None for lines. Raises BadRecord for an array that cannot be read
-    and for a first line that is part of an object."""
+    and for objects over several lines."""
     first = b""
     while not first and (line := file.readline(MAX_EXAMPLE_BYTES + 1)):
         first = _bare(line)
@@ -129,6 +130,9 @@ def _array(file: BinaryIO) -> list[Any] | None:
         value = parse(first)
     except BadRecord as bad:
         if first[:1] == b"{" and len(first) <= MAX_EXAMPLE_BYTES and "unexpected end of data" in str(bad):
+            with suppress(BadRecord):
+                parse(_bare(file.readline(MAX_EXAMPLE_BYTES + 1)))
+                return None  # one broken line before others
             raise BadRecord(
                 "the first line ends within an object, so no other was checked; expected a whole example on each line "
                 "(for objects over several lines: jq -c . FILE > train.jsonl)"

@@ -128,6 +128,11 @@ def test_objects_over_several_lines_are_one_error(tmp_path):
     assert [line for line, _ in report.errors] == [1] and "jq -c . FILE" in report.errors[0][1]
 
 
+def test_check_of_a_broken_first_line_reads_the_others(tmp_path):
+    report = check_training_file(write(tmp_path / "f.jsonl", '{"messages": [', *[GOOD] * 3))
+    assert ([line for line, _ in report.errors], report.n_examples) == ([1], 3)
+
+
 @pytest.mark.parametrize("sep", ["lines", "array", "one"])
 def test_bare_lists_of_messages_are_chats(tmp_path, sep):
     turns = GOOD["messages"]
