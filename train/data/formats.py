@@ -133,7 +133,7 @@ def convert(record: Any) -> Example:
     """Raises BadRecord."""
     shape = shape_of(record)
     with Fields(record, set(), refuses=shape.refuses) as fields:
-        example = Example(shape.name, shape.read(fields), fields.left)
+        example = Example(shape.name, shape.read(fields), fields.left_out)
     return example
 
 
@@ -166,7 +166,7 @@ def _no_shape(record: Record) -> str:
 
 
 def _chat(fields: Fields, turns: Any, name: str = "messages") -> Record:
-    messages = read_messages(with_system(turns, fields), fields.left, name)
+    messages = read_messages(with_system(turns, fields), fields.left_out, name)
     if messages[-1]["role"] != "assistant":
         raise BadRecord(f"the last message is from {messages[-1]['role']!r}; expected 'assistant'")
     return _checked(messages, fields)
@@ -247,7 +247,7 @@ def _document(fields: Fields) -> Record:
 
 def _prompt(fields: Fields) -> Record:
     """A conversation that the model answers while it trains. All further fields are the item, which a grader sees."""
-    messages = read_messages(with_system(fields.take("messages"), fields), fields.left)
+    messages = read_messages(with_system(fields.take("messages"), fields), fields.left_out)
     if any("weight" in message for message in messages):
         raise BadRecord("has a message with a 'weight'; nothing of a prompt is trained")
     tools = read_tools(fields)
@@ -288,7 +288,7 @@ def _openai_preference(fields: Fields) -> Record:
     inputs = fields.take("input")
     if not isinstance(inputs, dict):
         raise BadRecord(f"'input' is a {kind_of(inputs)}, expected an object with 'messages'")
-    with Fields(inputs, fields.left, "input") as request:
+    with Fields(inputs, fields.left_out, "input") as request:
         prompt = request.take("messages")
         return _preference(fields, prompt, "input.messages", [_output(fields, name) for name in OUTPUTS], request)
 
@@ -367,13 +367,13 @@ def _preference(
     """Two chats that train only their outputs, the preferred one first. request: has the tools, if not the row."""
     if not prompt:
         raise BadRecord("has no prompt: nothing that both outputs answer")
-    before = read_messages(with_system(prompt, fields), fields.left, name)
+    before = read_messages(with_system(prompt, fields), fields.left_out, name)
     if before[-1]["role"] == "assistant":
         raise BadRecord("the prompt ends with a message from 'assistant'; expected the turn that is answered")
     n_calls = sum(len(message.get("tool_calls", ())) for message in before)
     after = []
     for side, output in zip(SIDES if request is None else OUTPUTS, outputs, strict=True):
-        after.append(read_messages(output, fields.left, side, n_calls))
+        after.append(read_messages(output, fields.left_out, side, n_calls))
         for index, message in enumerate(after[-1]):
             if message["role"] not in ("assistant", "tool") or (index == 0 and message["role"] == "tool"):
                 raise BadRecord(f"{side}[{index}] is from {message['role']!r}; expected 'assistant'")

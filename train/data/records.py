@@ -94,8 +94,8 @@ def _is_conversation(value: Any) -> bool:
 
 
 def examples(file: BinaryIO) -> Iterator[Line]:
-    """Those of JSONL or of a JSON array; a BadRecord in place of what is too big, a BadFile in place of a file that is
-    none of them."""
+    """Yield the examples of JSONL or of a JSON array: a BadRecord for one that is too big, a BadFile where no more can
+    be read."""
     try:
         file.seek(0)
         if foreign := foreign_file(file):
@@ -159,8 +159,8 @@ def _bare(raw: bytes) -> bytes:
 
 
 def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
-    """What a file is that cannot be JSON lines or a JSON array, and the command that converts it; None for all others.
-    Leaves the file at its beginning."""
+    """Return the kind of a file that is neither JSON lines nor a JSON array, and the command that converts it; None for
+    all others. Leaves the file at its beginning."""
     head = file.read(4096)
     file.seek(0)
     for beginning, kind, command in _BEGINNINGS:
@@ -257,13 +257,13 @@ class Fields:
     """One object of a row, in a `with`: a field that nothing takes within it is refused or reported as left out.
 
     Args:
-        left: gets the names of fields that are left out: `source`, `messages[].id`.
+        left_out: gets the names of fields that are left out: `source`, `messages[].id`.
         where: the object's place in the row: `messages[3]`; "" for the row itself.
         refuses: by key, which of its values make the row unusable, and why.
     """
 
-    def __init__(self, record: Record, left: set[str], where: str = "", refuses: Refuses | None = None):
-        self.record, self.left, self.unread, self._refuses = record, left, dict(record), refuses or {}
+    def __init__(self, record: Record, left_out: set[str], where: str = "", refuses: Refuses | None = None):
+        self.record, self.left_out, self.unread, self._refuses = record, left_out, dict(record), refuses or {}
         self._prefix, self._path = (f"{where} ", re.sub(r"\[\d+\]", "[]", f"{where}.")) if where else ("", "")
 
     def __enter__(self) -> Fields:
@@ -272,7 +272,7 @@ class Fields:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.refuse()
-            self.left.update(f"{self._path}{key}" for key, value in self.unread.items() if has_value(value))
+            self.left_out.update(f"{self._path}{key}" for key, value in self.unread.items() if has_value(value))
 
     def refuse(self) -> None:
         """Raises BadRecord for a field that nothing took and that the object must not have."""

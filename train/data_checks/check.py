@@ -88,7 +88,7 @@ def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[
     with open(path, "rb") as file:
         shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
         for line, raw in examples(file):  # read again: the first ones may take 1.6 GiB together
-            found: Example | BadRecord
+            result: Example | BadRecord
             try:
                 if isinstance(raw, BadRecord):
                     raise raw
@@ -99,10 +99,10 @@ def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[
                 if own != shape:
                     ends = " (its last message is from the user)" if own == "prompt" else ""
                     raise BadRecord(f"has the shape {own!r}{ends}; most of the file's first examples are {shape!r}")
-                found = convert(record)
+                result = convert(record)
             except BadRecord as bad:
-                found = bad
-            yield line, shape or "empty", found
+                result = bad
+            yield line, shape or "empty", result
 
 
 def _usual_shape(first: Iterable[Line], refuses: Refuses | None) -> str:
@@ -121,7 +121,7 @@ def check_training_file(
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     refuses: Refuses | None = None,
-    visit: Callable[[int, Example | BadRecord, list[list[int]]], None] = lambda line, found, rows: None,
+    visit: Callable[[int, Example | BadRecord, list[list[int]]], None] = lambda line, result, rows: None,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
@@ -132,20 +132,20 @@ def check_training_file(
     """
     report, private = DataReport(), partial(os.open, mode=0o600)
     with open(chat_path, "wb", opener=private) if chat_path else nullcontext() as output:
-        for line, shape, found in read_examples(path, refuses):
+        for line, shape, result in read_examples(path, refuses):
             report.shape, rows = shape, list[list[int]]()
-            if isinstance(found, Example):
+            if isinstance(result, Example):
                 try:
-                    rows = _rows(report, found.record, count, counted)
-                    _add(report, found, rows)
+                    rows = _rows(report, result.record, count, counted)
+                    _add(report, result, rows)
                     if output:
-                        output.write(orjson.dumps(found.record) + b"\n")
+                        output.write(orjson.dumps(result.record) + b"\n")
                 except BadRecord as bad:
-                    found = bad
-            visit(line, found, rows)
-            if isinstance(found, BadRecord):
-                report.add_error(line, str(found))
-                if isinstance(found, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
+                    result = bad
+            visit(line, result, rows)
+            if isinstance(result, BadRecord):
+                report.add_error(line, str(result))
+                if isinstance(result, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
     _summarise(report)
     if chat_path and not report.ok:
@@ -230,9 +230,9 @@ def report_findings(
     with open(path, "rb") as file:
         sha256, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
     validation = Texts()
-    for line, _, found in read_examples(against, refuses) if against else ():
-        if isinstance(found, Example):
-            validation.add(line, grams(_texts_of(found.record)[0]))
+    for line, _, result in read_examples(against, refuses) if against else ():
+        if isinstance(result, Example):
+            validation.add(line, grams(_texts_of(result.record)[0]))
     needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
     checks: dict[str, dict[str, Any]] = {
         check: {"count": 0, "kinds": Counter(), "first": []} for check in NAMES if needed.get(check, True)
@@ -245,12 +245,12 @@ def report_findings(
         if len(checks[check]["first"]) < _MOST_SHOWN:
             checks[check]["first"].append({"line": line, **detail})
 
-    def visit(line: int, found: Example | BadRecord, rows: list[list[int]]) -> None:
-        if isinstance(found, NoAnswer):
+    def visit(line: int, result: Example | BadRecord, rows: list[list[int]]) -> None:
+        if isinstance(result, NoAnswer):
             return flag("empty", line)
-        if isinstance(found, BadRecord):
-            return flag("bad_lines", line, reason=str(found)[:MAX_REASON_CHARACTERS])
-        record, longest = found.record, max(map(max, rows))
+        if isinstance(result, BadRecord):
+            return flag("bad_lines", line, reason=str(result)[:MAX_REASON_CHARACTERS])
+        record, longest = result.record, max(map(max, rows))
         lengths.append(sum(map(sum, rows)))
         if max_tokens is not None and longest > max_tokens and "text" not in record:
             flag("too_long", line, tokens=longest)
