@@ -109,9 +109,12 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """name: in reports and for methods; several rows of the table may share one. needs: of each of these groups one key
-    has to have a value. has: keys that have to be there, even if empty. refuses: keys that make a row unusable if
-    nothing reads them. marked: a mark of the answer has to be there. when: what else chooses the shape."""
+    """A row of the table.
+
+    name: in reports and for methods; several rows may share one. needs: of each of these groups one key has to have a
+    value. has: keys that have to be there, even if empty. refuses: keys that make a row unusable if nothing reads them.
+    marked: a mark of the answer has to be there. when: a further condition.
+    """
 
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -130,7 +133,7 @@ class Shape:
 
 
 def convert(record: Any) -> Example:
-    """Raises BadRecord."""
+    """Convert a row of any known shape. Raises BadRecord."""
     shape = shape_of(record)
     with Fields(record, set(), refuses=shape.refuses) as fields:
         example = Example(shape.name, shape.read(fields), fields.left_out)
@@ -138,14 +141,14 @@ def convert(record: Any) -> Example:
 
 
 def shape_of(record: Any) -> Shape:
-    """The shape of a record, from its keys. Raises BadRecord when it has none we know."""
+    """Return the shape of a record, known by its keys. Raises BadRecord for one of no known shape."""
     if not isinstance(record, dict):
         raise BadRecord(f"is a {kind_of(record)}, expected a JSON object")
-    # First by keys that have a value: of a row of empty ones, the error says which.
+    # First by keys that have a value, then by empty ones too: reading such a row names the empty key.
     for has in (lambda key: has_value(record.get(key)), record.__contains__):
-        for row in SHAPES:
-            if row.fits(record, has):
-                return row
+        for shape in SHAPES:
+            if shape.fits(record, has):
+                return shape
     raise BadRecord(_no_shape(record))
 
 

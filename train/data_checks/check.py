@@ -82,9 +82,9 @@ class DataReport:
 
 
 def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[tuple[int, str, Example | BadRecord]]:
-    """(line, shape of the file, example or why it cannot be used) of every example. The shape of most of the first is
-    that of all, of those that the method takes if `refuses` says which: a record of another shape is unusable, and so
-    is a file of which the method takes none. Raises OSError."""
+    """Yield (line, shape of the file, example or why it cannot be used) for every example. The file has the most common
+    shape of its first examples, if possible one that the method takes (`refuses`). A record of another shape is
+    unusable, and so is a file whose shape the method refuses. Raises OSError."""
     with open(path, "rb") as file:
         shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
         for line, raw in examples(file):  # read again: the first ones may take 1.6 GiB together
