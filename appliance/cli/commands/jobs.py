@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import COMMANDS, POLL_S, TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, patient, until
-from appliance.cli.commands.data import file_path, uploaded_id
+from appliance.cli.commands.data import uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
     Option,
@@ -94,7 +94,12 @@ _DEVICES = (
     opt("--min-devices N", "Never on fewer.", type=number(int, 1)),
     opt("--max-devices N", "Never on more.", type=number(int, 1)),
     opt("--priority N", "Higher goes first. Default: 0.", type=int),
-    opt("--deadline TIME|none", "8h, or a date: near it the job goes first.", dest="deadline_s", type=or_null(future)),
+    opt(
+        "--deadline TIME|none",
+        "8h from now, or a date, with its time or to its end: near it the job goes first.",
+        dest="deadline_s",
+        type=or_null(future),
+    ),
     *either("--preemptible", "--no-preemptible", "May it be suspended for others? Default: yes."),
 )
 """How a job may use the devices."""
@@ -157,6 +162,7 @@ def submit(session: Session, args: Namespace) -> None:
         body["validation_file"] = uploaded_id(session, "--validation-file", args.validation_file)
     # The key keeps a copy of this request, sent again by something on the way, from making a second job.
     job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
+    session.unused.clear()
     if not args.wait:
         session.show(job, lambda made: made["id"])
     elif session.as_json:
@@ -294,8 +300,8 @@ def plan_job(session: Session, args: Namespace) -> None:
         with output.progress(f"the box counts the tokens of {args.file}"):
             plan = session.client.send("POST", "/admin/v1/plan", body={"job": body}, timeout_s=WORK_TIMEOUT_S)
     finally:
-        if args.file is not None and body["training_file"] != args.file:
-            session.client.delete(file_path(body["training_file"]))
+        while session.unused:
+            session.client.delete(session.unused.pop())
     session.show(plan)
     if not plan["fits"]:
         raise CommandFailed("it does not fit")
