@@ -23,6 +23,11 @@ def segment(name: str) -> str:
     return quote(name, safe="")
 
 
+def has_ended(work: dict[str, Any]) -> bool:
+    """Whether a job, a batch or a run of an evaluation has ended."""
+    return work["status"] in ("succeeded", "completed", "failed", "expired", "cancelled", "canceled")
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One command.
@@ -158,7 +163,6 @@ def draw_handover(handover: Answer) -> Any:
 
 MODEL = opt("id MODEL")
 JOB = opt("id JOB_ID")
-_MANY_JOBS = (opt("ids JOB_ID", nargs="+"),)
 _BATCH = opt("id BATCH_ID")
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -313,9 +317,8 @@ ROWS = (
         ),
         watch=True),
     *(
-        Row(
-            f"job {name}", f"POST {JOBS}/{{id}}/{name}", help, f"{{id}}: {name} accepted, status {{status}}", _MANY_JOBS
-        )
+        Row(f"job {name}", f"POST {JOBS}/{{id}}/{name}", help, f"{{id}}: {name} accepted, status {{status}}",
+            (opt("ids JOB_ID", nargs="+"),))
         for name, help in (
             ("pause", "Suspend jobs at their next step; they give their devices back and keep their state."),
             ("resume", "Resume paused jobs at the steps where they stopped, on the devices there are."),

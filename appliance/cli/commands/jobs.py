@@ -27,10 +27,9 @@ from appliance.cli.options import (
     part,
     picked,
 )
-from appliance.cli.resources import JOB, JOBS, Row, segment
+from appliance.cli.resources import JOB, JOBS, Row, has_ended, segment
 from train.methods.methods import DEFAULT, METHODS
 
-FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 _PUBLISH = (
     "checkpoints (the default): the last three epochs can be asked by name, and the last is the result. "
     "end: the result alone. epoch: each epoch answers as soon as it is over. "
@@ -96,7 +95,7 @@ _DEVICES = (
     opt("--priority N", "Higher goes first. Default: 0.", type=int),
     opt(
         "--deadline TIME|none",
-        "8h from now, or a date, with its time or to its end: near it the job goes first.",
+        "8h, or a date, to its end; near it the job goes first.",
         dest="deadline_s",
         type=or_null(future),
     ),
@@ -211,20 +210,16 @@ def _show_ended(session: Session, job_id: str, timeout_s: float | None) -> None:
     def doing(job: dict[str, Any]) -> Doing:
         return f"{job_id} {job['status']}{_eta(job)}", None, None
 
-    job = until(lambda: session.client.get(job_path(job_id)), _has_ended, doing, timeout_s, job_id)
+    job = until(lambda: session.client.get(job_path(job_id)), has_ended, doing, timeout_s, job_id)
     if session.as_json:
         output.print_json(job)
     _end_well(job)
 
 
-def _has_ended(job: dict[str, Any]) -> bool:
-    return job["status"] in FINISHED
-
-
 def _eta(job: dict[str, Any]) -> str:
     """The time to the estimated finish, "" where there is none."""
     left_s = (job.get("estimated_finish") or 0) - time.time()
-    return f", ETA {output.duration(left_s)}" if left_s >= 1 and not _has_ended(job) else ""
+    return f", ETA {output.duration(left_s)}" if left_s >= 1 and not has_ended(job) else ""
 
 
 def _end_well(job: dict[str, Any]) -> None:
@@ -258,7 +253,7 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
                 last_id = event["id"]
             if not follow:
                 return
-            if _has_ended(job):
+            if has_ended(job):
                 return _end_well(job)
         time.sleep(POLL_S)
 
