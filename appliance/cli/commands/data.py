@@ -169,8 +169,8 @@ def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def _report(report: dict[str, Any]) -> Any:
     checks = report["checks"]
-    rows = [{"check": name, **found, "first": None} for name, found in checks.items()]
-    first = [{"check": name, **one} for name, found in checks.items() for one in found["first"][:3]]
+    rows = [{"check": name, **result, "first": None} for name, result in checks.items()]
+    first = [{"check": name, **example} for name, result in checks.items() for example in result["first"][:3]]
     return output.stack(
         output.view({name: value for name, value in report.items() if name != "checks"}),
         output.listing("check >examples=count >share ?kinds", rows),

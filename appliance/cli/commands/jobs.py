@@ -62,9 +62,9 @@ def options() -> tuple[Option, ...]:
     kinds = "; ".join(f"{method.name}: {method.summary}" for method in METHODS.values())
     own: dict[str, list[str]] = {}
     for method in METHODS.values():
-        for one in method.options:
-            bounds = f"auto ({one.auto:g}) or a number up to {one.high:g}"
-            own.setdefault(one.name, []).append(f"Of --method {method.name}: {one.help}. {bounds}")
+        for option in method.options:
+            bounds = f"auto ({option.auto:g}) or a number up to {option.high:g}"
+            own.setdefault(option.name, []).append(f"Of --method {method.name}: {option.help}. {bounds}")
     return (
         opt("--method METHOD", f"{kinds}.", choices=tuple(METHODS), default=DEFAULT.name),
         opt(
@@ -75,12 +75,12 @@ def options() -> tuple[Option, ...]:
             action="append",
         ),
         *_COMMON,
-        *(opt(f"--{name.replace('_', '-')} X", "; ".join(told), type=_AUTO_OR_NUMBER) for name, told in own.items()),
+        *(opt(f"--{name.replace('_', '-')} X", "; ".join(help), type=_AUTO_OR_NUMBER) for name, help in own.items()),
     )
 
 
 def hyperparameters(args: Namespace) -> dict[str, Any]:
-    """Those that were given. Raises BadUsage for a name given twice."""
+    """Hyperparameters in the arguments. Raises BadUsage if one is there twice."""
     values = picked(args, options()[2:])
     for name, value in args.set_ or ():
         if name in values:
@@ -163,7 +163,7 @@ def submit(session: Session, args: Namespace) -> None:
     job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
     session.unused.clear()
     if not args.wait:
-        session.show(job, lambda made: made["id"])
+        session.show(job, lambda job: job["id"])
     elif session.as_json:
         _show_ended(session, job["id"], None)
     else:
@@ -244,8 +244,8 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
 
     look = patient(fetch) if follow else fetch
     while True:
-        if found := look():
-            job, events = found
+        if fetched := look():
+            job, events = fetched
             for event in events:
                 # The time to finish is known as of now, so it belongs to the newest line only.
                 line = _event_line(event) + (_eta(job) if follow and event is events[-1] else "")
