@@ -54,7 +54,7 @@ class BoxPaths:
         self.adapter_socket = self.run / "adapters.sock"
         self.warm_serve_socket = self.run / "warm-serve.sock"
         self.warm_train_socket = self.run / "warm-train.sock"
-        self.worlds = self.run / "worlds"  # by which the ranks of a job find each other (train.control.rank_host)
+        self.worlds = self.run / "worlds"  # by which the ranks of a job find each other (train.control.group)
         self.ray_session = self.run / "ray"  # Ray's agents open to everybody what they make: nobody else gets in here
         self.replica_sockets = self.run / "r"
 

@@ -21,8 +21,7 @@ from benchmarks._claims import Claim, at_most, parser, record, stated
 from benchmarks._machine import SIZES, copy_s, native_dtype
 from tests.e2e.engine_support import save_model
 from tests.train_support.world import WarmTrain
-from train.control.group import Group, PingLimits
-from train.control.rank_host import RankHost
+from train.control.group import Group, PingLimits, RankHost
 from train.plan.spec import TrainSpec
 
 EXAMPLES = 36  # nine steps of an epoch, each of which ends with a version

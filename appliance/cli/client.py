@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import httpx
 
 from appliance.cli import output
-from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Unreachable, of_answer
+from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Conflict, Unreachable, of_answer
 
 TIMEOUT_S = 60.0
 _UPLOAD_TIMEOUT_S = 900.0  # the box reads the whole file before it answers
+_RESUMES = 6  # a minute in all, in which a box may start anew
 
 
 def box_url(text: str) -> httpx.URL:
@@ -117,9 +119,25 @@ class Client:
             return self.send("POST", "/v1/files", timeout_s=_UPLOAD_TIMEOUT_S, **form)
 
     def parts(self, path: str) -> Iterator[bytes]:
-        """The body of an answer, as it comes."""
-        with self._answer("GET", path, TIMEOUT_S) as response:
-            yield from response.iter_bytes()
+        """The body of an answer, as it comes. One with an ETag that is cut off goes on where it ended; after
+        `_RESUMES` failures in a row, the last one is raised."""
+        tag, at, failures = None, 0, 0
+        while True:
+            resumed = {"range": f"bytes={at}-", "if-range": tag} if tag else {}
+            try:
+                with self._answer("GET", path, TIMEOUT_S, headers=resumed) as response:
+                    if resumed and response.status_code != 206:
+                        raise Conflict("what was downloaded has changed meanwhile: begin again")
+                    tag = response.headers.get("etag")
+                    for part in response.iter_bytes():
+                        at, failures = at + len(part), 0
+                        yield part
+                return
+            except (CommandFailed, Unreachable):
+                if tag is None or failures == _RESUMES:
+                    raise
+                time.sleep(2**failures - 1)
+                failures += 1
 
     @contextmanager
     def _answer(self, method: str, path: str, timeout_s: float, **request: Any) -> Iterator[httpx.Response]:

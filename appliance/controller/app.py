@@ -23,7 +23,7 @@ from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces import errors
 from appliance.controller.interfaces.principal import ADMIN, READ
-from appliance.controller.jobs.phases import JobValidation, remove_copies
+from appliance.controller.jobs.settings import JobValidation, remove_copies
 from appliance.controller.models.activation import Canaries
 from appliance.controller.openai import job_routes, model_routes
 from appliance.controller.responses import stored as responses

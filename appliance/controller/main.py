@@ -43,9 +43,8 @@ from appliance.controller.context.context import ControllerContext, Doctor, Sche
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import POWER_EVERY_S, EnergyMeter, PowerKeeper
-from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.versions import AdapterSource, LibraryOps, VersionProvider
+from appliance.controller.engines.versions import AdapterSource, EngineSizes, LibraryOps, SettingsCheck, VersionProvider
 from appliance.controller.grading.judging import Grading
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.principal import Listener
@@ -74,7 +73,7 @@ from scheduler.loop.cluster_state import Inbox
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
 from scheduler.ray.nodes import NAMESPACE, Nodes
-from train.graders.hosts import GraderHosts
+from train.graders.sandbox import GraderHosts
 from weights.memory.store import WeightStore
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import orjson
 
@@ -229,10 +229,6 @@ class Database(AbstractContextManager["Database"]):
         return [row[0] for row in self.execute(sql, parameters)]
 
 
-HAS_PAIR = "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
-"""A condition on the metadata of a row."""
-
-
 def owned_by(viewer: str | None) -> dict[str, str]:
     """The `scope` of a list for this owner. With None, an admin or the box itself, it is every row."""
     return {} if viewer is None else {"owner": viewer}
@@ -274,7 +270,7 @@ def encode(value: Any, column: Column) -> Any:
 
 
 def decode(kind: type[Row], row: sqlite3.Row) -> Row:
-    stored = ((row[name], column.is_json) for name, column in columns_of(kind).items())
+    stored = ((row[name], column.is_json) for name, column in columns_of(cast(Any, kind)).items())
     return kind(*(orjson.loads(value) if is_json and value is not None else value for value, is_json in stored))
 
 
@@ -290,7 +286,7 @@ class Table(Generic[Row]):
             parents: columns with the id of a row of another table, with which this one is deleted.
         """
         self._name, self._kind, self._key, self._order = name, kind, key or ("id",), order
-        self._columns = columns_of(kind)
+        self._columns = columns_of(cast(Any, kind))
         self._where = " AND ".join(f"{column} = ?" for column in self._key)
         self._into = f"INTO {name} ({', '.join(self._columns)}) VALUES ({', '.join('?' * len(self._columns))})"
         lines = [column.sql for column in self._columns.values()]
@@ -362,6 +358,7 @@ class Table(Generic[Row]):
         *,
         where: str = "1",
         parameters: Sequence[Any] = (),
+        metadata: Mapping[str, str] | None = None,
         after: str | None = None,
         limit: int = 20,
         descending: bool = True,
@@ -371,8 +368,8 @@ class Table(Generic[Row]):
         """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
 
         order_by: a column that comes before that order. scope: column values that say whose list it is. where,
-        parameters: a filter on it. Raises UnknownCursor if `after` is not a row of the list. The filter may hide that
-        row: a cursor is only a position.
+        parameters, metadata (pairs of a row): filters on it. Raises UnknownCursor if `after` is not a row of the list;
+        a filter may hide that row.
 
         A page ends before `limit` once its text is longer than PAGE_BYTES; it has one row at least. unread: columns
         that the list does not show, and that are None in its rows.
@@ -380,6 +377,11 @@ class Table(Generic[Row]):
         scope, places = scope or {}, (order_by, "seq") if order_by else ("seq",)
         owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
         conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
+        for pair in (metadata or {}).items():
+            conditions.append(
+                "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
+            )
+            values += pair
         if after is not None:
             position = db.execute(
                 f"SELECT {', '.join(places)} FROM {self._name} WHERE {owned} AND id = ?", [*scope.values(), after]

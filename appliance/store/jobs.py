@@ -6,9 +6,9 @@ import json
 import time
 from collections.abc import Collection, Iterator
 from statistics import median
-from typing import Any, Unpack
+from typing import Any
 
-from appliance.store.database import HAS_PAIR, Database, IllegalTransition, Page, Part, sql_list
+from appliance.store.database import Database, IllegalTransition, sql_list
 from appliance.store.models import CHECKPOINT_MARK, VERSION_MARK
 from appliance.store.rows import (
     FINISHED_PHASES,
@@ -26,23 +26,7 @@ from appliance.store.rows import (
 MOST_GROWN = 1.5
 """Times the estimate of memory, beyond which a job tells of itself alone."""
 
-insert, find, find_visible, get = JOBS.insert, JOBS.find, JOBS.find_visible, JOBS.get
-
-
-def page(
-    db: Database,
-    *,
-    viewer: str | None,
-    metadata: dict[str, str] | None = None,
-    null_metadata: bool = False,
-    **part: Unpack[Part],
-) -> Page[JobRow]:
-    """Newest first. viewer: the owner who asks, None for an admin. metadata: only jobs that carry all these pairs;
-    null_metadata: only jobs without metadata."""
-    pairs = metadata or {}
-    where = " AND ".join(["metadata IS NULL" if null_metadata else "1", *[HAS_PAIR] * len(pairs)])
-    parameters = [part for pair in pairs.items() for part in pair]
-    return JOBS.page_visible(db, viewer=viewer, where=where, parameters=parameters, **part)
+insert, find, find_visible, get, page = JOBS.insert, JOBS.find, JOBS.find_visible, JOBS.get, JOBS.page_visible
 
 
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:
@@ -57,16 +41,13 @@ def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> l
 
 
 def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], whole: bool) -> list[JobRow]:
-    """Of `list_unfinished`, those whose teacher, or a judge of whose grader, has one of these names. whole: or names a
-    version of the model."""
-    marks, at, checkpoint = ", ".join("?" * len(names)), f"{model}{VERSION_MARK}", f"{model}{CHECKPOINT_MARK}"
-    # A grader may have megabytes: it is parsed only where the model's name stands in it, which JSON writes as it is.
-    also = (
-        " AND EXISTS (SELECT 1 FROM job_judges, json_tree(judge) AS said WHERE job_id = jobs.id"
-        " AND instr(judge, ?) AND said.key IN ('model', 'teacher') AND said.type = 'text'"
-        f" AND (said.value IN ({marks}) OR ? AND (substr(said.value, 1, ?) = ? OR substr(said.value, 1, ?) = ?)))"
-    )
-    return list_unfinished(db, also, model, *names, whole, len(at), at, len(checkpoint), checkpoint)
+    """Of `list_unfinished`, those whose teacher or grader names one of these models. whole: or a version of `model`."""
+    quoted = [f'"{key}":"{name}"' for key in ("model", "teacher") for name in names]
+    if whole:
+        versions = f"{model}{VERSION_MARK}", f"{model}{CHECKPOINT_MARK}"
+        quoted += [f'"{key}":"{version}' for key in ("model", "teacher") for version in versions]
+    named = " OR ".join(["instr(judge, ?)"] * len(quoted))
+    return list_unfinished(db, f" AND EXISTS (SELECT 1 FROM job_judges WHERE job_id = jobs.id AND ({named}))", *quoted)
 
 
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a

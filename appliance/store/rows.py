@@ -173,7 +173,7 @@ class DeploymentRow:
     """How a model is to be served.
 
     max_replicas None: as many as the box's settings allow. ttft_p95_s, tpot_p95_ms: targets for the time to the first
-    token and per further token; None: none. idle: `idle_sleep_s`, if it is set.
+    token and per further token; None: none. idle_sleep_s: an operator's limit on idleness; None: the box decides.
     served: the `scheduler.core.workload.Build` of the engine that opened last, {} if none has.
     """
 
@@ -185,7 +185,7 @@ class DeploymentRow:
     pinned: int = 0
     ttft_p95_s: float | None = None
     tpot_p95_ms: float | None = None
-    idle: dict[str, Any] = field(default_factory=dict)
+    idle_sleep_s: float | None = None
     served: dict[str, Any] = field(default_factory=dict)
 
 
@@ -233,8 +233,9 @@ class JobRow:
     joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
     allowed_sizes: numbers of devices it may run on that its batch size divides by.
     estimate: of its layout before it began (`appliance.controller.models.capacity.Estimator.described`), with "memory":
-        {"store_bytes": of shared memory for its result and a snapshot, "host_bytes": by number of devices}; and
-        "measured": {"device_bytes", "tokens_per_s"} once it has ended.
+        {"store_bytes": of shared memory for its result and a snapshot, "host_bytes": by number of devices,
+        "limit_bytes": of its ranks' shared memory, where that sends snapshots to disk}; and "measured":
+        {"device_bytes", "tokens_per_s"} once it has ended.
     """
 
     id: str

@@ -39,7 +39,7 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
     kind, elements = of_torch(device), state_bytes // 4
     state = torch.arange(elements, dtype=torch.float32, device=device)
     into = torch.zeros_like(state)
-    buffer = kind.locked_buffer(PIECE_ELEMENTS) if kind.locks_pages else torch.empty(PIECE_ELEMENTS)
+    buffer = torch.empty(PIECE_ELEMENTS, pin_memory=kind.locks_pages)
     with kind.copy_stream(), tempfile.TemporaryDirectory(dir=folder, prefix="appliance-smoke-") as place:
         link_out = best_s(partial(kind.synchronize, device), lambda: _pieces(state, buffer, out=True))
         link_in = best_s(partial(kind.synchronize, device), lambda: _pieces(into, buffer, out=False))

@@ -51,10 +51,9 @@ class Accelerator(NamedTuple):
     product_share: float
 
 
-# All of the form with the most (SXM). A name is the words that a driver's name has, in any order, joined by dashes. The
-# first row that fits counts: a narrower name stands before the wider one. link_rate: bus bandwidth of NCCL over NVLink
-# (least values of Azure's node checks, reduce-scatter without NVLS); PCIe 4 and 5 with peer access 20 and 40 GB/s;
-# GeForce has none, so that every byte passes the host twice. host_rate: pinned copies, 55 GB/s of PCIe 5, 25 of PCIe 4.
+# All of the form with the most (SXM). A key is words of a driver's name, in any order, joined by dashes. link_rate: bus
+# bandwidth of NCCL over NVLink (least values of Azure's node checks, reduce-scatter without NVLS); PCIe 4 with peers
+# 20 GB/s; GeForce has none: every byte passes the host twice. host_rate: pinned copies, 55 GB/s of PCIe 5, 25 of 4.
 ACCELERATORS = {
     "a10": Accelerator(125e12, 0.6e12, 20e9, 25e9, 150, 0.8),
     "a100": Accelerator(312e12, 2.0e12, 230e9, 25e9, 400, 0.78),
@@ -69,8 +68,9 @@ ACCELERATORS = {
     "l40s": Accelerator(362e12, 0.86e12, 20e9, 25e9, 350, 0.6),
     "rtx-3090": Accelerator(71e12, 0.94e12, 10e9, 25e9, 350, 0.9),
     "rtx-4090": Accelerator(165.2e12, 1.0e12, 10e9, 25e9, 450, 0.9),
-    "rtx-4090d": Accelerator(147.1e12, 1.0e12, 10e9, 25e9, 425, 0.9),
     "rtx-5090": Accelerator(209.5e12, 1.79e12, 20e9, 55e9, 575, 0.9),
+    "rtx-6000-ada": Accelerator(364e12, 0.96e12, 20e9, 25e9, 300, 0.55),
+    "rtx-a6000": Accelerator(154.8e12, 0.768e12, 20e9, 25e9, 300, 0.75),
 }
 _OTHER_FORMS = frozenset(("d", "laptop", "max", "mig", "nvl", "pcie"))
 

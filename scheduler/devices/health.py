@@ -7,6 +7,7 @@ Rules
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
 - Slowed by its board or its power supply for `slow_for_s` while most devices of its node are not: all ranks of a job
   wait for such a device. Where most are slowed, draining them would stop the box.
+- Slower than its job's other devices, at a quarter or more, for `slow_for_s`: all wait for it at each step's end.
 - Heat, slowness, silence and settings may pass: such a device is tried again automatically. Broken hardware waits for
   a person.
 """
@@ -16,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from statistics import median_low
 
 from runtime.devices.kind import Reading
 from runtime.devices.kinds import kind_of
@@ -84,6 +86,20 @@ def _slowed(readings: Mapping[str, tuple[Reading, ...]], slow_for_s: float) -> d
     slowed = Counter(map(node_of, reasons))
     few = {node for node, count in slowed.items() if 2 * count < devices[node]}
     return {device_id: reason for device_id, reason in reasons.items() if node_of(device_id) in few}
+
+
+def straggling(seconds: Sequence[Sequence[float]], devices: Sequence[str]) -> dict[str, Fault]:
+    """Devices that compute a quarter longer than the median of their job's. seconds: of each rank in each step; too few
+    steps say nothing."""
+    if len(seconds) < 20:
+        return {}
+    sums = [sum(of_rank) for of_rank in zip(*seconds, strict=True)]
+    usual = median_low(sums)
+    return {
+        device: Fault(f"computed {spent / usual - 1:.0%} longer than the other devices of its job", may_pass=True)
+        for device, spent in zip(devices, sums, strict=True)
+        if spent > 1.25 * usual > 0
+    }
 
 
 class DeviceReadings:

@@ -26,8 +26,7 @@ from scheduler.handover.effects import Detail, GroupEnded, GroupView
 from scheduler.ray.actors import IDLE_HUNG_S, RANK, Silent, Supervisor, actor_names, errors_as_failures
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes
-from train.control.group import Group
-from train.control.rank_host import RankHost
+from train.control.group import Group, RankHost
 from train.plan.spec import TrainSpec, every_s
 from weights.format.names import Name, decode_name
 

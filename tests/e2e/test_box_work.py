@@ -107,7 +107,7 @@ def test_settings_with_which_no_engine_starts_are_taken_back_without_a_lost_requ
     shown = box.ask("model", "show", "tiny")
     said = f"no engine starts with settings {number}, so those before, {last['settings_number']}, serve again: "
     assert (shown["settings"], shown["state"]) == (last["settings"], "serving") and not shown["message"]
-    assert said in shown["settings_note"] and "MXFP4" in shown["settings_note"], shown
+    assert said in shown["settings_history"][0]["note"] and "MXFP4" in shown["settings_history"][0]["note"], shown
     assert any(said in note for note in box.admin("status")["notes"])
     assert ask(box, temperature=0).choices[0].message.content == before
     box.ask("model", "deploy", "tiny", "--settings", "0")

@@ -1,12 +1,18 @@
 """Tensor parallelism: a model that ranks share trains, moves and publishes as one that each of them has whole."""
 
-import pytest
-import torch
+from dataclasses import replace
 
+import pytest
+
+from tests.train_support.tiny import write_text_file
 from tests.train_support.world import ACROSS_SIZES, JUDGED, METHODS, losses_of, same, worst
 from train.methods.methods import method_of
 
 ADAPTER = {"full": False, "lora_rank": 4, "learning_rate": 1e-2}
+QLORA = {"form": "int4", "model": {"hidden_size": 128, "intermediate_size": 256}, **ADAPTER, "lora_publish": "adapter"}
+AGAIN = {"activation_checkpointing": True}
+FAR = {"zero_stage": 3, "offload": "parameters"}
+TEXT = {"write": write_text_file}
 
 
 @pytest.mark.parametrize(
@@ -30,10 +36,7 @@ async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop,
     assert losses.keys() == whole.keys() and len(losses) > 4 and losses[max(losses)] < losses[1]
     print(f"worst difference of a step's loss, shared by two against whole: {worst(losses, whole):.1e}")
     assert worst(losses, whole) <= ACROSS_SIZES
-    of_whole, of_shared = shop.published(reference)[0], shop.published(spec)[0]
-    assert of_whole.keys() == of_shared.keys()
-    for name, tensor in of_whole.items():
-        torch.testing.assert_close(of_shared[name], tensor, rtol=2**-7, atol=1e-4)
+    shop.compare_published(reference, spec)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,55 @@ async def test_a_shared_row_keeps_the_loss_curve_and_moves_between_sizes(shop, f
     losses = losses_of(await shop.moved(spec, 4, 2))
     print(f"worst difference of a step's loss, shared by two against whole: {worst(losses, whole):.1e}")
     assert losses.keys() == whole.keys() and worst(losses, whole) <= ACROSS_SIZES
+
+
+@pytest.mark.parametrize(
+    "task, layout",
+    [
+        (ADAPTER, {**FAR, **AGAIN, "micro_batch": 2}),
+        (TEXT, {"sequence_parallel": 2, **AGAIN}),
+        ({"method": "dpo"}, {"zero_stage": 3, **AGAIN}),
+        ({**TEXT, **ADAPTER}, {"zero_stage": 2, "micro_batch": 2}),
+        *(
+            pytest.param(task, layout, marks=pytest.mark.soak)
+            for task in ({}, ADAPTER, QLORA, {"method": "dpo"}, {"method": "kto"}, {"method": "orpo"}, TEXT)
+            for layout in (
+                {"zero_stage": 1, "offload": "optimizer", **AGAIN},
+                {"zero_stage": 2, "offload": "optimizer", "micro_batch": 2},
+                {"zero_stage": 3, "offload": "optimizer"},
+                {**FAR, **AGAIN},
+                {**FAR, "micro_batch": 2},
+                {"zero_stage": 3, **AGAIN, "micro_batch": 2},
+                {"zero_stage": 3, "sequence_parallel": 2, **AGAIN},
+                {**FAR, "sequence_parallel": 2},
+                {"zero_stage": 2, "sequence_parallel": 2, "micro_batch": 2},
+            )
+            if not ("method" in task and "sequence_parallel" in layout)
+        ),
+    ],
+    ids=lambda fields: "-".join(f"{name}={getattr(value, '__name__', value)}" for name, value in fields.items()),
+)
+async def test_every_layout_has_the_loss_curve_and_the_result_of_one_plain_rank(shop, task, layout):
+    fields = {"n_epochs": 1, **task}
+    plain, spec = shop.spec("plain", zero_stage=1, **fields), shop.spec("layout", **{**fields, **layout})
+    expected, losses = [(await shop.run(one, size)).losses() for one, size in ((plain, 1), (spec, 2))]
+    print(f"worst difference of a step's loss from one plain rank's: {worst(losses, expected):.1e}")
+    assert losses.keys() == expected.keys() and losses[max(losses)] < losses[1]
+    assert worst(losses, expected) <= ACROSS_SIZES
+    shop.compare_published(plain, spec)
+
+
+async def test_a_run_of_shared_rows_goes_on_at_one_rank(shop):
+    plain, shared, alone = (shop.spec(name, n_epochs=1) for name in ("plain", "shared", "alone"))
+    expected = (await shop.run(plain, 1)).losses()
+    first = await shop.launch(replace(shared, sequence_parallel=2), 2).start()
+    await first.reached(3)
+    report = await first.group.suspend()
+    second = await shop.run(alone, 1, snapshot=report.snapshot_path)
+    assert min(second.losses()) == report.step + 1
+    losses = losses_of([first, second])
+    assert losses.keys() == expected.keys() and worst(losses, expected) <= ACROSS_SIZES
+    shop.compare_published(plain, alone)
 
 
 @pytest.mark.parametrize("method", ["reinforcement", pytest.param("distillation", marks=pytest.mark.soak)])

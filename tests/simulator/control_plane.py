@@ -19,7 +19,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import Mode
-from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.engines.versions import EngineSizes
 from appliance.controller.grading.judging import Grading, Sampled
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
@@ -32,7 +32,7 @@ from runtime.background_tasks import BackgroundTasks
 from scheduler.core.workload import Device, Policy
 from scheduler.handover.effects import StepRecord
 from serve.core.config import EngineConfig
-from train.graders.hosts import GraderHosts
+from train.graders.sandbox import GraderHosts
 from train.rollouts.samples import Prompt, Verdict
 
 

@@ -130,6 +130,12 @@ def write_chat_file(draw: random.Random, _: int, a: int, b: int) -> Any:
 
 
 @_writer
+def write_text_file(draw: random.Random, _: int, a: int, b: int) -> Any:
+    """Documents of sums, some of which are longer than a row."""
+    return {"text": f"{a} and {b} are {a + b}\n" * draw.choice((1, 3, 12))}
+
+
+@_writer
 def write_pair_file(draw: random.Random, _: int, a: int, b: int) -> Any:
     """Right sums to be preferred to wrong ones."""
     wrong = a + b + draw.choice((-2, -1, 1, 2))

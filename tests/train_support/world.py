@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,7 @@ from tests.train_support.tiny import (
     write_pair_file,
     write_prompt_file,
 )
-from train.control.group import Group, PingLimits
-from train.control.rank_host import RankHost
+from train.control.group import Group, PingLimits, RankHost
 from train.convert.remake import quantise
 from train.plan.spec import TrainSpec
 from train.trainer.engine import meeting_url
@@ -141,14 +141,16 @@ class Workshop:
         examples: int = 64,
         model: dict[str, Any] | None = None,
         form: str | None = None,
+        write: Callable[..., Path] | None = None,
         **fields: Any,
     ) -> TrainSpec:
-        """form: what the base is quantised to (train.convert.remake.FORMS)."""
+        """form: what the base is quantised to (train.convert.remake.FORMS). write: the data, if not the method's."""
         if not self.base.exists():
             made = make_model_dir(self.folder / "made" if form else self.base, **(model or {}))
             if form:
                 quantise(made, self.base, form)
-        write, options = METHODS[fields.get("method", "supervised")]
+        of_method, options = METHODS[fields.get("method", "supervised")]
+        write = write or of_method
         data = self.folder / f"{write.__name__}-{examples}.jsonl"
         if not data.exists():
             write(data, examples)
@@ -230,10 +232,17 @@ class Workshop:
 
     def published(self, spec: TrainSpec) -> tuple[dict[str, torch.Tensor], StoredVersion]:
         """The tensors of the newest version that a run published, and where it lies."""
-        made = [v for v in self.store.list("version") if v.model == spec.output_model]
+        made = [v for kind in ("version", "adapter") for v in self.store.list(kind) if v.model == spec.output_model]
         assert len(made) == 1 or spec.publishes_epochs
         stored = max(made, key=lambda one: step_of(one.version))
         return {k: v for file in stored.path.glob("*.safetensors") for k, v in load_file(file).items()}, stored
+
+    def compare_published(self, *specs: TrainSpec) -> None:
+        """Raises AssertionError if two runs published weights that are further apart than bf16 rounds."""
+        one, other = (self.published(spec)[0] for spec in specs)
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, rtol=2**-7, atol=1e-4)
 
     def close(self) -> None:
         shutil.rmtree(self.shm)

@@ -114,8 +114,7 @@ WITHOUT_TORCH = (
     "train/data_checks/process.py",
     "train/data/formats.py",
     "train/control/group.py",
-    "train/control/rank_host.py",
-    "train/graders/hosts.py",
+    "train/graders/sandbox.py",
     "train/methods/methods.py",
     "runtime/devices/kind.py",
     "serve/core/config.py",
@@ -317,7 +316,7 @@ def test_only_the_configuration_reads_the_environment():
 
 
 # Handlers that log what they caught and end the process.
-ENDING = {"appliance/controller/main.py", "train/graders/worker.py"}
+ENDING = {"appliance/controller/main.py", "train/graders/sandbox.py"}
 
 
 def test_no_error_is_swallowed():

@@ -50,15 +50,9 @@ class StepPlan:
         """Numbers of steps done when each epoch is through; the last is `total_steps`."""
         return [-(-self.n_packs * epoch // self.batch_size) for epoch in range(1, self.n_epochs + 1)]
 
-    def apart(self, every: int, most: int | None) -> int:
-        """Steps between two validations: `every`, or as many more as leave the run `most` of them; 0 is after each
-        epoch."""
-        return max(every, -(-self.total_steps // most)) if every and most else every
-
-    def validates(self, step: int, every: int, most: int | None = None) -> bool:
+    def validates(self, step: int, every: int) -> bool:
         """Whether a validation follows when `step` steps are done: every `every` steps, for 0 after each epoch; after
-        the last in any case. most: of the run (see `apart`)."""
-        every = self.apart(every, most)
+        the last in any case."""
         return step == self.total_steps or (step % every == 0 if every else step in self.epoch_end_steps())
 
     def packs_of_step(self, step: int) -> np.ndarray:
@@ -95,7 +89,7 @@ class Row:
     input_ids, position_ids: (tokens,) int64. predict_at, labels: (n,) int64, the positions whose next token is
     learnt and that token. segments: (start, end) of each sequence; the rest of a pack is padding, a separate segment
     without labels. sequence_sizes: the number of labels of each sequence, one after the other in `labels`. reference:
-    (sequences,) float32, what the starting model says of each (train.trainer.reference); None where it is not known.
+    (sequences,) float32, what the starting model says of each (train.trainer.train); None where it is not known.
     weight: 1, or 0 where the row only fills a step, so that every rank computes equally many. marks: of each sequence,
     the loss mask of its first token: no loss reads it, so that it may carry a label of the example (KTO).
 

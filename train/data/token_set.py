@@ -106,7 +106,7 @@ class TokenSet:
 
     Sequences longer than `max_length` tokens are cut; examples with nothing to learn left are dropped, and prompts that
     would be cut. packs: indices of the examples of each. reference: (examples, sequences) float32, what the starting
-    model says of them, once it is known (train.trainer.reference). digest: of all tokens and of which are learnt.
+    model says of them, once it is known (train.trainer.train). digest: of all tokens and of which are learnt.
     Raises InvalidTrainingData where nothing is left.
     """
 

@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as default
-from typing import Annotated, Any, Literal, NoReturn
+from types import CodeType
+from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from train.graders import formula, similarity, templates
+from train.graders import similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader, MissingField
 
 RunPython = Callable[[str, dict[str, Any], Any], float]
 """`(source, sample, item) -> reward`; raises GradingFailed."""
 Reward = tuple[float, GradingErrors]
+Template = Annotated[str, AfterValidator(templates.check)]
 
-MAX_GRADERS = 32
-MAX_MESSAGES = 64
-MAX_LABELS = 256
-MAX_PARTS = 64
 MAX_BYTES = 2 << 20
-MAX_VARIABLES = 1000
+MAX_FORMULA = 4096  # characters
+ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_ANSWER_TOKENS = 1024
 REASON_CHARACTERS = 160
 REASON_TOKENS = 512
 """With at least this token limit, a judge gives a reason before its result. REASON_CHARACTERS take as many tokens only
 if nearly all are rare characters that a tokenizer writes byte by byte, so the result still fits."""
+
+_FUNCTIONS: dict[str, Callable[..., float]] = {
+    "min": min,
+    "max": max,
+    "abs": abs,
+    # Floats: a power of unbounded whole numbers takes minutes and gigabytes.
+    "floor": lambda number: float(math.floor(number)),
+    "ceil": lambda number: float(math.ceil(number)),
+    "exp": math.exp,
+    "sqrt": math.sqrt,
+    "log": math.log,
+}
+_ARITHMETIC = (ast.UnaryOp, ast.UAdd, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.Load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +75,8 @@ class _Strict(BaseModel):
 
 
 class _Grader(_Strict):
+    """All but `multi` have a method `reward`, which raises GradingFailed."""
+
     name: str = Field(min_length=1, max_length=256)
     pass_threshold: float | None = Field(None, allow_inf_nan=False)
     """A sample passes with at least this reward; without it, above half of the grader's range."""
@@ -61,17 +86,12 @@ class _Grader(_Strict):
         """As the client wrote it: what it is told and what is stored. `parse` takes it again."""
         return dict(self._given)
 
-    def texts(self, param: str) -> Iterator[tuple[str, str]]:
-        """Its templates, each with its path below `param`."""
-        yield from ()
-
-    def check(self, param: str) -> None:
-        """Raises InvalidGrader for what its types cannot tell."""
-        for path, text in self.texts(param):
-            templates.check(text, path)
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
         if self.pass_threshold is not None and self.bounds and self.pass_threshold > self.bounds[1]:
             why = f"is {self.pass_threshold:g}, and the grader gives {self.bounds[1]:g} at most"
-            raise InvalidGrader(f"{param}pass_threshold", why)
+            raise InvalidGrader("pass_threshold", why)
+        return self
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -87,19 +107,12 @@ class _Grader(_Strict):
 
 
 class _Compared(_Grader):
-    input: str
-    reference: str
+    input: Template
+    reference: Template
 
-    def texts(self, param: str) -> Iterator[tuple[str, str]]:
-        yield f"{param}input", self.input
-        yield f"{param}reference", self.reference
-
-    def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
-        """Raises GradingFailed."""
-        return self.compare(*(templates.fill(text, sample, item) for text in (self.input, self.reference)))
-
-    def compare(self, text: str, reference: str) -> Reward:
-        raise NotImplementedError
+    def compared(self, sample: templates.Sample, item: Any) -> tuple[str, str]:
+        """Input and reference. Raises GradingFailed."""
+        return templates.fill(self.input, sample, item), templates.fill(self.reference, sample, item)
 
 
 class StringCheck(_Compared):
@@ -109,15 +122,15 @@ class StringCheck(_Compared):
     type: Literal["string_check"]
     operation: Literal["eq", "ne", "like", "ilike"]
 
-    def compare(self, text: str, reference: str) -> Reward:
-        match self.operation:
-            case "eq" | "ne":
-                same = text == reference
-                return float(same == (self.operation == "eq")), GradingErrors()
-            case "like":
-                return float(reference in text), GradingErrors()
-            case _:
-                return float(reference.casefold() in text.casefold()), GradingErrors()
+    def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
+        text, reference = self.compared(sample, item)
+        holds = {
+            "eq": text == reference,
+            "ne": text != reference,
+            "like": reference in text,
+            "ilike": reference.casefold() in text.casefold(),
+        }
+        return float(holds[self.operation]), GradingErrors()
 
 
 class TextSimilarity(_Compared):
@@ -127,13 +140,13 @@ class TextSimilarity(_Compared):
     evaluation_metric: Literal[tuple(similarity.METRICS)]  # type: ignore[valid-type]
     """OpenAI's `cosine` compares embeddings of a hosted model, which a box does not have."""
 
-    def compare(self, text: str, reference: str) -> Reward:
-        reward, cut = similarity.similarity(self.evaluation_metric, text, reference)
+    def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
+        reward, cut = similarity.similarity(self.evaluation_metric, *self.compared(sample, item))
         return reward, GradingErrors(truncated_observation_error=cut)
 
 
 class Python(_Grader):
-    """The number that `grade(sample, item)` of the source returns; it runs in a confined process (worker.py)."""
+    """The number that `grade(sample, item)` of the source returns; it runs in a confined process (sandbox.py)."""
 
     type: Literal["python"]
     source: str
@@ -145,7 +158,6 @@ class Python(_Grader):
         return None
 
     def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
-        """Raises GradingFailed."""
         if not math.isfinite(reward := run(self.source, sample.for_code(), item)):
             flags = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=f"{reward}")
             raise GradingFailed(f"grade() returned {reward}, which is not a reward", flags)
@@ -154,27 +166,19 @@ class Python(_Grader):
 
 class _Part(_Strict):
     type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-def _role(given: Any) -> Any:
-    """The role of OpenAI's simple messages may be any text: one that no template knows becomes the user's."""
-    known = ("system", "developer", "user", "assistant")
-    return given if not isinstance(given, str) or given in known else "user"
+    text: Template
 
 
 class Message(_Strict):
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_role)]
-    content: str | _Part | Annotated[list[str | _Part], Field(max_length=MAX_PARTS)]
+    # The role of OpenAI's simple messages may be any text: one that no template knows becomes the user's.
+    role: Annotated[str, AfterValidator(lambda role: role if role in ROLES else "user")]
+    content: Template | _Part | Annotated[list[Template | _Part], Field(max_length=64)]
     type: Literal["message"] | None = None
 
-    def parts(self, param: str = "") -> list[tuple[str, str]]:
-        """(path, text) of each; param: the message's own path."""
-        path = f"{param}.content"
-        each = [(path, self.content)]
-        if isinstance(self.content, list):
-            each = [(f"{path}.{place}", part) for place, part in enumerate(self.content)]
-        return [(at, part) if isinstance(part, str) else (f"{at}.text", part.text) for at, part in each]
+    def parts(self) -> list[str]:
+        """Its templates."""
+        parts = self.content if isinstance(self.content, list) else [self.content]
+        return [part if isinstance(part, str) else part.text for part in parts]
 
 
 class Sampling(_Strict):
@@ -202,7 +206,7 @@ def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> 
     """The messages of a chat completion. Raises GradingFailed if the data lacks a variable or makes them too long."""
     chat, size = list[dict[str, Any]](), 0
     for message in messages:
-        text = "\n".join(templates.fill(part, sample, item) for _, part in message.parts())
+        text = "\n".join(templates.fill(part, sample, item) for part in message.parts())
         if (size := size + len(text)) > templates.MAX_TEXT:
             raise GradingFailed(f"a prompt has over {templates.MAX_TEXT} characters", GradingErrors(other_error=True))
         # A lone surrogate, which JSON may contain, cannot be sent.
@@ -216,7 +220,7 @@ class _ModelGrader(_Grader):
     them."""
 
     model: str = Field(min_length=1, max_length=256)
-    input: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    input: list[Message] = Field(min_length=1, max_length=64)
     sampling_params: Sampling | None = None
 
     def as_given(self) -> dict[str, Any]:
@@ -224,10 +228,6 @@ class _ModelGrader(_Grader):
         grader = super().as_given()
         roles = ({**raw, "role": message.role} for raw, message in zip(grader["input"], self.input, strict=True))
         return {**grader, "input": list(roles)}
-
-    def texts(self, param: str) -> Iterator[tuple[str, str]]:
-        for place, message in enumerate(self.input):
-            yield from message.parts(f"{param}input.{place}")
 
     @property
     def answers_by(self) -> dict[str, Any]:
@@ -254,7 +254,6 @@ class _ModelGrader(_Grader):
         raise NotImplementedError
 
     def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
-        """Raises GradingFailed."""
         if answer is None:
             self.request(sample, item)  # says which variable has no value
             answer = ModelAnswer(error="it was not asked")
@@ -279,11 +278,12 @@ class ScoreModel(_ModelGrader):
     type: Literal["score_model"]
     range: list[float] = Field([0.0, 1.0], min_length=2, max_length=2)
 
-    def check(self, param: str) -> None:
-        low, high = self.range
-        if not -1e6 <= low < high <= 1e6:
-            raise InvalidGrader(f"{param}range", f"is {self.range}; expected [low, high] within ±1,000,000")
-        super().check(param)
+    @field_validator("range")
+    @classmethod
+    def _rises(cls, given: list[float]) -> list[float]:
+        if not -1e6 <= given[0] < given[1] <= 1e6:
+            raise InvalidGrader("", f"is {given}; expected [low, high] within ±1,000,000")
+        return given
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -318,13 +318,14 @@ class LabelModel(_ModelGrader):
     """1 if the label that a model gives is one of `passing_labels`, else 0."""
 
     type: Literal["label_model"]
-    labels: list[str] = Field(min_length=1, max_length=MAX_LABELS)
-    passing_labels: list[str] = Field(min_length=1, max_length=MAX_LABELS)
+    labels: list[str] = Field(min_length=1, max_length=256)
+    passing_labels: list[str] = Field(min_length=1, max_length=256)
 
-    def check(self, param: str) -> None:
-        super().check(param)
+    @model_validator(mode="after")
+    def _known(self) -> Self:
         if strange := set(self.passing_labels) - set(self.labels):
-            raise InvalidGrader(f"{param}passing_labels", f"{', '.join(sorted(strange))}: not among `labels`")
+            raise InvalidGrader("passing_labels", f"{', '.join(sorted(strange))}: not among `labels`")
+        return self
 
     @property
     def answers_by(self) -> dict[str, Any]:
@@ -344,21 +345,63 @@ class Multi(_Grader):
 
     type: Literal["multi"]
     calculate_output: str
-    graders: dict[str, Annotated[Leaf, Field(discriminator="type")]] = Field(min_length=1, max_length=MAX_GRADERS)
+    graders: dict[str, Annotated[Leaf, Field(discriminator="type")]] = Field(min_length=1, max_length=32)
     """Graders by the name that the formula uses."""
+    _code: CodeType
 
     @property
     def bounds(self) -> None:
         return None
 
-    def check(self, param: str) -> None:
-        for name, leaf in self.graders.items():
-            if not name.isidentifier():
-                raise InvalidGrader(
-                    f"{param}graders", f"the name {name!r} cannot be used in a formula: use letters, digits and _"
-                )
-            leaf.check(f"{param}graders.{name}.")
-        formula.check(self.calculate_output, set(self.graders), f"{param}calculate_output")
+    @model_validator(mode="after")
+    def _computes(self) -> Self:
+        if odd := next((name for name in self.graders if not name.isidentifier()), None):
+            raise InvalidGrader("graders", f"the name {odd!r} cannot be used in a formula: use letters, digits and _")
+        try:
+            tree = _parsed(self.calculate_output)
+            self._code = compile(tree, "formula", "eval")
+        except (SyntaxError, RecursionError, MemoryError, OverflowError) as error:
+            raise InvalidGrader("calculate_output", f"cannot be read as a formula: {error}") from None
+        named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        if unknown := named - set(self.graders) - set(_FUNCTIONS):
+            names, called = (", ".join(sorted(some)) for some in (unknown, self.graders))
+            raise InvalidGrader("calculate_output", f"names {names}, but the graders are called {called}")
+        return self
+
+    def value(self, rewards: Mapping[str, float]) -> float:
+        """The formula's value. Raises GradingFailed when there is none (a division by zero, a root of a negative
+        number)."""
+        try:
+            result = eval(
+                self._code, {"__builtins__": {}} | _FUNCTIONS, {name: float(one) for name, one in rewards.items()}
+            )
+            if isinstance(result, complex) or not math.isfinite(result):
+                raise ValueError(f"it is {result}")
+            return float(result)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            given = ", ".join(f"{name} = {reward:g}" for name, reward in rewards.items())
+            text = f"calculate_output has no value for {given}: {error}"
+            raise GradingFailed(text, GradingErrors(formula_parse_error=True)) from None
+
+
+def _parsed(formula: str) -> ast.Expression:
+    """A formula as an expression of arithmetic alone, with floats as its numbers. Raises InvalidGrader, and what Python
+    raises for what it cannot parse."""
+    if len(formula) > MAX_FORMULA:
+        raise InvalidGrader("calculate_output", f"has {len(formula)} characters; at most {MAX_FORMULA} are taken")
+    # In formulas of OpenAI's API ^ is a power.
+    tree = ast.parse(formula.strip().replace("^", "**"), mode="eval")
+    for node in ast.walk(tree.body):
+        match node:
+            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                node.value = float(number)
+            case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
+                pass
+            case _ if not isinstance(node, (ast.Name, *_ARITHMETIC)):
+                expected = f"numbers, names of graders, + - * / ^ and {', '.join(_FUNCTIONS)}"
+                why = f"has {ast.unparse(node)!r}; a formula has {expected}"
+                raise InvalidGrader("calculate_output", why)
+    return tree
 
 
 Grader = Leaf | Multi
@@ -378,8 +421,6 @@ def parse(given: Any) -> Grader:
         written = json.dumps(named)
         if len(written) > MAX_BYTES:
             raise InvalidGrader("", f"the grader has {len(written)} bytes; at most {MAX_BYTES} are taken")
-        if written.count("{{") > MAX_VARIABLES:  # Jinja would take seconds
-            raise InvalidGrader("", f"the grader has more than {MAX_VARIABLES} variables in braces")
         # Lax only about JSON's one kind of number: 1 is a float.
         grader = _ANY.validate_json(written)
     except ValidationError as error:
@@ -388,7 +429,6 @@ def parse(given: Any) -> Grader:
         raise
     except (ValueError, RecursionError) as error:
         raise InvalidGrader("", f"cannot be read: {error}") from None
-    grader.check("")
     grader._given = dict(given)
     return grader
 
@@ -434,17 +474,19 @@ def _by_name(graders: Any) -> Any:
 
 def _refuse(error: ValidationError) -> NoReturn:
     faults = error.errors(include_url=False, include_input=False)
-    first = faults[0]
+    # The branches of a union that a value with a fault does not belong to come first.
+    first = next((fault for fault in faults if fault["type"] == "value_error"), faults[0])
     if first["type"] == "missing":  # a misspelt name is both missing and unknown: report the one that was written
         unknown = (
             fault for fault in faults if fault["type"] == "extra_forbidden" and fault["loc"][:-1] == first["loc"][:-1]
         )
         first = next(unknown, first)
     # A union adds what it tried to the path.
-    path = [
-        str(step) for step in first["loc"] if step not in (*TYPES, "str", "_Part") and not str(step).startswith("list[")
-    ]
+    path = [str(step) for step in first["loc"] if step not in (*TYPES, "_Part") and "[" not in str(step)]
     message = first["msg"]
+    if first["type"] == "value_error":
+        own: InvalidGrader = first["ctx"]["error"]
+        raise InvalidGrader(".".join(filter(None, [*path, own.param])), own.message)
     if first["type"] == "missing":
         raise MissingField(".".join(path))
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):

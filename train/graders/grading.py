@@ -1,5 +1,5 @@
 """Computes the reward of a sample from a grader, its item and the answers of models. It may take minutes of CPU: a
-process that serves others calls it in another process (hosts.py)."""
+process that serves others calls it in another process (sandbox.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import FiniteFloat
 
-from train.graders import formula
 from train.graders.errors import GradingErrors, GradingFailed
 from train.graders.graders import Grader, ModelAnswer, Multi, RunPython, judges, leaves
 from train.graders.templates import Sample
@@ -55,8 +54,7 @@ def grade(grader: Grader, sample: Sample, item: Any, answers: Mapping[str, Model
             messages.append(f"{name}: {failure}")
     if not errors:
         try:
-            is_multi = isinstance(grader, Multi)
-            reward = formula.value(grader.calculate_output, rewards) if is_multi else rewards[grader.name]
+            reward = grader.value(rewards) if isinstance(grader, Multi) else rewards[grader.name]
         except GradingFailed as failure:
             errors |= failure.errors
             messages.append(str(failure))

@@ -1,31 +1,32 @@
 """Templates of graders, filled from the data: `{{ item.a.b }}` and `{{ sample.output_text }}` in a text.
 
-Jinja parses them; of its language only such paths and quoted texts are taken.
+Of Jinja's language only such paths and quoted texts are taken: `{{ '{{' }}` becomes two braces.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError, nodes
-
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 
 NAMESPACES = {"item", "sample"}
-SAMPLE_FIELDS = {"output_text", "output_json", "output_tools", "choices"}
+SAMPLE_FIELDS = ("output_text", "output_json", "output_tools", "choices")
 MAX_TEXT = 1 << 20
 """Characters of what a template becomes."""
 _SHOWN = 200
 _PLACE = re.compile(r"[0-9]{1,9}")
-_LONG = re.compile(r"\{\{[^{}]{256}")  # no name is: Jinja takes seconds for a path of a million steps
+_QUOTED = r"""'[^']*'|"[^"]*\""""
+_STEP = re.compile(rf"\.(\w+)|\[(\d+|{_QUOTED})\]")
+_VARIABLE = re.compile(
+    rf"\{{\{{\s*(?:(?P<quoted>{_QUOTED})|(?P<namespace>\w+)(?P<steps>(?:{_STEP.pattern})*))\s*\}}\}}"
+)
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-# Only variables are special: {% and {# are texts.
-_JINJA = Environment(block_start_string="\0block", comment_start_string="\0comment", keep_trailing_newline=True)
 
 Path = tuple[str, ...]
 
@@ -66,16 +67,11 @@ class Sample:
 
     def for_code(self) -> dict[str, Any]:
         """What a python grader gets; `output_json` is None when the text is not JSON."""
-        try:
-            parsed = self.output_json
-        except GradingFailed:
-            parsed = None
-        return {
-            "output_text": self.output_text,
-            "output_json": parsed,
-            "output_tools": self.output_tools,
-            "choices": self.choices,
-        }
+        fields = dict[str, Any].fromkeys(SAMPLE_FIELDS)
+        for name in fields:
+            with suppress(GradingFailed):
+                fields[name] = getattr(self, name)
+        return fields
 
 
 def _call(text: str) -> dict[str, str] | None:
@@ -85,17 +81,16 @@ def _call(text: str) -> dict[str, str] | None:
     return None
 
 
-def check(template: str, param: str) -> None:
-    """Raises InvalidGrader for what is no template, and for a variable that no item or sample can have."""
-    try:
-        paths = list(variables(template))
-    except (TemplateSyntaxError, ValueError, RecursionError) as error:
+def check(template: str, param: str = "") -> str:
+    """The template. Raises InvalidGrader for text that is no template, and for a variable that no item or sample can
+    have."""
+    if "{{" in _VARIABLE.sub(" ", template):
         raise InvalidGrader(
             param,
-            f"cannot be read: {error}; write a variable as {{{{ item.a.b }}}}, or {{{{ item['a b'] }}}} for a name "
-            "with other signs, without filters, calls and expressions, and braces that are to stay as {{ '{{' }}",
-        ) from None
-    for namespace, *steps in paths:
+            "cannot be read; write a variable as {{ item.a.b }}, or {{ item['a b'] }} for a name with other signs, "
+            "without filters, calls and expressions, and braces that are to stay as {{ '{{' }}",
+        )
+    for namespace, *steps in variables(template):
         if namespace not in NAMESPACES:
             raise InvalidGrader(
                 param,
@@ -105,11 +100,12 @@ def check(template: str, param: str) -> None:
         if namespace == "sample" and (not steps or steps[0] not in SAMPLE_FIELDS):
             known = ", ".join(sorted(SAMPLE_FIELDS))
             raise InvalidGrader(param, f"the variable sample.{'.'.join(steps)[:_SHOWN]} is not known; it has {known}")
+    return template
 
 
-def variables(template: str) -> Iterator[Path]:
+def variables(template: str) -> list[Path]:
     """The steps of each variable of a template that `check` has taken: `item`, `answer`."""
-    return (piece for piece in _pieces(template) if isinstance(piece, tuple))
+    return [piece for piece in _pieces(template) if isinstance(piece, tuple)]
 
 
 def fill(template: str, sample: Sample, item: Any) -> str:
@@ -131,32 +127,20 @@ def fill(template: str, sample: Sample, item: Any) -> str:
 
 def value(path: str, sample: Sample, item: Any) -> Any:
     """The value at `item.a.b`, a path that `check` has taken between braces. Raises GradingFailed if it is missing."""
-    return _value(next(variables(f"{{{{{path}}}}}")), sample, item)
+    return _value(variables(f"{{{{{path}}}}}")[0], sample, item)
 
 
 @lru_cache(maxsize=64)
 def _pieces(template: str) -> tuple[str | Path, ...]:
-    """Its texts and the paths of its variables. Raises ValueError for another expression, and what Jinja raises."""
-    if _LONG.search(template):
-        raise ValueError("it has a variable of more than 256 characters")
-    body = _JINJA.parse(template).body
-    return tuple(_piece(node) for output in body for node in getattr(output, "nodes", [output]))
-
-
-def _piece(node: nodes.Node) -> str | Path:
-    steps: list[str] = []
-    while True:
-        match node:
-            case nodes.TemplateData(data=text) | nodes.Const(value=str(text)) if not steps:
-                return text
-            case nodes.Name(name=name):
-                return (name, *reversed(steps))
-            case nodes.Getattr(node=node, attr=step):
-                steps.append(step)
-            case nodes.Getitem(node=node, arg=nodes.Const(value=str() | int() as step)):
-                steps.append(str(step))
-            case _:
-                raise ValueError("it has an expression that is not a variable")
+    """Its texts and the paths of its variables."""
+    pieces: list[str | Path] = []
+    end = 0
+    for found in _VARIABLE.finditer(template):
+        pieces.append(template[end : found.start()])
+        quoted, namespace, steps = found["quoted"], found["namespace"], _STEP.finditer(found["steps"] or "")
+        pieces.append(quoted[1:-1] if quoted else (namespace, *(step[1] or step[2].strip("'\"") for step in steps)))
+        end = found.end()
+    return (*pieces, template[end:])
 
 
 @lru_cache(maxsize=16)  # a template may ask 2,000 times

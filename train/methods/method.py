@@ -54,7 +54,7 @@ class Method:
     # An example is so many sequences of tokens; max_length limits each, and all of them are in one micro-batch.
     sequences: int = 1
     # Before the first step the run computes the log-probability of every sequence once and keeps them with the job
-    # (train.trainer.reference); rows have them from then on.
+    # (train.trainer.train); rows have them from then on.
     needs_reference: bool = False
     # Before the first gradient of a step the ranks compute the log-probabilities of all its sequences, which takes the
     # time of a forward pass; every batch then has as "divergence" the sum over the step, times the scale, of the

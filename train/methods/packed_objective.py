@@ -196,7 +196,7 @@ def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, An
     for a row that only fills it.
 
     sequence_sizes: the number of labels of each sequence. reference: (sequences,) float32, or None. Who adds
-    `as_reference` asks for that, not for the loss (train.trainer.reference).
+    `as_reference` asks for that, not for the loss (train.trainer.train).
     """
 
     def tensor(array: np.ndarray | None) -> torch.Tensor | None:

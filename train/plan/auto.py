@@ -179,10 +179,13 @@ def resolve(
     fields["zero_stage"] = given.integer("zero_stage", 0, 3, auto=3 if fields["offload"] == "parameters" else 1)
 
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=epochs(dataset.n_examples, full=fields["full"]))
-    length, rows = _rows(given, dataset, model, fields, max_devices // ranks_of_row(fields))
+    groups = max(1, max_devices // ranks_of_row(fields))
+    length, rows = _rows(given, dataset, model, fields, groups)
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
     fields["micro_batch"] = given.integer("micro_batch", 1, 1024, auto=1)
-    fields["batch_size"] = given.integer("batch_size", 1, 4096, auto=rows * fields["micro_batch"])
+    # A layout does not change what a step learns: as many rows as without it, for whole micro-batches on each device.
+    each = fields["micro_batch"] * min(rows, 2 ** math.floor(math.log2(groups)))
+    fields["batch_size"] = given.integer("batch_size", 1, 4096, auto=math.ceil(rows / each) * each)
     _check_together(given, model, fields)
 
     fields["learning_rate"] = _learning_rate(given, dataset, model, fields)

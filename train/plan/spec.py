@@ -16,8 +16,6 @@ FLOOR_RATIO = 0.1
 DECAY_SHARE = 0.2
 """The share of the steps in which `wsd` comes down: 10 to 20 % is what Hägele et al. (arXiv 2405.18392) found to be
 enough."""
-MOST_VERSIONS = 50
-"""That a run publishes: as many as it has epochs at most. Each has a name of its own and a model's bytes."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class TrainSpec:
     method: str = "supervised"  # a row of train.methods.methods
     options: dict = field(default_factory=dict)  # what the method alone takes (Method.own_hyperparameters)
     version_prefix: str = ""  # published versions are named "<version_prefix>step-<n>"
-    # When a version is published: at the end alone, or also after each epoch, of which the controller keeps the last
-    # ("checkpoints") or has each answer ("epoch"), or after each validation that is better than all before it.
+    # When a version is published: at the end alone, or also after each epoch ("checkpoints", and "epoch", where each
+    # answers), or after each validation that is better than all before it. The controller keeps the last ones.
     publish: Literal["end", "checkpoints", "epoch", "best"] = "end"
     seed: int = 0
 
@@ -92,11 +90,6 @@ class TrainSpec:
     @property
     def publishes_epochs(self) -> bool:
         return self.publish in ("checkpoints", "epoch")
-
-    @property
-    def most_validations(self) -> int | None:
-        """The most that the run has: any of them may publish a version if the best is to be published."""
-        return MOST_VERSIONS if self.publish == "best" else None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -141,7 +141,7 @@ class SamplesPlan:
         """The files that may be sampled from the weights after this many steps, in the order in which ranks wait for
         them."""
         spec, total = self.spec, self._steps.total_steps
-        validates = step == 0 or self._steps.validates(step, spec.eval_interval, spec.most_validations)
+        validates = step == 0 or self._steps.validates(step, spec.eval_interval)
         files = [SamplesFile("train", later) for later in range(step, min(step + self.staleness + 1, total))]
         return [SamplesFile("valid", step), *files] if validates and self._valid is not None else files
 

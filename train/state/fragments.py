@@ -168,11 +168,6 @@ def is_zero3(engine: Any) -> bool:
     return hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
 
 
-def has_moments(engine: Any) -> bool:
-    """Whether the optimizer has its state, that is, after the first step or `create_moments`."""
-    return all(engine.optimizer.optimizer.state.get(flat) for flat in _flat_masters(engine))
-
-
 def create_moments(engine: Any, step: int) -> None:
     """Give the optimizer Adam state as it is after `step` steps, for fragments to be copied into; it keeps its own."""
     state = engine.optimizer.optimizer.state

@@ -34,9 +34,8 @@ from train.model.model import ADAPTER, CONFIG_FILE, DTYPES, STEM, checkpoint_nam
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 from train.state import fragments
-from train.state.copies import Piece, Written, is_full, write_together
+from train.state.copies import Piece, Written, write_together
 from train.state.fragments import Fragment
-from weights.format.errors import StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import AUX_SUFFIXES
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, version_name
@@ -72,20 +71,6 @@ def publish_step(rank: Rank, step: int, epoch: float) -> None:
         adapter_of = {"base": spec.base_model, "base_version": spec.base_version, "rank": spec.lora_rank}
     written = publish(rank, version, {"step": step, "epoch": epoch, "method": spec.method})
     rank.emit("published", version=version, adapter=adapter_of, step=step, epoch=epoch, **asdict(written))
-
-
-def publish_if_room(rank: Rank, step: int, epoch: float) -> bool:
-    """As `publish_step`, and whether it did; where memory is full, training goes on without: the last step has a
-    version of its own."""
-    try:
-        publish_step(rank, step, epoch)
-    except (StoreFull, OSError) as error:
-        if not is_full(error):
-            raise
-        text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {error}"
-        rank.emit("message", level="warn", text=text)
-        return False
-    return True
 
 
 def publish(rank: Rank, version: str, meta: dict[str, Any]) -> Written:

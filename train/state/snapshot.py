@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from train.control.rank import Rank, broadcast_json
+from train.control.rank import Rank
 from train.plan.errors import SnapshotMismatch
 from train.plan.spec import every_s
 from train.state import copies, fragments
-from train.state.copies import Piece, Written, is_full, write_together
+from train.state.copies import Piece, Written, write_together
 from train.state.fragments import Fragment
 from weights.format.errors import IntegrityError, StoreError, StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import version_name
-from weights.format.torch_views import Strided, as_tensor
+from weights.format.torch_views import Strided
 from weights.memory.lease import StoredVersion, take_lease
 from weights.memory.store import Draft, WeightStore
 
@@ -72,15 +72,14 @@ class Validations:
 class Snapshots:
     """One rank's part in the run's snapshots. The methods but `due` are collective.
 
-    tokens: digest of the training data's tokens. kept: float32 tensors by name, equal on every rank, that every
-    snapshot takes along, to be set before the first of them.
+    tokens: digest of the training data's tokens. kept: float32 tensors on the host by name, equal on every rank, that
+    every snapshot takes along.
     """
 
-    def __init__(self, rank: Rank, tokens: str, validations: Validations):
+    def __init__(self, rank: Rank, tokens: str, validations: Validations, kept: Mapping[str, torch.Tensor]):
         self._spec, self._store, self._engine, self._grid = rank.spec, rank.store, rank.engine, rank.grid
         self._emit, self._progress, self._tokens, self._validations = rank.emit, rank.progress, tokens, validations
-        self.kept: Mapping[str, torch.Tensor] = {}
-        self._reported = rank.reported
+        self._kept, self._reported = kept, rank.reported
         self._newest: tuple[int, Written] | None = None
         self._refused = False  # the last try found shared memory full, which the job has reported
         self._last_s, self._cost_s = time.monotonic(), 0.0
@@ -96,9 +95,7 @@ class Snapshots:
         """Write the state after `step` steps into shared memory. Training goes on without where that is full."""
         try:
             self._write(step, self._store)
-        except (StoreFull, OSError) as error:
-            if not is_full(error):
-                raise
+        except StoreFull as error:
             if not self._refused:
                 self._emit("message", level="warn", text=f"no snapshot at step {step}: {error}")
             self._refused = True
@@ -106,14 +103,11 @@ class Snapshots:
 
     def suspend(self, step: int) -> Written:
         """Write the state of a run that has to leave its devices: on disk if shared memory is full."""
-        newest = self._newest
-        # Rank 0 alone knows whether its commit succeeded.
-        if broadcast_json(newest is not None and newest[0] == step):
-            assert newest is not None
-            return replace(newest[1], seconds=0.0)
+        if self._newest is not None and self._newest[0] == step:
+            return replace(self._newest[1], seconds=0.0)
         try:
             return self._write(step, self._store)
-        except StoreFull as full:  # raised on every rank
+        except StoreFull as full:
             self._emit("message", level="warn", text=f"the snapshot of step {step} goes to disk: {full}")
             return self.save_on_disk(step)
 
@@ -126,13 +120,12 @@ class Snapshots:
         """The same on every rank and for every step of a run."""
         trained = [p for p in fragments.parameters(self._engine) if p.trained]
         state = [TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained]
-        kept = [TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in self.kept.items()]
+        kept = [TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in self._kept.items()]
         return Layout.plan([*state, *kept])
 
     def _write(self, step: int, store: WeightStore) -> Written:
         """Raises as `write_together`."""
         self._progress.enter("snapshot")
-        assert fragments.has_moments(self._engine), "a snapshot before the first step would hold undefined bytes"
         if self._grid.rank == 0:
             _forget_older(store, self._spec.job_id)
 
@@ -153,14 +146,14 @@ class Snapshots:
         """What this rank writes; `kept` by the first rank."""
         yield from _state_of(fragments.written(self._engine, fragments.trained_fragments(self._engine)))
         if self._grid.rank == 0:
-            yield from ((name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in self.kept.items())
+            yield from self._kept_pieces()
 
-    def read(self, path: str, kept: Mapping[str, tuple[int, ...]]) -> tuple[int, dict[str, torch.Tensor]]:
-        """Fill the engine and the validations with the snapshot at `path`, written at any world size; returns its step
-        and copies of the tensors `kept`, by their shapes.
+    def _kept_pieces(self) -> Iterator[Piece]:
+        return ((name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in self._kept.items())
 
-        Raises SnapshotMismatch if it is gone or belongs to another run.
-        """
+    def read(self, path: str) -> int:
+        """Fill the engine, the validations and `kept` with the snapshot at `path`, written at any world size; returns
+        its step. Raises SnapshotMismatch if it is gone or belongs to another run."""
         spec, engine = self._spec, self._engine
         try:
             stored = StoredVersion.read(Path(path))
@@ -181,7 +174,8 @@ class Snapshots:
                 )
             shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
             trained = [parameter for parameter in fragments.parameters(engine) if parameter.trained]
-            for name, shape in {f"master.{p.name}": p.shape for p in trained}.items() | kept.items():
+            kept = {name: tuple(tensor.shape) for name, tensor in self._kept.items()}
+            for name, shape in ({f"master.{p.name}": p.shape for p in trained} | kept).items():
                 if shapes.get(name) != shape:
                     raise SnapshotMismatch(
                         f"the snapshot {path} has {shapes.get(name)} as {name}, the run {shape}; it belongs to another "
@@ -194,17 +188,17 @@ class Snapshots:
                 fragments.gather_weights(engine)
             else:  # at a fraction of what an all-gather through gloo costs
                 copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
-            copied = {name: as_tensor(lease.view(name), "F32", shape).clone() for name, shape in kept.items()}
+            copies.read(lease, self._kept_pieces())
         engine.global_steps, engine.global_samples = step, step * spec.batch_size
-        scores, self._validations.published = meta.get("validations", ([], []))  # which old ones lack
+        scores, self._validations.published = meta["validations"]
         self._validations.scores = dict(scores)
-        self._emit("steps", steps=meta.get("steps", []))
-        return step, copied
+        self._emit("steps", steps=meta["steps"])
+        return step
 
 
 def _state_of(owned: Iterable[Fragment]) -> Iterator[Piece]:
     for fragment in owned:
-        assert fragment.moments.keys() == set(fragments.MOMENTS)
+        assert fragment.moments.keys() == set(fragments.MOMENTS), "there is no state before the first step"
         for part, ours in (("master", fragment.weights), *fragment.moments.items()):
             for runs, elements in fragment.pieces():
                 yield f"{part}.{fragment.name}", runs, ours[elements]

@@ -36,20 +36,19 @@ class Metrics:
         self._curves_folder = str(Path(rank.spec.run_dir) / "tb")
         self._curves: SummaryWriter | None = None
 
-    def begin_step(self) -> None:
+    def begin(self) -> torch.Tensor:
+        """Begin a step or a validation; return the loss so far, which is zero."""
         self._began_s = time.perf_counter()
-        self._engine.module.take_metrics()  # of a validation
+        self._engine.module.take_metrics()
         self.forward_timer.reset()
+        return torch.zeros((), dtype=torch.float32, device=self._engine.device)
 
     def end_step(self, step: int, loss: torch.Tensor, data: StepData, **fields: Any) -> None:
         """Collective: report that `step` steps are done. loss: this rank's part. fields: more for the event. Raises
         TrainingDiverged, on every rank."""
         seconds = torch.zeros(self._grid.world_size, dtype=torch.float32, device=loss.device)
         seconds[self._grid.rank] = self.forward_timer.elapsed() / 1000
-        message = torch.cat([self._sums(loss), seconds])
-        comm.all_reduce(message)
-        total, *rest = message.tolist()
-        named, rank_seconds = self._named(rest[: -len(seconds)]), rest[-len(seconds) :]
+        total, named, rank_seconds = self._summed(loss, seconds)
         grad_norm = float(self._engine.get_global_grad_norm() or 0.0)
         if not (math.isfinite(total) and math.isfinite(grad_norm)):
             raise TrainingDiverged(step, total, grad_norm)
@@ -74,17 +73,10 @@ class Metrics:
         self._reported.append(report)
         self._emit("metrics", **report)
 
-    def begin_validation(self) -> torch.Tensor:
-        """The loss so far, which is zero."""
-        self._engine.module.take_metrics()
-        return torch.zeros((), dtype=torch.float32, device=self._engine.device)
-
     def end_validation(self, loss: torch.Tensor) -> dict[str, float]:
         """Collective: the scores of the validation by name. loss: this rank's part."""
-        sums = self._sums(loss)
-        comm.all_reduce(sums)
-        total, *rest = sums.tolist()
-        return {"loss": total, **self._named(rest)}
+        total, named, _ = self._summed(loss, loss.new_zeros(0))
+        return {"loss": total, **named}
 
     def report_validation(self, step: int, total_steps: int, scores: dict[str, float]) -> None:
         if self._grid.rank == 0:
@@ -109,16 +101,16 @@ class Metrics:
             with suppress(OSError):  # the disk is full, and the last points are lost
                 self._curves.close()
 
-    def _sums(self, loss: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the loss, correct tokens, trained tokens, and the method's own sums."""
-        own = torch.zeros(3 + len(self._method.metric_names), dtype=torch.float32, device=loss.device)
+    def _summed(self, loss: torch.Tensor, more: torch.Tensor) -> tuple[float, dict[str, float], list[float]]:
+        """Collective: the loss, the accuracy and the method's own sums by name, and `more`, added up over the ranks."""
+        n_metrics = len(self._method.metric_names)
+        own = torch.zeros(3 + n_metrics, dtype=torch.float32, device=loss.device)
         sums = self._engine.module.take_metrics()
         if self._grid.tensor_rank == 0:  # the other ranks of its group have the same values
             own[0] = loss
             own[1 : 1 + len(sums)] = torch.tensor(sums)
-        return own
-
-    def _named(self, sums: list[float]) -> dict[str, float]:
-        correct, trained, *rest = sums
+        message = torch.cat([own, more])
+        comm.all_reduce(message)
+        total, correct, trained, *rest = message.tolist()
         accuracy = {"mean_token_accuracy": correct / trained} if trained else {}
-        return accuracy | dict(zip(self._method.metric_names, rest, strict=True))
+        return total, accuracy | dict(zip(self._method.metric_names, rest, strict=False)), rest[n_metrics:]

@@ -8,33 +8,41 @@ seed and its number: an aborted one is repeated, and only time is lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from deepspeed import comm
 
-from train.control.rank import DevicesWanted, Rank, any_rank, broadcast_json
+from train.control.rank import DevicesWanted, Rank, any_rank
 from train.data.packing import Row, StepData, StepPlan, part_of
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.methods.methods import method_of
 from train.methods.packed_objective import to_batch
 from train.model.tensor_parallel import Grid
+from train.plan.errors import TrainingDiverged
 from train.plan.spec import learning_rate
 from train.rollouts.rollouts import Rollouts
-from train.state.publish import publish_if_room, publish_step
+from train.state.publish import publish_step
 from train.state.snapshot import Snapshots, Validations
 from train.trainer.metrics import Metrics
-from train.trainer.reference import Reference
 from weights.format.errors import StoreFull
+from weights.format.names import replace_file
 
 KEPT_S = 60.0
 """Least time before the first step of a world is aborted, so that a job makes progress however often its devices are
 taken."""
 _KEPT_VALIDATION_S = 5.0  # the same of a validation
+
+
+def equal_shares(count: int, grid: Grid) -> range:
+    """Numbers of the rows that this rank evaluates, equally many on every rank: under ZeRO-3 each forward is a
+    collective. Numbers from `count` on only fill up."""
+    return range(grid.data_rank, -(-count // grid.data_size) * grid.data_size, grid.data_size)
 
 
 class DataFeed:
@@ -59,6 +67,64 @@ class DataFeed:
         return self._tokens.row(counted) if len(counted) else replace(self._tokens.row(packs), weight=0.0)
 
 
+class Reference:
+    """Log-probabilities of every sequence of the data to the starting model, for methods that compare the trained model
+    with it (Method.needs_reference). They are computed once, before the first step: until then the model is the
+    starting one (an adapter adds nothing yet), so there is no second copy of the weights.
+
+    values: (examples, sequences) float32 of a token set, also as its `reference`; NaN where they are not known. The
+    ranks share the packs, and add the values up. They are in `<run_dir>/reference`, by the digest of the tokens, so an
+    aborted pass is resumed, and in every snapshot, for a run that goes on elsewhere.
+    """
+
+    def __init__(self, rank: Rank, tokens: TokenSet):
+        self._rank, self._tokens = rank, tokens
+        self._path = Path(rank.spec.run_dir) / "reference" / tokens.digest
+        self.values = tokens.reference = np.full((tokens.n_examples, tokens.sequences), np.nan, np.float32)
+        if self._path.exists():
+            self.values[:] = np.fromfile(self._path, np.float32).reshape(self.values.shape)
+
+    def compute(self, evaluated: Callable[..., Iterator[tuple[dict[str, Any], torch.Tensor]]]) -> None:
+        """Collective: compute the values that are not known yet. The engine's weights must be the starting ones.
+        evaluated: `Run._evaluated`; raises DevicesWanted, and a later run resumes from the values known by then."""
+        tokens, grid, began_s, done = self._tokens, self._rank.grid, time.monotonic(), 0
+        unknown = [n for n, members in enumerate(tokens.packs) if np.isnan(self.values[members]).any()]
+        if not unknown:
+            return
+        places = equal_shares(len(unknown), grid)
+        packs = [unknown[min(place, len(unknown) - 1)] for place in places]
+        rows = ((tokens.row(np.array([pack])), 1.0) for pack in packs)
+        known = torch.zeros(self.values.shape, dtype=torch.float32, device=self._rank.engine.device)
+        try:
+            results = evaluated("reference", rows, 0.0, as_reference=True)
+            for place, pack, (_, log_probs) in zip(places, packs, results, strict=True):
+                if place < len(unknown) and grid.tensor_rank == 0:
+                    known[tokens.packs[pack]] = log_probs.view(-1, tokens.sequences)
+                done += grid.data_size
+        except DevicesWanted:
+            if done:
+                self._add(known, unknown[:done])
+            raise
+        self._add(known, unknown)
+        text = f"the starting model read {tokens.n_examples} examples for reference: "
+        self._rank.emit("message", level="info", text=f"{text}{time.monotonic() - began_s:.1f} s")
+
+    def _add(self, known: torch.Tensor, packs: list[int]) -> None:
+        """Collective: the values of these packs, which each rank has a part of."""
+        comm.all_reduce(known)
+        if not known.isfinite().all():
+            raise TrainingDiverged(0, known.sum().item(), 0.0)
+        members = np.concatenate([self._tokens.packs[pack] for pack in packs])
+        self.values[members] = known.cpu().numpy()[members]
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep the values with the job."""
+        if self._rank.grid.rank == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, self.values.tobytes())
+
+
 class Run:
     """Runs one rank's part of a job, from an engine in memory to an outcome.
 
@@ -74,11 +140,12 @@ class Run:
         self.ended_s = 0.0  # time.monotonic() after the last step
         self._resumed_from: str | None = None
         self.validations = Validations()
-        self.snapshots = Snapshots(rank, train.digest, self.validations)
         sets = {"train": train, "valid": valid} if self.method.needs_reference else {}
         self.references = {
             f"reference.{name}": Reference(rank, tokens) for name, tokens in sets.items() if tokens is not None
         }
+        kept = {name: torch.from_numpy(reference.values) for name, reference in self.references.items()}
+        self.snapshots = Snapshots(rank, train.digest, self.validations, kept)
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
         self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid, spec.sequence_parallel)
         self.rollouts = None
@@ -89,11 +156,9 @@ class Run:
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
-        missing = {name: kept.values.shape for name, kept in self.references.items() if not kept.complete}
-        self.step, references = self.snapshots.read(path, missing)
-        self.first_step = self.step
-        for name, values in references.items():
-            self.references[name].take(values.numpy())
+        self.step = self.first_step = self.snapshots.read(path)
+        for reference in self.references.values():
+            reference.keep()
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
@@ -114,12 +179,9 @@ class Run:
     def _train(self) -> None:
         """Collective. Raises DevicesWanted."""
         for reference in self.references.values():
-            reference.compute(self._agree)
-        self.snapshots.kept = {name: torch.from_numpy(kept.values) for name, kept in self.references.items()}
+            reference.compute(self._evaluated)
         if self.step == 0 or (self.rollouts is not None and self._validates()):  # its answers may be there by now
             self._validate()
-        if self.step == 0:
-            self._warn_of_fewer_validations()
         self._publish()  # an earlier world may have been about to finish or to publish
         while not self._is_over():
             if self._agree(self.step > self.first_step and self.snapshots.due()):
@@ -134,7 +196,7 @@ class Run:
         """Collective: do the next step, all its micro-batches and the optimizer's. Raises DevicesWanted where it was
         aborted: nothing but gradients has changed, and the process is about to end."""
         spec, step, engine = self.spec, self.step, self.engine
-        self.metrics.begin_step()
+        loss = self.metrics.begin()
         data = self.feed.step(step)
         total, warmup_ratio = self.plan.total_steps, spec.warmup_ratio
         rate = learning_rate(
@@ -144,7 +206,6 @@ class Run:
             group["lr"] = rate
         until_s = time.monotonic() + (KEPT_S if step == self.first_step else 0.0)
         scale = 1.0 / data.denominator  # of the global step: gradients and losses of micro-batches add up
-        loss = torch.zeros((), dtype=torch.float32, device=engine.device)
         shared = self._divergence("step", ((row, scale * row.weight) for _, row in data.rows), until_s)
         for number, row in data.rows:
             self._abort_if_wanted("step", until_s)
@@ -240,7 +301,7 @@ class Run:
         return self.step * self.spec.batch_size / len(self.train.packs)
 
     def _validates(self) -> bool:
-        return self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations)
+        return self.plan.validates(self.step, self.spec.eval_interval)
 
     def _publish(self) -> None:
         """Collective: publish this step if it ends an epoch, or is the best and may be the result."""
@@ -248,8 +309,14 @@ class Run:
         of_epoch = spec.publishes_epochs and self.step in self.plan.epoch_end_steps() and self.step > self.first_step
         is_best = spec.publish == "best" and self.validations.best_step == self.step > 0
         due = (of_epoch or is_best) and self.step not in self.validations.published
-        if due and publish_if_room(self.rank, self.step, self._epoch()):
+        if not due:
+            return
+        try:
+            publish_step(self.rank, self.step, self._epoch())
             self.validations.published.append(self.step)
+        except StoreFull as error:  # training goes on: the last step has a version of its own
+            text = f"the version of step {self.step}, epoch {self._epoch():.3g}, is not published: {error}"
+            self.rank.emit("message", level="warn", text=text)
 
     def _publish_result(self) -> None:
         """Collective. Raises StoreFull, with the state kept on disk: hours of work must not be lost for lack of memory,
@@ -273,28 +340,21 @@ class Run:
         self.metrics.report_validation(self.step, self.plan.total_steps, scores)
 
     def _validation(self, valid: TokenSet) -> dict[str, float]:
-        packs, place = np.arange(len(valid.packs)), self.grid
+        packs = np.arange(len(valid.packs))
+        shares = equal_shares(len(packs), self.grid)
         until_s, scale = time.monotonic() + _KEPT_VALIDATION_S, 1.0 / self.method.denominator(valid, packs)
-        indices = range(place.data_rank, -(-len(packs) // place.data_size) * place.data_size, place.data_size)
 
         def rows() -> Iterator[tuple[Row, float]]:
-            return ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in indices)
+            return ((valid.row(packs[[n % len(packs)]]), scale * (n < len(packs))) for n in shares)
 
         shared = self._divergence("validating", rows(), until_s)
-        loss = self.metrics.begin_validation()
+        loss = self.metrics.begin()
         for _, part in self._evaluated("validating", rows(), until_s, **shared):
             loss += part
         return self.metrics.end_validation(loss)
 
-    def _warn_of_fewer_validations(self) -> None:
-        every, most = self.spec.eval_interval, self.spec.most_validations
-        apart = self.plan.apart(every, most)
-        if apart > every:
-            text = f"validations are {apart} steps apart, not {every} (eval_interval): publish=best has at most {most}"
-            self.rank.emit("message", level="warn", text=text)
-
     def _best_is_published(self) -> bool:
-        """Collective: whether the result is a version that was published before."""
+        """Whether the result is a version that was published before."""
         best = self.validations.best_step
         if self._ends_early and self.step < self.plan.total_steps:
             text = (
@@ -305,9 +365,7 @@ class Run:
             self.rank.emit("message", level="info", text=text)
         if self.spec.publish != "best" or not 0 < best < self.step:
             return False
-        # Only the first rank knows whether its commit succeeded.
-        is_published = bool(broadcast_json(best in self.validations.published))
-        if is_published:
+        if is_published := best in self.validations.published:
             text = f"the result is the version of step {best}, whose validation was the best"
         else:
             text = f"the result is the version of step {self.step}: that of step {best}, the best, was not published"

@@ -65,11 +65,6 @@ class Draft(Mapped):
         super().__init__(path, layout, lock, "write")
         self.name, self._store, self._manifest = manifest.name, store, manifest
 
-    @property
-    def target(self) -> Path:
-        """Path of the version after the commit."""
-        return self._store.root / self.name.key
-
     def commit(self, *, meta: Mapping[str, Any], pinned: bool = True) -> StoredVersion:
         """Makes the version visible atomically and closes the draft. A copy to a tier adds the checksums, which would
         double the time of a commit.

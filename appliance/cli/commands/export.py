@@ -75,7 +75,7 @@ def export(session: Session, args: Namespace) -> None:
         "--form FORM", "int8 and fp8: half the memory; int4: a quarter.", choices=("int8", "fp8", "int4"), required=True
     ),
     opt("--name NAME", "The new model's name. Default: NAME-FORM."),
-    flag("--as-version", "Make it a version of the same base model, for `model canary` or `model rollback --version`."),
+    flag("--as-version", "Make it a version of the same model, for `model canary` or `model rollback --version`."),
     opt("--compare FILE", "Chats, one per line, to measure how far the answers of both models agree.", type=text_file),
     opt("--limit N", "Compare at most N chats.", type=number(int, 1), default=50),
 )

@@ -293,7 +293,7 @@ def plan_job(session: Session, args: Namespace) -> None:
         body["training_file"] = uploaded_id(session, "--file", args.file)
     try:
         with output.progress(f"the box counts the tokens of {args.file}"):
-            plan = session.client.send("POST", "/admin/v1/plan", body={"job": body}, timeout_s=WORK_TIMEOUT_S)
+            plan = session.client.send("POST", "/admin/v1/plan", body=body, timeout_s=WORK_TIMEOUT_S)
     finally:
         while session.unused:
             session.client.delete(session.unused.pop())

@@ -226,14 +226,13 @@ def deploy(session: Session, args: Namespace) -> None:
         changes["sampling"] = sampling
     if args.engine_args:
         changes["engine_args"] = dict(args.engine_args)
-
-    def send(below: str, body: dict[str, Any]) -> Any:
-        return session.client.send("PATCH" if body else "GET", f"{_path(args.id)}/{below}", body=body or None)
-
-    answer = send("deployment", picked(args, _SERVED))
-    now = send("settings", given(set=changes or None, number=args.settings))
-    answer |= {"settings": now["settings"], "settings_number": now["number"], "settings_history": now["history"]}
-    session.show(answer)
+    settings = given(set=changes or None, number=args.settings)
+    for below, body in (("deployment", picked(args, _SERVED)), ("settings", settings)):
+        if body:
+            session.client.send("PATCH", f"{_path(args.id)}/{below}", body=body)
+    now = session.client.get(_path(args.id))
+    settings = {name: now[name] for name in ("settings", "settings_number", "settings_history")}
+    session.show((now["deployment"] or {"model": now["name"]}) | settings)
 
 
 @command(
@@ -260,7 +259,10 @@ def canary(session: Session, args: Namespace) -> None:
     if args.version is None and (settings or args.auto):
         raise BadUsage(f"give the VERSION to begin a canary of; `appliance model show {args.id}` lists versions")
     body = settings | picked(args, "version auto")
-    session.show(session.client.send("PUT", path, body) if args.version else session.client.get(path))
+    now = session.client.send("PUT", path, body) if args.version else session.client.get(_path(args.id))["canary"]
+    if now is None:
+        raise BadUsage(f"{args.id} has no canary, and never had one; give the VERSION to begin one of")
+    session.show(now)
 
 
 @command(

@@ -26,7 +26,7 @@ from appliance.controller.http.routers import StrictBody, audited, needs, unaudi
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.jobs.phases import pause_jobs_of, pause_jobs_without_model, set_wanted
+from appliance.controller.jobs.events import pause_jobs_of, pause_jobs_without_model, set_wanted
 from appliance.controller.openai.new_job import Priority
 from appliance.store import evals, files, jobs, keys, models, usage
 from appliance.store.database import TABLES, Database, Part

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +25,7 @@ from appliance.controller.access.model_access import (
     stored_version,
     unknown_model,
 )
-from appliance.controller.context.context import ControllerContext, ModelStates, SchedulerStatus, name_of, record
+from appliance.controller.context.context import ControllerContext, ModelStates, name_of, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.routers import Status, StrictBody, answer, audited
@@ -40,15 +39,14 @@ from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store import models, rows
 from appliance.store.database import Database, Part
-from appliance.store.rows import DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns, new_id
+from appliance.store.rows import DeploymentRow, ModelRow, OperationRow, TaskRow, columns, new_id
 from appliance.tiers.tiers import name_of as stored_name
 from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
 
 Replicas = Annotated[int, Field(ge=0, le=65536)]
-Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-_NEVER_NULL = ("min_replicas", "tensor_parallel", "pinned")
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
 # What an adapter has of its own: its host's engines are kept for it. Everything else is a matter of those engines.
 _OF_ADAPTERS = ("min_replicas", "pinned")
 
@@ -57,12 +55,12 @@ class Deploy(StrictBody):
     """Only the given fields change; null removes a target, the limit on replicas or a number about idleness."""
 
     idle_sleep_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    min_replicas: Replicas | None = None
+    min_replicas: Replicas = 0
     max_replicas: Replicas | None = None
-    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] | None = None
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     ttft_p95_s: Annotated[float, Field(gt=0, le=3600)] | None = None
     tpot_p95_ms: Annotated[float, Field(gt=0, le=3.6e6)] | None = None
-    pinned: bool | None = None
+    pinned: bool = False
 
 
 class Change(StrictBody):
@@ -98,48 +96,46 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
     def list_models(now: Status, part: Annotated[Part, RECENT]) -> dict[str, Any]:
         """Newest first."""
         states = ModelStates(db, now)
-        return list_object(models.page(db, **part), lambda row: model_view(context, row, now, states))
-
-    def deployment_of(name: str) -> DeploymentRow:
-        stored_model(db, name)
-        return rows.DEPLOYMENTS.find(db, name) or DeploymentRow(model=name, created_s=time.time())
-
-    @router.get("/models/{name:path}/deployment")
-    def show_deployment(name: str, now: Status) -> dict[str, Any]:
-        return deployment_view(deployment_of(name), now)
+        return list_object(models.page(db, **part), lambda row: model_view(context, row, states))
 
     @router.patch("/models/{name:path}/deployment")
     @audited("model.deploy")
     async def deploy(name: str, body: Deploy, caller: Caller) -> dict[str, Any]:
-        row, changes = deployment_of(name), body.model_dump(exclude_unset=True)
-        for field in _NEVER_NULL:
-            if changes.get(field, 0) is None:
-                raise InvalidValue(f"{field} cannot be null.", field)
-        _refuse_of_adapter(context, name, changes)
-        if "idle_sleep_s" in changes:
-            idle_s = changes.pop("idle_sleep_s")
-            changes["idle"] = {} if idle_s is None else {"idle_sleep_s": idle_s}
+        changes, row = body.model_dump(exclude_unset=True), rows.DEPLOYMENTS.find(db, stored_model(db, name).id)
+        row = row or DeploymentRow(model=name, created_s=time.time())
+        base = next((row.base for row in models.callable_adapters(db) if row.name == name), None)
+        # Null is taken: it removes what was set while the name had whole weights.
+        given = (field for field, value in changes.items() if field not in _OF_ADAPTERS and value is not None)
+        if base is not None and (field := next(given, None)) is not None:
+            why = f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}."
+            raise InvalidValue(f"{why} An adapter's own are {' and '.join(_OF_ADAPTERS)}.", field)
         changed = replace(row, **changes)
-        _check(context, changed, changes.keys())
+        if changed.max_replicas is not None and changed.max_replicas < max(changed.min_replicas, changed.pinned):
+            why = f"max_replicas is {changed.max_replicas} and min_replicas {changed.min_replicas}"
+            expected = "expected min <= max, and at least one for a pinned model"
+            raise InvalidValue(f"{why}; {expected}.", "max_replicas")
+        nodes = job_settings.nodes_of(context)
+        # Values set before a node left stay valid while other fields change.
+        if "tensor_parallel" in changes:
+            nodes.refuse_more("tensor_parallel", changed.tensor_parallel)
+        if "tensor_parallel" in changes or "min_replicas" in changes:
+            nodes.refuse_more_replicas("min_replicas", changed.min_replicas, changed.tensor_parallel)
         rows.DEPLOYMENTS.put(db, changed)
         context.scheduler.loop.reset_failures(name)  # engines that failed with the old settings may start now
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
-        return deployment_view(changed, context.scheduler.status())
+        return deployment_view(changed)
 
     @router.get("/models/{name:path}", response_model=dict[str, Any])
     async def show(name: str, caller: Caller, now: Status) -> Response:
-        """`canary`: the most recent one, running or ended."""
+        """`canary`: the most recent one, running or ended. `settings_history`: the newest settings first."""
         canary = compared.view(last) if (last := rows.CANARIES.find(db, name)) else None
-        states = ModelStates(db, now)
-        return await answer(lambda: model_view(context, stored_model(db, name), now, states) | {"canary": canary})
+        states, more = ModelStates(db, now), {"canary": canary, "settings_history": _history(db, name)}
+        return await answer(lambda: model_view(context, stored_model(db, name), states) | more)
 
 
-def model_view(
-    context: ControllerContext, row: ModelRow, status: SchedulerStatus, states: ModelStates
-) -> dict[str, Any]:
+def model_view(context: ControllerContext, row: ModelRow, states: ModelStates) -> dict[str, Any]:
     """`id` is its name, by which a list's next page is asked for. `max_model_len`: the context of its engines;
-    `context_note`: why that is less than the model's own, else "". `settings_note`: why the box itself put these
-    settings in force, else "".
+    `context_note`: why that is less than the model's own, else "".
     `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
     `message`: why its engines fail, None if they do not."""
     db = context.db
@@ -159,10 +155,9 @@ def model_view(
         "adapter": {**adapter, "host": states.host(row.id)} if adapter else None,
         "state": states.word(row.id),
         "message": states.message(row.id),
-        "deployment": deployment_view(deployment, status) if deployment else None,
+        "deployment": deployment_view(deployment) if deployment else None,
         "settings": set_up.settings if set_up else {},
         "settings_number": set_up.number if set_up else 0,
-        "settings_note": set_up.note if set_up else "",
         "versions": [
             {
                 **columns(v, "version created_s bytes source"),
@@ -175,37 +170,9 @@ def model_view(
     }
 
 
-def deployment_view(row: DeploymentRow, status: SchedulerStatus) -> dict[str, Any]:
-    """`failed_reason`: why its engines fail now, None if they do not."""
-    failed = next((trouble["reason"] for trouble in status["troubles"] if trouble["model"] == row.model), None)
-    return {
-        **columns(row, "model min_replicas max_replicas tensor_parallel ttft_p95_s tpot_p95_ms"),
-        "idle_sleep_s": row.idle.get("idle_sleep_s"),
-        "pinned": bool(row.pinned),
-        "failed_reason": failed,
-    }
-
-
-def _refuse_of_adapter(context: ControllerContext, name: str, changes: Mapping[str, Any]) -> None:
-    """Raises BadRequest for what an adapter, which has no engines, would never use. Null is taken: it removes what was
-    set while the name had whole weights."""
-    base = next((row.base for row in models.callable_adapters(context.db) if row.name == name), None)
-    field = next((field for field, value in changes.items() if field not in _OF_ADAPTERS and value is not None), None)
-    if base is not None and field is not None:
-        why = f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}."
-        raise InvalidValue(f"{why} An adapter's own are {' and '.join(_OF_ADAPTERS)}.", field)
-
-
-def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[str]) -> None:
-    """Raises BadRequest. Values set before a node left stay valid while other fields change."""
-    if row.max_replicas is not None and row.max_replicas < max(row.min_replicas, row.pinned):
-        least = f"min_replicas is {row.min_replicas}" if row.min_replicas else "a pinned model has at least one replica"
-        raise InvalidValue(f"max_replicas is {row.max_replicas} and {least}; expected min <= max.", "max_replicas")
-    nodes = job_settings.nodes_of(context)
-    if "tensor_parallel" in changed:
-        nodes.refuse_more("tensor_parallel", row.tensor_parallel)
-    if "tensor_parallel" in changed or "min_replicas" in changed:
-        nodes.refuse_more_replicas("min_replicas", row.min_replicas, row.tensor_parallel)
+def deployment_view(row: DeploymentRow) -> dict[str, Any]:
+    names = "model min_replicas max_replicas tensor_parallel ttft_p95_s tpot_p95_ms idle_sleep_s"
+    return {**columns(row, names), "pinned": bool(row.pinned)}
 
 
 # --- which version answers: roll back, begin and end a canary
@@ -223,7 +190,14 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
             if version is None and models.find_canary(db, name) is not None:
                 return running.roll_back(name, caller)
             row = stored_model(db, name)
-            to = _rollback_target(db, row, version)
+            if version is not None:
+                to = stored_version(db, name, version).version
+            elif row.active_version and (older := models.version_before(db, name, row.active_version)) is not None:
+                to = older.version
+            else:
+                why = f"{name} has no version before {row.active_version} that has answered"
+                remedy = "`--version` takes another one of `appliance model show`"
+                raise Conflict(f"{why}; {remedy}.", "version", "no_older_version")
             await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
             record(context, caller, "model.rollback", row.id, before=row.active_version, to=to)
             return {"model": row.id, "from": row.active_version, "to": to}
@@ -232,37 +206,10 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
     async def begin(name: str, body: Canary, caller: Caller) -> dict[str, Any]:
         return running.view(running.begin(name, caller, **body.model_dump()))
 
-    @router.get("/models/{name:path}/canary")
-    async def show(name: str) -> dict[str, Any]:
-        if (row := rows.CANARIES.find(db, name)) is None:
-            remedy = "`appliance model canary MODEL VERSION` begins one"
-            raise NotFound(f"{shown(name)} has no canary, and never had one; {remedy}.", "model", "no_canary")
-        return running.view(row)
-
-    @router.delete("/models/{name:path}/canary")
-    async def end(name: str, caller: Caller) -> dict[str, Any]:
-        async with activation.lock(name):
-            return running.roll_back(name, caller)
-
     @router.post("/models/{name:path}/promote")
     async def promote(name: str, caller: Caller) -> dict[str, Any]:
-        """A request that comes again is told what the first has changed."""
         async with activation.lock(name):
-            model, last = stored_model(db, name), rows.CANARIES.find(db, name)
-            if last is not None and last.state == "promoted" and last.version == model.active_version:
-                return {"model": name, "from": last.before, "to": last.version}
-            return await running.promote(model, caller, "asked for")
-
-
-def _rollback_target(db: Database, row: ModelRow, version: str | None) -> str:
-    if version is not None:
-        return stored_version(db, row.id, version).version
-    older = models.version_before(db, row.id, row.active_version) if row.active_version else None
-    if older is None:
-        why = f"{row.id} has no version before {row.active_version} that has answered"
-        remedy = "`--version` takes another one of `appliance model show`"
-        raise Conflict(f"{why}; {remedy}.", "version", "no_older_version")
-    return older.version
+            return await running.promote(stored_model(db, name), caller, "asked for")
 
 
 # --- how a model's engines are set up, and every version of that
@@ -271,33 +218,15 @@ def _rollback_target(db: Database, row: ModelRow, version: str | None) -> str:
 def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
-    def known(name: str) -> tuple[ModelRow, VersionRow]:
-        model = models.find(db, name)
-        version = models.active(db, model) if model else None
-        if model is None or version is None:
+    @router.patch("/models/{name:path}/settings")
+    @audited("model.settings", "settings")
+    async def change(name: str, body: Change, caller: Caller) -> dict[str, Any]:
+        model, before, devices = stored_model(db, name), _settings(db, name), context.sizes.devices(name)
+        if (version := models.active(db, model)) is None:
             raise unknown_model(name)
         if adapter := version.meta.get("adapter"):
             base = adapter["base"]
             raise InvalidValue(f"{name} is an adapter and is served by the engines of {base}: set {base} up.", "model")
-        return model, version
-
-    @router.get("/models/{name:path}/settings")
-    def show_settings(name: str) -> dict[str, Any]:
-        """An adapter has none: a command that shows its deployment shows its base's too."""
-        history = rows.MODEL_SETTINGS.list_all(db, "model = ?", stored_model(db, name).id)
-        return {
-            "object": "model.settings",
-            "model": name,
-            "number": history[0].number if history else 0,
-            "settings": history[0].settings if history else {},
-            "history": [{**columns(row, "number created_s settings note"), "by": row.by_whom} for row in history],
-        }
-
-    @router.patch("/models/{name:path}/settings")
-    @audited("model.settings", "settings")
-    async def change(name: str, body: Change, caller: Caller) -> dict[str, Any]:
-        model, version = known(name)
-        before, devices = _settings(db, name), context.sizes.devices(name)
         if body.number is not None and body.set:
             raise InvalidValue("Give either 'set' or 'number'.", "number")
         after = merged(before, body.set) if body.number is None else _settings(db, name, body.number)
@@ -307,7 +236,12 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise InvalidValue(f"{where}: {words_of_check(first['msg'])}", f"set.{where}") from error
-        _check_size(context, model, version, devices, settings)
+        size, requested = context.sizes.size(model, version, devices, settings), settings.max_model_len
+        if size.problem:
+            raise InvalidValue(f"{name} cannot be served: {size.problem}.", "set")
+        if requested is not None and (size.max_model_len or requested) < requested:
+            own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
+            raise InvalidValue(f"max_model_len {requested:,} does not fit: {own}.", "set.max_model_len")
         if settings.chat_template is not None:
             text = with_system_prompt(with_tools(settings.chat_template), settings.system_prompt or "")
             try:
@@ -326,7 +260,13 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
         context.scheduler.loop.reset_failures(name)  # engines that failed with the old settings may start now
         context.routing.models_changed()  # the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
-        return await asyncio.to_thread(show_settings, name)
+        history = _history(db, name)
+        return {"settings": settings.as_json(), "settings_number": history[0]["number"] if history else 0}
+
+
+def _history(db: Database, name: str) -> list[dict[str, Any]]:
+    history = rows.MODEL_SETTINGS.list_all(db, "model = ?", name)
+    return [{**columns(row, "number created_s settings note"), "by": row.by_whom} for row in history]
 
 
 def _settings(db: Database, name: str, number: int | None = None) -> dict[str, Any]:
@@ -346,18 +286,6 @@ def merged(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in after.items() if value is not None}
 
 
-def _check_size(
-    context: ControllerContext, model: ModelRow, version: VersionRow, devices: int, settings: ModelSettings
-) -> None:
-    size = context.sizes.size(model, version, devices, settings)
-    if size.problem:
-        raise InvalidValue(f"{model.id} cannot be served: {size.problem}.", "set")
-    requested = settings.max_model_len
-    if requested is not None and (size.max_model_len or requested) < requested:
-        own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
-        raise InvalidValue(f"max_model_len {requested:,} does not fit: {own}.", "set.max_model_len")
-
-
 # --- imports; after a restart one starts over from what is on disk
 
 
@@ -368,7 +296,7 @@ PROGRESS_EVERY_S = 0.5
 
 class Import(StrictBody):
     """origin: where the files of a path came from, kept as the model's source. as_version: a further version of the
-    base model `name`, which answers nobody until it is a canary or is chosen."""
+    model `name`, which answers nobody until it is a canary or is chosen."""
 
     source: Text
     origin: Text | None = None
@@ -384,23 +312,34 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, caller: Caller) -> dict[str, Any]:
-        for field, text in (("source", body.source), ("origin", body.origin or "")):
-            if not text.isprintable():
-                raise InvalidValue(f"The {field} contains control characters.", field)
         if (name := body.name) is not None:
             if not is_model_name(name):
                 raise InvalidValue(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", "name")
-            if name.startswith("ft:"):
-                raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
             existing = models.find(db, name)
-            if body.as_version and (existing is None or existing.kind != "base"):
-                raise InvalidValue(f"{shown(name)} is not a base model of this box.", "name")
+            if body.as_version:
+                active = models.active(db, existing) if existing else None
+                if active is None or active.meta.get("adapter"):
+                    raise InvalidValue(f"{shown(name)} is not a model of this box with whole weights.", "name")
+            elif name.startswith("ft:"):
+                raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
             if not body.as_version and (existing is not None or made_by_jobs(db, name)):
                 remedy = "delete it first or choose another name"
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
         arguments = columns(body, "source origin name revision as_version")
-        arguments["adapter"] = await _adapter(context, body)
+        try:
+            find, ops = context.model_ops.library.find_adapter, context.model_ops
+            adapter = await ops.run(find, body.source, name=body.name, revision=body.revision)
+        except OperationFailed as error:
+            raise BadRequest(str(error), "source", error.code) from error
+        if adapter is None and body.base is not None:
+            why = f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one."
+            raise InvalidValue(why, "base")
+        arguments["adapter"] = None
+        if adapter is not None:  # the arguments of `ModelLibrary.import_adapter`
+            own, trained_on, revision = adapter
+            below = adapter_base(context, own, trained_on, body.base)
+            arguments["adapter"] = {"name": own, "revision": revision, **below}
         target, progress = name or body.source, {"done": 0, "total": None, "unit": "", "message": "starting"}
         with db.transaction():
             for twin in rows.OPERATIONS.list_all(db, "state = 'running' AND target = ?", target):
@@ -425,22 +364,6 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
 
 def operation_view(row: OperationRow) -> dict[str, Any]:
     return columns(row, "id kind target state progress error result created_s ended_s")
-
-
-async def _adapter(context: ControllerContext, body: Import) -> dict[str, Any] | None:
-    """The arguments of `ModelLibrary.import_adapter`; None for a whole model. Raises BadRequest, Conflict."""
-    try:
-        ops = context.model_ops
-        adapter = await ops.run(ops.library.find_adapter, body.source, name=body.name, revision=body.revision)
-    except OperationFailed as error:
-        raise BadRequest(str(error), "source", error.code) from error
-    if adapter is not None:
-        name, trained_on, revision = adapter
-        return {"name": name, "revision": revision, **adapter_base(context, name, trained_on, body.base)}
-    if body.base is not None:
-        why = f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one."
-        raise InvalidValue(why, "base")
-    return None
 
 
 def import_kind(context: ControllerContext) -> Kind:

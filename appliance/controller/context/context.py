@@ -21,9 +21,8 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import Mode, PowerKeeper
-from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.versions import LibraryOps
+from appliance.controller.engines.versions import EngineSizes, LibraryOps, SettingsCheck
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.principal import Principal
@@ -39,7 +38,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import AWAKE
 from scheduler.loop.loop import SchedulerLoop
-from train.graders.hosts import GraderHosts
+from train.graders.sandbox import GraderHosts
 from weights.memory.store import WeightStore
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from appliance.store import jobs
 from appliance.store.database import Database
 from appliance.store.rows import AUDIT, CORDONS, NODES, AuditRow, CordonRow, NodeRow, columns
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import CORDONED as LOOP_SAYS
 from scheduler.core.workload import Device, NodeChange, node_of
-from scheduler.devices.health import failing
+from scheduler.devices.health import Fault, failing, straggling
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,7 @@ def shown(rows: Mapping[str, CordonRow], device: dict[str, Any]) -> dict[str, An
     "person" or "box"; None if that is something else (its node leaves)."""
     row = _of(rows, device)
     if row is None:
-        # The loop's view lags: a device that was just put back still drains in it.
-        lags = device["health"] == "draining" and device.get("health_reason") == LOOP_SAYS
-        back = {"health": "ok", "health_reason": ""} if lags else {}
-        return {**device, **back, "drain": None, "cordon": None}
+        return {**device, "drain": None, "cordon": None}
     by_person, why = row.drain, row.fault
     if by_person:
         why = f"drained by {by_person['by']}" + (f": {by_person['reason']}" if by_person["reason"] else "")
@@ -136,12 +133,9 @@ def metered(devices: Sequence[dict[str, Any]], readings: Mapping[str, Reading]) 
 
 
 class DeviceWatch:
-    """Reads the drivers' health data, and cordons devices that fail, as `appliance gpu drain` would. `appliance gpu
-    undrain` lifts a cordon and clears the device's failures; so does the watch after a while, if the cause may have
-    passed and no person drained the device. Every cordon, and every node that joins or leaves, is a row of the audit
-    log under the box's own name.
-
-    nudge: called after a device was cordoned."""
+    """Reads the drivers' health data, and cordons devices that fail. `appliance gpu undrain` lifts a cordon and clears
+    the device's failures; so does the watch after a while, if the cause may have passed and no person drained it. Every
+    cordon, and every node that joins or leaves, is in the audit log. nudge: called after a device was cordoned."""
 
     def __init__(
         self, db: Database, config: SchedulerConfig, nudge: Callable[[], Any], clock: Callable[[], float] = time.time
@@ -151,6 +145,7 @@ class DeviceWatch:
         self._kept_s = 2 * max(config.hot_for_s, config.slow_for_s)
         self._uuids: dict[str, str] = {}  # by device id, of present devices
         self._ours = faulty(db)
+        self._held: dict[str, tuple[list[str], float]] = {}  # by running job: its devices, and since when
 
     async def look(self, read_devices: Callable[[Collection[str]], Awaitable[tuple[Reading, ...]]]) -> None:
         """Read and judge; called every `device_check_s`. read_devices: one reading per GPU of all nodes, except of
@@ -221,6 +216,7 @@ class DeviceWatch:
             for name in self._ours - ours:
                 self._readings.pop(ids.get(name, name), None)
             faults, lifted = failing({name: tuple(kept) for name, kept in self._readings.items()}, self._config), []
+            faults = self._straggling(now_s) | faults
             for device_id, fault in faults.items():
                 name = self._uuids.get(device_id, device_id)
                 if not before.keys() & {device_id, name}:
@@ -241,6 +237,20 @@ class DeviceWatch:
             self._readings.pop(device_id, None)
         if faulty_now != ours:
             self._nudge()
+
+    def _straggling(self, now_s: float) -> dict[str, Fault]:
+        """Of the GPUs that a job has held for `slow_for_s`."""
+        before, self._held, found = self._held, {}, dict[str, Fault]()
+        for job in jobs.list_unfinished(self._db, " AND phase = 'running'"):
+            devices, since_s = before.get(job.id, ([], 0.0))
+            self._held[job.id] = (job.devices, since_s if devices == job.devices else now_s)
+            since_s = self._held[job.id][1]
+            if now_s - since_s >= self._config.slow_for_s and self._readings.keys() >= set(job.devices):
+                rows = [row for row in jobs.last_metrics(self._db, job.id, 1000) if row.created_s > since_s]
+                recent = [row for row in rows if now_s - row.created_s <= self._config.slow_for_s]
+                steps = (row.rank_seconds for row in (recent if len(recent) >= 20 else rows[-20:]))
+                found |= straggling([one for one in steps if one and len(one) == len(job.devices)], job.devices)
+        return found
 
     def _record(self, action: str, target: str, reason: str = "") -> None:
         level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR

@@ -9,7 +9,7 @@ from typing import Any
 from appliance.controller.access.limits import Spending
 from appliance.controller.access.model_access import resolve
 from appliance.controller.bus.bus import Bus, ModelLoad
-from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.engines.versions import EngineSizes
 from appliance.gateway.core.table import OPEN
 from appliance.store import models
 from appliance.store.database import Database

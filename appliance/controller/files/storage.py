@@ -1,13 +1,11 @@
 """/v1/files and /v1/uploads (https://platform.openai.com/docs/api-reference/files): files as rows and bytes, sent at
 once or in parts, or made by the box itself.
 
-A file is complete or absent. FastAPI spools a form's file to a nameless one on the box's disk; from there it is
-copied to `files/.incoming-<id>`, synced, and only then renamed to `files/<id>`; the next start deletes what a crash
-leaves (`sweep`).
+A file is complete or absent: FastAPI spools it to the box's disk; from there it is copied to `files/.incoming-<id>`,
+synced, and renamed to `files/<id>`. The next start deletes what a crash leaves (`sweep`).
 
-Parts of an upload may arrive concurrently and in any order; `complete` names them in file order. A part is a file that
-is renamed once it is synced, so an upload continues after a restart with the parts it had; one that is sent twice is
-two parts. Completing copies the parts into one file; until then the disk holds both.
+Parts of an upload may arrive concurrently and in any order, and survive a restart; one that is sent twice is two parts.
+`complete` names them in file order and copies them into one file; until then the disk holds both.
 """
 
 from __future__ import annotations

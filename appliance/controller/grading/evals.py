@@ -46,7 +46,7 @@ from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EvalItemRow, EvalRow, Ev
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, ModelAnswer, judge_models, parse, sources
 from train.graders.grading import Graded
-from train.graders.hosts import MOST_BROKEN, ForkBroke, WorkerBroke
+from train.graders.sandbox import MOST_BROKEN, ForkBroke, WorkerBroke
 from train.graders.templates import Sample
 
 RUN_TASKS = "eval_runs"

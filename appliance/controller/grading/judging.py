@@ -43,9 +43,8 @@ from train.graders import graders
 from train.graders.errors import GradingErrors, InvalidGrader, MissingField
 from train.graders.graders import Grader, ModelAnswer, judges, leaves, parse
 from train.graders.grading import Graded, requests
-from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke
+from train.graders.sandbox import ForkBroke, GraderHosts, WorkerBroke, refusal
 from train.graders.templates import MAX_TEXT, Sample
-from train.graders.worker import refusal
 from train.rollouts.samples import Prompt, Verdict
 
 _LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")

@@ -146,7 +146,7 @@ class Rollouts:
         self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, n: int
     ) -> tuple[list[Sampled], Verdict]:
         """The answers to one prompt. Raises CannotGoOn."""
-        room, form = plan.counts.room, plan.spec.options.get("response_format")
+        room, form = plan.spec.options["max_completion_tokens"], plan.spec.options.get("response_format")
         each, name = max(1, min(judging.MOST_ANSWERS, judging.MOST_TOKENS // room)), policy_name(row.id)
 
         async def ask(first: int) -> list[Sampled]:

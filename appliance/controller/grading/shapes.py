@@ -109,16 +109,16 @@ def without_items(source: dict[str, Any]) -> dict[str, Any]:
 
 def check_sampled(source: Sampled) -> None:
     """Raises InvalidGrader, whose `param` is below `data_source`."""
-    path, messages = "input_messages", source.input_messages
+    messages = source.input_messages
     if isinstance(messages, Template):
         turns = enumerate(messages.template)
-        texts = [part for at, message in turns for part in message.parts(f"{path}.template.{at}")]
+        texts = [(f"template.{at}.content", part) for at, message in turns for part in message.parts()]
     elif "{" in messages.item_reference:
-        raise InvalidGrader(f"{path}.item_reference", "names a list of messages, without braces: item.messages")
+        raise InvalidGrader("input_messages.item_reference", "names a list of messages, without braces: item.messages")
     else:
-        texts = [(f"{path}.item_reference", f"{{{{{messages.item_reference}}}}}")]
-    for param, text in texts:
-        templates.check(text, param)
+        texts = [("item_reference", f"{{{{{messages.item_reference}}}}}")]
+    for place, text in texts:
+        templates.check(text, param := f"input_messages.{place}")
         if any(namespace == "sample" for namespace, *_ in templates.variables(text)):
             raise InvalidGrader(param, "names a sample, and there is none before the model is asked")
     for place, tool in enumerate((source.sampling_params and source.sampling_params.tools) or []):

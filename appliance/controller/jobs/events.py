@@ -1,4 +1,5 @@
-"""Persists what a running job reports: metrics rows, OpenAI events, checkpoints, versions, the end.
+"""Persists what a running job reports: metrics rows, OpenAI events, checkpoints, versions, the end; and what people ask
+of a job: to cancel, pause or resume it. A job whose key loses its rights is paused.
 
 Events come from rank 0 through the group (see train.control.group); each is ingested in one transaction, and ingesting
 one twice (after a crash between the commit and its acknowledgement) changes nothing but a repeated event line.
@@ -16,12 +17,33 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from appliance.controller.access.model_access import checkpoint_name, resolve
+from appliance.controller.access.model_access import (
+    base_of,
+    caller_may_use,
+    checkpoint_name,
+    may_use,
+    resolve,
+    unknown_model,
+)
+from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
+from appliance.controller.http.resource import Resource
+from appliance.controller.interfaces.errors import Conflict
+from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.controller.models.capacity import gb
-from appliance.store import jobs, models
-from appliance.store.database import Database
-from appliance.store.rows import VERSIONS, JobEventRow, JobMetricRow, JobRow, ModelRow, VersionRow, columns, new_id
+from appliance.store import jobs, keys, models
+from appliance.store.database import Database, IllegalTransition
+from appliance.store.rows import (
+    VERSIONS,
+    JobEventRow,
+    JobMetricRow,
+    JobRow,
+    JobWanted,
+    ModelRow,
+    VersionRow,
+    columns,
+    new_id,
+)
 from train.methods.methods import METHODS
 
 Level = Literal["info", "warn", "error"]
@@ -36,6 +58,8 @@ _COLUMNS = {
     "mean_reward": ("train_reward_mean", "valid_reward_mean"),
 }
 """OpenAI's columns of a result file, where they are others than "train_" and "valid_" before the name."""
+VALIDATIONS = "validations"
+"""The kind of task that checks new jobs (settings.py)."""
 TRAINING_FAILED = "training_failed"
 """The code of a job that failed once it ran."""
 _NOTHING_TRAINED = (
@@ -232,7 +256,10 @@ class JobEvents:
         total = event.get("total_steps") or row.total_steps
         tokens = (row.trained_tokens or 0) + (int(event.get("tokens") or 0) if before is None else 0)
         latest = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
-        eta_s = self._eta_s(row.id, step, total)
+        # From the median time of the last steps, so that one suspension does not distort it.
+        recent = jobs.last_metrics(db, row.id, _ETA_WINDOW_STEPS)
+        gaps = sorted((b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False))
+        eta_s = None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
         jobs.update(db, row.id, step=step, total_steps=total, eta_s=eta_s, trained_tokens=tokens, **latest)
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
@@ -244,12 +271,6 @@ class JobEvents:
         """The newest steps before a snapshot: a box that died may not have recorded them."""
         for report in event["steps"]:
             self._metrics(jobs.get(self._db, row.id), {**report, "event": "metrics"})
-
-    def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
-        """From the median time of the last steps, so that one suspension does not distort it."""
-        recent = jobs.last_metrics(self._db, job_id, _ETA_WINDOW_STEPS)
-        gaps = sorted((b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False))
-        return None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, loss = self._db, int(event["step"]), event.get("loss")
@@ -266,12 +287,19 @@ class JobEvents:
 
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
-        self._ensure_output_model(row, int(event["bytes"]))
+        if models.find(db, row.output_model) is None:
+            base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
+            fields: dict[str, Any] = {"arch": "unknown", "params": 0}
+            if base is not None:
+                fields = columns(base.model, "arch params max_model_len info")
+            fields |= {"owner": row.owner, "owned_by": f"org-{self._organization}", "source": f"job {row.id}"}
+            fields |= {"base": row.model, "job_id": row.id, "bytes": int(event["bytes"]), "created_s": time.time()}
+            models.insert(db, ModelRow(row.output_model, "fine-tuned", **fields))
         if models.find_version(db, row.output_model, version) is not None:
             return
         meta = {name: event.get(name) for name in ("epoch", "seconds")}
         publish = (row.resolved or {}).get("publish")
-        if publish == "checkpoints":
+        if publish in ("checkpoints", "best"):
             meta["of_epoch"] = True  # until it is the job's result
         if event.get("adapter"):
             meta["adapter"] = event["adapter"]
@@ -286,18 +314,6 @@ class JobEvents:
         what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
         data = {"step": step, "job_id": row.id, **meta}
         add_message(db, row.id, f"{what} created at step {step}", data=data)
-
-    def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
-        db = self._db
-        if models.find(db, row.output_model) is not None:
-            return
-        base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
-        fields: dict[str, Any] = {"arch": "unknown", "params": 0}
-        if base is not None:
-            fields = columns(base.model, "arch params max_model_len info")
-        fields |= {"owner": row.owner, "owned_by": f"org-{self._organization}", "source": f"job {row.id}"}
-        fields |= {"base": row.model, "job_id": row.id, "bytes": size_bytes, "created_s": time.time()}
-        models.insert(db, ModelRow(row.output_model, "fine-tuned", **fields))
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         """An event tells of the first: small models on a CPU write one at nearly every step."""
@@ -350,3 +366,115 @@ def _metrics_table(db: Database, job: JobRow) -> bytes:
             values = [value for name in others for value in (trained.get(name), validated.get(name))]
             writer.writerow([m.step, m.loss, trained.get(first), m.valid_loss, validated.get(first), *values])
     return base64.b64encode(out.getvalue().encode())
+
+
+# --- requests to cancel, pause or resume a job, which the scheduler carries out
+
+JOBS = Resource(
+    "job",
+    "/v1/fine_tuning/jobs",
+    (FINE_TUNING,),
+    jobs.find_visible,
+    missing="Could not find fine tune: {}",
+    param="fine_tune_id",
+    code="fine_tune_not_found",
+    fields=("status", "model", "training_file", "validation_file"),
+)
+KEY_REVOKED = (
+    "Its API key was revoked or has expired; its owner with another key, or an operator, can resume it "
+    "(`appliance job resume`)."
+)
+MODEL_WITHDRAWN = (
+    "Its API key may not use the model that it trains any more: the sharing has ended, or the key's list of models was "
+    "cut. Once it may again, its owner or an operator can resume it (`appliance job resume`)."
+)
+_MESSAGES = {
+    "cancel": "Fine-tuning job cancelled by request.",
+    "pause": "Fine-tuning job paused by request; its status stays 'queued' until it is resumed.",
+    "run": "Fine-tuning job resumed by request.",
+}
+
+
+def set_wanted(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
+    """Record that the caller wants the job to run, pause or end. Raises NotFound, Conflict."""
+    db = context.db
+    row = JOBS.known(db, job_id, caller)
+    verb = "resume" if wanted == "run" else wanted
+    try:
+        with db.transaction():
+            if wanted == "run" and row.wanted == "pause" and not row.finished:
+                row = _taken_over(db, row, caller)
+            after = jobs.set_wanted(db, job_id, wanted)
+            # A job without devices ends at once; a running one when the scheduler has stopped its ranks.
+            if wanted == "cancel" and not row.finished and row.phase != "running":
+                jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
+            if after.wanted != row.wanted:
+                add_message(db, job_id, _MESSAGES[wanted])
+            after = jobs.get(db, job_id)
+    except IllegalTransition as error:
+        raise Conflict(
+            f"The fine-tuning job {job_id} is {error.found}; it cannot be asked to {verb} any more.",
+            param="fine_tune_id",
+            code="invalid_job_state",
+        ) from error
+    if wanted == "cancel":
+        context.tasks.restart(VALIDATIONS, job_id)  # frees its slot
+    context.scheduler.nudge(f"{verb} of {job_id}")
+    return after
+
+
+def max_priority(db: Database, caller: Principal) -> int:
+    """The highest priority that the jobs of the caller's key may have; 0 for a caller without a key."""
+    key = keys.find(db, caller.key_id) if caller.key_id else None
+    return 0 if key is None else key.max_priority
+
+
+def _taken_over(db: Database, row: JobRow, caller: Principal) -> JobRow:
+    """The job as the caller resumes it. One whose key was revoked becomes a job of the caller's key, and loses what
+    that key may not claim; not if an admin resumes it. Raises NotFound once the caller's or the job's key may not use
+    the model that the job trains."""
+    if not caller.is_admin and keys.how_ended(db, row.key_id):
+        most = max_priority(db, caller)
+        claims: dict[str, Any] = {} if most > 0 else {"preemptible": 1, "deadline_s": None}
+        claims["priority"] = min(row.priority, most)
+        if lost := sorted(name for name, value in claims.items() if getattr(row, name) != value):
+            text = f"It was resumed with an API key that may claim less; changed: {', '.join(lost)}."
+            add_message(db, row.id, text, level="warn")
+        jobs.update(db, row.id, key_id=caller.key_id, **claims)
+        row = jobs.get(db, row.id)
+    if not caller_may_use(db, caller, row.model) or base_of(db, row) is None:
+        raise unknown_model(row.model)
+    return row
+
+
+def pause_reason(db: Database, row: JobRow) -> str | None:
+    """The reason to show in place of the planner's; None: show the planner's."""
+    if row.wanted != "pause":
+        return None
+    if keys.how_ended(db, row.key_id):
+        return KEY_REVOKED
+    return None if may_use(db, row.key_id, row.model) else MODEL_WITHDRAWN
+
+
+def pause_jobs_of(db: Database, key_id: str) -> list[str]:
+    """Pause the jobs of a revoked key; returns their ids. They are not cancelled, because the owner with another key,
+    or a successor, may want the results so far."""
+    return _pause(db, [row for row in jobs.list_unfinished(db) if row.key_id == key_id], KEY_REVOKED)
+
+
+def pause_jobs_without_model(db: Database) -> list[str]:
+    """Pause the jobs whose keys may not use the models that they train any more; returns their ids. Call it in every
+    transaction that takes access to a model away: a waiting job would fail at its start, and a running one would go on
+    learning from a model that its owner may not see."""
+    lost = [row for row in jobs.list_unfinished(db) if not may_use(db, row.key_id, row.model)]
+    return _pause(db, lost, MODEL_WITHDRAWN)
+
+
+def _pause(db: Database, rows: list[JobRow], why: str) -> list[str]:
+    """Running ones stop at their next step, as after any pause."""
+    paused = [row.id for row in rows if row.wanted == "run"]
+    for job_id in paused:
+        jobs.set_wanted(db, job_id, "pause")
+        jobs.update(db, job_id, reason=why)
+        add_message(db, job_id, f"Fine-tuning job paused: {why}", level="warn")
+    return paused

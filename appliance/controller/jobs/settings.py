@@ -1,27 +1,40 @@
-"""Chooses the settings of a job, and its numbers of devices, from model, data and box. Requests, validation and
-`plan job` call the same function, so that a plan and the job that follows cannot differ."""
+"""Chooses the settings of a job, and its numbers of devices, from model, data and box; and validates a job, which
+chooses them for good. Requests, validation and `plan job` call the same function, so that a plan and the job that
+follows cannot differ."""
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.access.model_access import Resolved
+from anyio import to_thread
+
+from appliance.controller.access.model_access import Resolved, base_of, resolve
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.tasks import Kind, TaskFailed, is_full
 from appliance.controller.devices import cordons
+from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
+from appliance.controller.jobs.events import VALIDATIONS, add_message, fail
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Estimator, Verdict
-from appliance.store import jobs, models
-from appliance.store.rows import VersionRow
+from appliance.store import files, jobs, models
+from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow, VersionRow
 from runtime.devices.kinds import kind_of
 from train.data.formats import TEXT
 from train.data_checks.check import DataReport
+from train.data_checks.process import TOKENS, differ
 from train.methods.method import Method
+from train.methods.methods import method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
@@ -137,19 +150,6 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings of a job, chosen.
-
-    resolved: fields of a TrainSpec. verdict: whether it fits, and on how many devices. layouts: those that fit as
-    `Estimator.described` has them, the best first: `resolved` has that one.
-    """
-
-    resolved: dict[str, Any]
-    verdict: Verdict
-    layouts: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
 class SettingsRequest:
     """The settings that a request has for a job. hyperparameters: "auto" or absent where the box chooses."""
 
@@ -171,13 +171,17 @@ class SettingsRequest:
         resolved = self.method.resolve(requested, self.dataset, model, most)
         if bounds.min_devices and not self._is_set("batch_size") and not bounds.divided(resolved, nodes)[1]:
             # An automatic batch follows the requested devices, not the other way round.
-            rows = math.ceil(resolved["batch_size"] / bounds.min_devices) * bounds.min_devices
+            each = bounds.min_devices * resolved["micro_batch"]
+            rows = math.ceil(resolved["batch_size"] / each) * each
             resolved = self.method.resolve({**requested, "batch_size": rows}, self.dataset, model, most)
         return resolved
 
-    def choose(self) -> Settings:
-        """Resolve the settings and choose the best layout that fits the box. Raises InvalidHyperparameter; BadRequest
-        if no number of devices within the bounds divides a step."""
+    def choose(self) -> tuple[dict[str, Any], Verdict, list[dict[str, Any]]]:
+        """Resolve the settings and choose the best layout that fits the box.
+
+        Returns the fields of a TrainSpec; whether it fits, and on how many devices; and the layouts that fit as
+        `Estimator.described` has them, the best first, which is that of the fields. Raises InvalidHyperparameter;
+        BadRequest if no number of devices within the bounds divides a step."""
         bounds, method, dataset, resolved = self.bounds, self.method, self.dataset, self.resolve()
         nodes = nodes_of(self.context)
         by_batch, sizes = bounds.divided(resolved, nodes)
@@ -188,7 +192,7 @@ class SettingsRequest:
         kept = [name for name in capacity.LAYOUT if self._is_set(name)]
         estimator = Estimator(shape_of(self.base), box, method, method.load(dataset, resolved))
         steps = auto.steps(method.rows(dataset), resolved)
-        layouts, warning = list[capacity.Layout](), ""
+        found = []
         for parts in self._row_parts(resolved, box):
             shared = resolved | {"sequence_parallel": parts}
             sizes = bounds.divided(shared, nodes)[1]
@@ -197,16 +201,21 @@ class SettingsRequest:
             by_micro = {n: possible for n, possible in by_micro.items() if possible and set(sizes) <= set(possible)}
             layouts, warning = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
             if layouts:
-                resolved = shared
-                break
+                found.append((shared, layouts, warning))
+                if parts == 1 and layouts[0].risk == capacity.NO_RISK and not warning:
+                    break  # sharing a row is talk in every layer, and rules out numbers of devices
+        layouts, warning = [], ""
+        if found := [one for one in found if not one[2]] or found:  # what was asked for counts more than speed
+            best = capacity.fastest_of([layouts[0] for _, layouts, _ in found], capacity.NEAR)
+            resolved, layouts, warning = next(one for one in found if one[1][0] is best)
         resolved = resolved | (layouts[0].fields if layouts else estimator.leanest())
         verdict = estimator.verdict(resolved, bounds.divided(resolved, nodes)[1])
         if warning:
             verdict = replace(verdict, warnings=(warning, *verdict.warnings))
-        return Settings(resolved, verdict, [estimator.described(layout, resolved, steps) for layout in layouts])
+        return resolved, verdict, [estimator.described(layout, resolved, steps) for layout in layouts]
 
     def _row_parts(self, resolved: dict[str, Any], box: BoxFacts) -> list[int]:
-        """Numbers of ranks to share a row, in the order to try: the requested one; or one, then more."""
+        """Numbers of ranks that may share a row: the requested one; or one, and more."""
         first = resolved["sequence_parallel"]
         if self._is_set("sequence_parallel") or not self.method.sums or box.on_host:
             return [first]
@@ -292,3 +301,199 @@ def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:
         version = models.find_version(context.db, below["base"], below["base_version"])
     folders = (version.disk_path, version.shm_path) if version is not None else ()
     return next((Path(folder) for folder in folders if folder and Path(folder, TOKENIZER).is_file()), None)
+
+
+# --- validation, before a job takes any device. A valid job gets its own copy of its data, as chat JSONL, so deleting
+# the uploaded file later does not stop it. Safe to run again after a crash: the phase stays "validating" until
+# everything is on disk.
+
+_COPIES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
+MOST_ROWS = 1_000_000
+"""Rows of a file that are compared, the first ones: their hashes take some 100 MB."""
+SHARED_SHARE = 0.1
+"""The share of validation rows that are training rows too, from which a warning is given."""
+
+
+class InvalidData(TaskFailed):
+    """The data of a job cannot be used for training; `report` says where."""
+
+    def __init__(self, param: str, file_id: str, report: DataReport, job_id: str):
+        summary = storage.summary(report, f"/v1/fine_tuning/jobs/{job_id}/errors")
+        super().__init__(f"invalid_{param}", f"The file {file_id} has {summary}", param)
+        self.report = report
+
+
+def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]:
+    """The bad examples in a job's events, as `JobValidation.fail` writes them, and how many there were."""
+    bad = [event.data for event in events if event.data is not None and "of" in event.data]
+    return [(data["line"], data["reason"]) for data in bad], bad[-1]["of"] if bad else 0
+
+
+def remove_copies(context: ControllerContext, job_id: str) -> None:
+    """Delete the data of a job that has ended: nothing reads it any more."""
+    for name in _COPIES.values():
+        (context.jobs_dir / job_id / name).unlink(missing_ok=True)
+    shutil.rmtree(context.jobs_dir / job_id / TOKENS, ignore_errors=True)
+
+
+class JobValidation:
+    """Validates jobs as tasks; file work happens on a thread. A job whose key ends is paused, not failed."""
+
+    def __init__(self, context: ControllerContext):
+        self._context, self._db = context, context.db
+        context.tasks.add(Kind(VALIDATIONS, self.run, self.fail, at_once=8, per_owner=2))
+
+    async def run(self, task: TaskRow) -> None:
+        """Raises TaskFailed."""
+        row = self._validating(task.id)
+        if row is None:
+            return
+        try:
+            await self._validate(row)
+        except InvalidHyperparameter as error:
+            raise TaskFailed("invalid_hyperparameter", str(error), error.param) from error
+        except BadRequest as error:
+            raise TaskFailed(error.code or "", error.message, error.param) from error
+        except OSError as error:
+            if is_full(error):
+                raise
+            raise _unreadable(error) from error
+        self._ended(row.id)
+
+    async def fail(self, task: TaskRow, error: TaskFailed) -> None:
+        if self._validating(task.id) is not None:
+            with self._db.transaction():
+                if isinstance(error, InvalidData):
+                    for line, reason in error.report.errors:
+                        data = {"param": error.param, "line": line, "reason": reason, "of": error.report.n_errors}
+                        add_message(self._db, task.id, f"line {line}: {reason}", level="error", data=data)
+                fail(self._db, task.id, error.code, str(error), error.param)
+        self._ended(task.id)
+
+    def _ended(self, job_id: str) -> None:
+        if (row := jobs.find(self._db, job_id)) is None or row.finished:
+            remove_copies(self._context, job_id)
+        self._context.scheduler.nudge(f"{job_id} was validated")
+
+    def _validating(self, job_id: str) -> JobRow | None:
+        """The job as it is now, unless it was cancelled meanwhile."""
+        row = jobs.find(self._db, job_id)
+        return row if row is not None and row.phase == "validating" else None
+
+    async def _validate(self, row: JobRow) -> None:
+        """Check everything and queue the job. Raises TaskFailed, InvalidHyperparameter, BadRequest, OSError."""
+        context, method = self._context, method_of(row.method)
+        base = base_of(self._db, row)
+        if base is None:
+            raise _unreadable(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
+        if method.judged_by == "teacher":
+            await self._check_teacher(row, base)
+        folder, tokenizer = context.jobs_dir / row.id, tokenizer_of(context, base)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        messages, reports = list[tuple[str, str]](), dict[str, DataReport]()
+        paths = {param: folder / name for param, name in _COPIES.items() if getattr(row, param) is not None}
+        for param, path in paths.items():
+            file = self._file(getattr(row, param))
+            source = context.files_dir / file.id
+            report = await storage.checked(context, source, chat_path=path, method=method, tokenizer=tokenizer)
+            if not report.ok:
+                raise InvalidData(param, file.id, report, row.id)
+            reports[param] = report
+            for level, texts in (("warn", report.warnings), ("info", report.notes)):
+                messages += [(level, f"{file.filename}: {text}") for text in texts]
+        if "validation_file" in paths:
+            compare = partial(_compare_rows, *paths.values())
+            messages += await to_thread.run_sync(compare, limiter=context.file_threads)
+        dataset = dataset_of(reports["training_file"])
+        bounds = DeviceBounds(row.min_devices, row.max_devices)
+        request = SettingsRequest(context, base, method, row.hyperparameters, dataset, bounds)
+        if tokenizer is not None and method.cut_refuses:
+            fields = request.resolve()
+            await self._check_cut(row, tokenizer, method.data_length(fields["max_length"], fields["options"]), reports)
+        if (now := self._validating(row.id)) is None:
+            return
+        # Of the row as it is now: an operator may have changed it during the check.
+        bounds = DeviceBounds(now.min_devices, now.max_devices)
+        resolved, verdict, layouts = replace(request, bounds=bounds).choose()
+        # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
+        resolved = resolved | {"base_version": base.version.version}
+        if not verdict.fits:
+            instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
+            raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
+        warnings = (*verdict.warnings, *cut_warning(method, dataset, resolved))
+        messages += [("warn", text) for text in warnings]
+        count = reports["training_file"].n_examples
+        messages.append(("info", f"Files validated, {count} training examples, moving job to queued state"))
+        with self._db.transaction():
+            for level, text in messages:
+                add_message(self._db, row.id, text, level=level)
+            # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
+            estimate = next(iter(layouts), {}) | {"memory": verdict.memory()}
+            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes), estimate=estimate)
+            jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
+
+    async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
+        """Check that the teacher has the student's tokens. Raises TaskFailed."""
+        context, judge = self._context, jobs.find_judge(self._db, row.id)
+        name = judge.judge["teacher"] if judge is not None else ""
+        teacher = resolve(self._db, name)
+        ours = tokenizer_of(context, student)
+        theirs = tokenizer_of(context, teacher) if teacher is not None else None
+        if teacher is None:
+            why = f"the teacher {name} was deleted"
+        elif ours is None or theirs is None:
+            why = f"the files of {name} or {student.name} are neither on disk nor in shared memory any more"
+        else:
+            compare = partial(differ, ours / TOKENIZER, theirs / TOKENIZER)
+            why = await to_thread.run_sync(compare, limiter=context.file_threads)
+            why = why and f"{name} cannot teach {student.name}: {why}"
+        if why:
+            raise TaskFailed("invalid_teacher", why, f"method.{row.method}.teacher")
+
+    async def _check_cut(self, row: JobRow, tokenizer: Path, most: int, reports: dict[str, DataReport]) -> None:
+        """Refuse, by line, what ranks would refuse only once they held devices. most: tokens. Raises InvalidData."""
+        for param, report in reports.items():
+            if report.longest_example_tokens <= most:
+                continue
+            context, file_id = self._context, self._file(getattr(row, param)).id
+            how = {"method": method_of(row.method), "tokenizer": tokenizer, "cut_at": most}
+            cut = await storage.checked(context, context.files_dir / file_id, **how)
+            if not cut.ok:
+                raise InvalidData(param, file_id, cut, row.id)
+
+    def _file(self, file_id: str) -> FileRow:
+        # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.
+        row = files.find(self._db, file_id, viewer=None, now_s=0)
+        if row is None:
+            raise _unreadable(f"the file {file_id} was deleted")
+        return row
+
+
+def _compare_rows(training: Path, validation: Path) -> list[tuple[str, str]]:
+    """A warning if both files share many rows. Raises TaskFailed if they have the same, OSError."""
+    trained, held_out = set(_hashes(training)), set(_hashes(validation))
+    if held_out == trained:
+        raise TaskFailed(
+            "invalid_validation_file",
+            "The validation file has the same examples as the training file, so its loss would only repeat the "
+            "training loss. Give examples that are not trained on, or no validation_file.",
+            "validation_file",
+        )
+    shared = len(held_out & trained)
+    if not shared or shared < SHARED_SHARE * len(held_out):
+        return []
+    text = (
+        f"{shared:,} of the {len(held_out):,} validation examples are training examples too: the validation loss looks "
+        "better than it is. Keep them in one of the files."
+    )
+    return [("warn", text)]
+
+
+def _hashes(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        for line in islice(file, MOST_ROWS):
+            yield blake2b(line, digest_size=8).digest()
+
+
+def _unreadable(why: object) -> TaskFailed:
+    return TaskFailed("file_unreadable", f"The data of the job could not be read: {why}", "training_file")

@@ -1,13 +1,9 @@
 """Makes another version of a model the active one, in the store and then in every replica of it: at once, or as a
-canary first, which gets a share of the model's requests and is compared with the active version, and promoted or rolled
+canary first, which gets a share of the model's requests, is compared with the active version, and is promoted or rolled
 back, by hand or automatically.
 
-One change of a model's version at a time: a caller of `switch` holds the model's `lock` from before reading its row.
-A job that publishes and an import activate without it: theirs is the newest version, and the replicas follow. So a
-failed change takes back its own version only.
-
-A canary's row in the store is authoritative: its engine and its share of the requests exist only while it does. The
-gateways keep the request counts, since they outlive this process.
+A caller of `switch` holds the model's `lock` from before reading its row. Jobs and imports activate without it, so a
+failed change takes back its own version only. The gateways keep the request counts, since they outlive this process.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -150,7 +145,6 @@ class Canaries:
         return {"model": name, "from": row.version, "to": to}
 
     def view(self, row: CanaryRow) -> dict[str, Any]:
-        """`message`: what the canary does now, or why it ended, as a sentence."""
         running = row.state == "running"
         decision = self._decision(row, stored_model(self._db, row.model), time.time()) if running else None
         return {
@@ -158,7 +152,6 @@ class Canaries:
             "auto": bool(row.auto),
             "reason": row.reason or None,
             "decision": None if decision is None else decision._asdict(),
-            "message": self._message(row) if running else row.reason,
             "versions": self._compared(row) if running else row.compared,
         }
 
@@ -191,15 +184,6 @@ class Canaries:
         load = self._context.bus.load().canaries.get(row.model)
         counted = load.versions if load is not None and load.since_s == row.created_s else {}
         return {version: counted.get(version, VersionLoad()) for version in (row.version, row.before)}
-
-    def _message(self, row: CanaryRow) -> str:
-        status = self._context.scheduler.status()
-        version = models.find_version(self._db, row.model, row.version)
-        is_adapter = version is not None and version.meta.get("adapter")  # it is on the engines of its base
-        if is_adapter or any(r["model"] == row.name and r["state"] == "open" for r in status["replicas"]):
-            return f"{row.version} takes {row.share:.0%} of the requests"
-        notes = [note for note in status["notes"] if row.name in note]
-        return ". ".join([f"All requests go to {row.before}: no engine of {row.version} is open yet", *notes])
 
     def _check_room(self, model: ModelRow, version: VersionRow) -> None:
         """Raises Conflict."""
@@ -283,10 +267,6 @@ def chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
     requests, errors = new.requests + old.requests, new.errors + old.errors
     if not old.requests or new.errors * requests <= errors * new.requests:
         return 1.0
+    from scipy.stats import hypergeom  # takes a second, of boxes with canaries alone
 
-    def log_ways(total: int, chosen: int) -> float:
-        return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
-
-    log_all, counts = log_ways(requests, errors), range(new.errors, min(errors, new.requests) + 1)
-    logs = (log_ways(new.requests, n) + log_ways(old.requests, errors - n) - log_all for n in counts)
-    return sum(takewhile(lambda chance: chance > 1e-12, map(math.exp, logs)))  # each is smaller than the one before
+    return float(hypergeom.sf(new.errors - 1, requests, errors, new.requests))

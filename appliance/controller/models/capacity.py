@@ -17,13 +17,14 @@ from scheduler.core.config import SchedulerConfig
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
 from train.plan import estimate
+from train.plan.auto import ranks_of_row
 from train.plan.estimate import Load, ModelShape
 
 CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 """Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
 context and pinned buffers."""
 _LEAST_TOKENS = 512  # of a row; a shorter one saves little, and cuts examples
-_MOST_DEVICES = 64
+_MOST_DEVICES = 16  # of one machine
 FOUR_BITS = 0.5 + estimate.SCALE_BYTES  # bytes of a quantised weight
 LAYOUT = ("zero_stage", "offload", "activation_checkpointing", "micro_batch")
 """Fields of a TrainSpec that decide where a job's numbers are held and computed, and nothing of what it learns."""
@@ -35,6 +36,7 @@ WAIT = 0.01 / 3.0
 take over its devices."""
 SAFE = 0.92
 """Share of a device's memory beyond which a layout is taken last: estimates are off by some percent."""
+NO_RISK = (0, False)  # Layout.risk
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ class Verdict:
 
     def memory(self) -> dict[str, Any]:
         """Of a job, as `JobRow.estimate` has it."""
-        return {"store_bytes": self.numbers["host"]["needed_bytes"], "host_bytes": self.numbers["job_bytes"]}
+        needed, limit = self.numbers["host"]["needed_bytes"], self.numbers["host"]["limit_bytes"]
+        return {"store_bytes": needed, "host_bytes": self.numbers["job_bytes"], "limit_bytes": limit}
 
 
 def gb(count_bytes: int) -> str:
@@ -156,16 +159,13 @@ class Estimator:
         memory = {size: method.rank_memory(shape, fields, size) for size in sizes}
         fitting = tuple(size for size in sizes if box.holds(memory[size], size))
         shown = fitting[-1] if fitting else sizes[-1]
-        version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)
-        budget = box.store_budget_bytes
-        snapshot_on_disk = budget is not None and version + snapshot > budget >= version
-        needed = version if snapshot_on_disk else version + snapshot
-        needed += version * method.policies(fields.get("options", {}))
+        version, budget = estimate.version_bytes(shape, fields), box.store_budget_bytes
         offloaded = shown * memory[shown].host_bytes
+        needed, limit = self._stored(fields, offloaded)
         problems = [] if fitting else [_too_large(memory, box)]
         if budget is not None and version > budget:
-            limit = f"the store's budget is {gb(budget)} (weights.budget_bytes)"
-            problems.append(f"The result takes {gb(version)} of shared memory; {limit}.")
+            most = f"the store's budget is {gb(budget)} (weights.budget_bytes)"
+            problems.append(f"The result takes {gb(version)} of shared memory; {most}.")
         beyond_host = _offload_problem(offloaded, needed, box)
         problems += beyond_host
         instead = self._instead(fields, sizes) if not fitting or beyond_host else []
@@ -174,10 +174,11 @@ class Estimator:
         waits, warnings = "", []
         if not problems and needed > box.store_room_bytes:
             waits = store_full(needed, box.store_room_bytes)
-        if snapshot_on_disk:
+        if limit is not None and not problems:
             warnings.append(
-                f"A snapshot takes {gb(snapshot)} of shared memory and does not fit next to the result in the store's "
-                f"{gb(budget or 0)}: snapshots go to disk, and moving the job between devices takes longer."
+                f"A snapshot takes {gb(estimate.snapshot_bytes(shape, fields))} of shared memory and does not fit next "
+                f"to the result in {gb(limit)}: snapshots go to disk, and moving the job between devices takes "
+                "longer."
             )
         numbers = {
             "trained_parameters": estimate.trained_parameters(shape, fields),
@@ -185,9 +186,21 @@ class Estimator:
             "device": asdict(memory[shown])
             | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
             "job_bytes": {size: size * box.rank_host_bytes(of_size) + needed for size, of_size in memory.items()},
-            "host": {"needed_bytes": needed, "room_bytes": box.store_room_bytes},
+            "host": {"needed_bytes": needed, "room_bytes": box.store_room_bytes, "limit_bytes": limit},
         }
         return Verdict(not problems, tuple(problems), tuple(instead), numbers, waits, tuple(warnings), fitting)
+
+    def _stored(self, fields: Mapping[str, Any], offloaded: int) -> tuple[int, int | None]:
+        """Shared memory that a job needs whose ranks take `offloaded` bytes of the host's, and the limit of the store
+        or the host for which its snapshots go to disk (None: they do not)."""
+        box, versions = self.box, 1 + self.method.policies(fields.get("options", {}))
+        results = versions * estimate.version_bytes(self.shape, fields)
+        both = results + estimate.snapshot_bytes(self.shape, fields)
+        limits = [box.store_budget_bytes]
+        if offloaded and box.host_memory_bytes is not None and not box.on_host:
+            limits.append(max(0, box.host_memory_bytes - offloaded))
+        limit = min((each for each in limits if each is not None), default=both)
+        return (results, limit) if both > limit else (both, None)
 
     def layouts(
         self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], kept: Collection[str] = ()
@@ -204,7 +217,6 @@ class Estimator:
         box, shape = self.box, self.shape
         fields = {**fields, "device_kind": box.device_kind}
         load = self.load or Load(fields["max_length"], fields["max_length"])
-        stored = estimate.version_bytes(shape, fields) + estimate.snapshot_bytes(shape, fields)
         fixed = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
         pairs = [(stage, "none") for stage in (1, 2, 3)]
         candidates = []
@@ -212,7 +224,8 @@ class Estimator:
             pairs.append((3, "parameters"))
             if fields["full"] or "offload" in kept:  # an adapter's optimizer is small
                 pairs += [(stage, "optimizer") for stage in (1, 2, 3)]
-        if "zero_stage" not in kept and max(map(max, sizes.values())) == 1:  # one rank has nobody to share with
+        # One copy of the model has no other to share with.
+        if "zero_stage" not in kept and max(map(max, sizes.values())) <= fields["tensor_parallel"]:
             pairs = [(stage, offload) for stage, offload in pairs if stage == 1 or offload == "parameters"]
         for (stage, offload), recompute, micro in product(pairs, (False, True), sizes):
             chosen = dict(zip(LAYOUT, (stage, offload, recompute, micro), strict=True))
@@ -224,11 +237,12 @@ class Estimator:
             fitting = tuple(
                 size
                 for size, of_rank in memory.items()
-                if box.holds(of_rank, size) and not _offload_problem(size * of_rank.host_bytes, stored, box)
+                if box.holds(of_rank, size)
+                and not _offload_problem(n := size * of_rank.host_bytes, self._stored(spec, n)[0], box)
             )
             if fitting:
                 time = estimate.step_time(shape, spec, fitting[-1], box.accelerator, load=load)
-                micro_s = time.step_s * micro * fitting[-1] / fields["batch_size"]
+                micro_s = time.step_s * micro * (fitting[-1] // ranks_of_row(fields)) / fields["batch_size"]
                 bytes_of = box.takes(memory[fitting[-1]]), box.room_per_rank(fitting[-1])
                 # Nothing is known of links between processes of one host: the simplest that fits is as good as any.
                 weighed_s = 0.0 if box.on_host else time.step_s * (1 + WAIT * micro_s)
@@ -236,8 +250,10 @@ class Estimator:
         by_kind = defaultdict(list)  # by all but the micro-batch
         for layout in candidates:
             by_kind[tuple(layout.fields.values())[:3]].append(layout)
-        fastest = sorted(map(_best, by_kind.values()), key=lambda layout: (*layout.risk, layout.weighed_s))
-        return [best := _best(fastest, NEAR), *(layout for layout in fastest if layout is not best)] if fastest else []
+        fastest = sorted(map(fastest_of, by_kind.values()), key=lambda layout: (*layout.risk, layout.weighed_s))
+        if not fastest:
+            return []
+        return [best := fastest_of(fastest, NEAR), *(layout for layout in fastest if layout is not best)]
 
     def fit(
         self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], requested: Collection[str]
@@ -336,12 +352,12 @@ def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[
     if not host_bytes or host is None or box.on_host or host_bytes <= host - stored_bytes:
         return []
     return [
-        f"Offloading takes {gb(host_bytes)} of host memory; the host has {gb(host)}, of which the job's own result and "
-        f"snapshot take {gb(stored_bytes)}."
+        f"Offloading takes {gb(host_bytes)} of host memory; the host has {gb(host)}, of which the job's own result "
+        f"takes {gb(stored_bytes)}."
     ]
 
 
-def _best(layouts: Sequence[Layout], near: float = 1.0) -> Layout:
+def fastest_of(layouts: Sequence[Layout], near: float = 1.0) -> Layout:
     """Of the safest, the cheapest that takes at most `near` times as long as the fastest."""
     least = min(layout.risk for layout in layouts)
     safest = [layout for layout in layouts if layout.risk == least]

@@ -95,7 +95,7 @@ async def register(
         serves: whether the version becomes the active one.
 
     Raises:
-        OperationFailed: Jobs make a model of this name, or the base was deleted meanwhile. The bytes are gone then.
+        OperationFailed: Jobs make a model of this name, or it or the base was deleted. The bytes are gone then.
     """
     db, info = context.db, {**imported.info, "warnings": list(imported.warnings)}
     base, meta = models.find(db, adapter["base"]) if adapter is not None else None, dict[str, Any]()
@@ -109,8 +109,10 @@ async def register(
     now_s = time.time()
     version = VersionRow(imported.name, imported.version, source, imported.bytes, now_s, str(imported.path), meta=meta)
     why, code = "", "model_exists"
-    if made_by_jobs(db, imported.name):  # an import never becomes a version of what jobs make
+    if serves and made_by_jobs(db, imported.name):  # what jobs make never answers with what was imported
         why = f"{shown(imported.name)} is the name of a model that jobs make; import this one with --name, by another."
+    elif not serves and models.find(db, imported.name) is None:
+        why, code = f"{shown(imported.name)} was deleted during the import", "model_not_found"
     elif adapter is not None and models.find_version(db, adapter["base"], adapter["base_version"]) is None:
         why, code = f"{adapter['base']} {adapter['base_version']} was deleted during the import", "base_not_found"
     if why:
@@ -237,11 +239,10 @@ def _refuse_if_in_use(db: Database, name: str, model: str, version: VersionRow |
     names = {name, *([model] if version is None else _names(version))}
     trained = jobs.list_unfinished_with(db, {*names, model}, model)
     for job in [*trained, *jobs.list_unfinished_judged_by(db, model, names, version is None)]:
-        if job.wanted == "cancel":
-            continue
         # A job whose key may not use the model any more cannot start again, so it does not block the deletion.
-        may_judge = job not in trained and any(may_use(db, job.key_id, public) for public in names)
-        if job.phase == "running" or may_judge or (job in trained and base_of(db, job) is not None):
+        may_ask = job in trained or any(may_use(db, job.key_id, public) for public in names)
+        may_start = may_ask and base_of(db, job) is not None
+        if job.wanted != "cancel" and (job.phase == "running" or may_start):
             user = job.id if caller.viewer in (None, job.owner) else "of another owner"
             _in_use(f"{name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")
     for adapter in models.adapters_on(db, model):

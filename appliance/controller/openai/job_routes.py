@@ -13,18 +13,17 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
-from appliance.controller.access.model_access import Resolved, resolve, usable_model
+from appliance.controller.access.model_access import resolve, usable_model
 from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.devices import mode
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
-from appliance.controller.http.resource import MOST, list_object, listed, metadata_of, object_of, part
+from appliance.controller.http.resource import MOST, list_object, metadata_of, object_of, part
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs, unaudited
-from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import settings
-from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.phases import JOBS, VALIDATIONS, lines_of, pause_reason, set_wanted
+from appliance.controller.jobs.events import JOBS, VALIDATIONS, add_message, pause_reason, set_wanted
 from appliance.controller.models.capacity import Estimator
 from appliance.controller.openai.new_job import (
     Devices,
@@ -39,10 +38,9 @@ from appliance.controller.openai.new_job import (
     training_of,
 )
 from appliance.store import jobs
-from appliance.store.database import PAGE_BYTES, Database, Part
-from appliance.store.rows import JOB_EVENTS, VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
+from appliance.store.database import Part
+from appliance.store.rows import JOB_EVENTS, VERSIONS, JobJudgeRow, JobRow, VersionRow, columns
 from train.data_checks.process import CheckFailed, report_apart
-from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, UnsupportedModel
@@ -67,16 +65,13 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("")
     @_reads
     def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
-        viewer = None if caller.may(READ) else caller.viewer
-        page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
-        objects, judge_bytes = list[dict[str, Any]](), 0
-        for row in page.data:
-            judge = _judge(db, row, caller)  # a grader may have 2 MiB
-            judge_bytes += len(str(judge.judge)) if judge is not None else 0
-            if objects and judge_bytes > PAGE_BYTES:
-                return listed(objects, has_more=True)
-            objects.append(job_object(row, context.config.organization, judge))
-        return listed(objects, page.has_more)
+        """Filters: `metadata[key]=value`, any number of pairs, or `metadata=null` for jobs without metadata."""
+        viewer, pairs = None if caller.may(READ) else caller.viewer, metadata_of(request)
+        if (whole := request.query_params.get("metadata")) not in (None, "null") or (whole and pairs):
+            raise InvalidValue("metadata: expected metadata[key]=value, or metadata=null, not both.", "metadata")
+        where = "1" if whole is None else "metadata IS NULL"
+        page = jobs.page(db, viewer=viewer, metadata=pairs, where=where, **part)
+        return list_object(page, lambda row: _view(context, row, caller))
 
     @router.get("/{job_id}")
     @_reads
@@ -124,14 +119,15 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
-        return list_object(JOB_EVENTS.page(db, {"job_id": job_id}, **part), event_object)
+        page, names = JOB_EVENTS.page(db, {"job_id": job_id}, **part), "level message type"
+        return list_object(page, lambda row: object_of(row, "fine_tuning.job.event", names, data=row.data or {}))
 
     @router.get("/{job_id}/errors")
     def errors(job_id: str, caller: Caller) -> dict[str, Any]:
         """What was wrong with the job's data, by line; none if it was not that."""
         JOBS.known(db, job_id, caller)
         events = JOB_EVENTS.page(db, {"job_id": job_id}, limit=_ERROR_EVENTS).data
-        return storage.errors_object(*lines_of(reversed(events)))
+        return storage.errors_object(*settings.lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
     def checkpoints(job_id: str, caller: Caller, part: Annotated[Part, part(10)]) -> dict[str, Any]:
@@ -141,24 +137,10 @@ def routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-def _judge(db: Database, row: JobRow, caller: Principal) -> JobJudgeRow | None:
-    """Return the job's grader or teacher, unless the caller sees the job by the scope `read` alone."""
-    sees = row.method in _JUDGED and caller.viewer in (None, row.owner)
-    return jobs.find_judge(db, row.id) if sees else None
-
-
 def _view(context: ControllerContext, row: JobRow, caller: Principal) -> dict[str, Any]:
-    return job_object(row, context.config.organization, _judge(context.db, row, caller))
-
-
-def _metadata_filter(request: Request) -> dict[str, Any]:
-    """`metadata[key]=value` pairs, or `metadata=null` for jobs without metadata; never both. Raises BadRequest."""
-    pairs, whole = metadata_of(request), request.query_params.get("metadata")
-    if whole not in (None, "null"):
-        raise InvalidValue(f"metadata={shown(whole)}: expected metadata[key]=value, or metadata=null.", "metadata")
-    if pairs and whole:
-        raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
-    return {"metadata": pairs, "null_metadata": whole is not None}
+    """With its grader or teacher, unless the caller sees the job by the scope `read` alone."""
+    sees = row.method in _JUDGED and caller.viewer in (None, row.owner)
+    return job_object(row, context.config.organization, jobs.find_judge(context.db, row.id) if sees else None)
 
 
 def method_routes() -> APIRouter:
@@ -168,29 +150,17 @@ def method_routes() -> APIRouter:
     @router.get("")
     def list_methods() -> dict[str, Any]:
         """`takes`: fields of a request besides hyperparameters; `options`: hyperparameters of this method alone."""
-        methods = [
-            {
-                "object": "fine_tuning.method",
-                "name": method.name,
-                "summary": method.summary,
-                "takes": list(method.takes),
-                "options": [asdict(option) for option in method.options],
-            }
-            for method in METHODS.values()
-        ]
+        methods = []
+        for method in METHODS.values():
+            options = [asdict(option) for option in method.options]
+            known = columns(method, "name summary takes")
+            methods.append({"object": "fine_tuning.method", **known, "options": options})
         return {"object": "list", "data": methods, "has_more": False}
 
     return router
 
 
 # --- objects; times that end in `_s` are Unix times with fractions
-
-
-def job_status(row: JobRow) -> str:
-    """An accepted cancellation is final, so it shows before the devices are free."""
-    if row.wanted == "cancel" and not row.finished:
-        return "cancelled"
-    return _STATUS_OF_PHASE.get(row.phase, row.phase)
 
 
 def job_phase(row: JobRow) -> str:
@@ -227,7 +197,10 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
     """OpenAI's object, and what the box knows of the job; times that end in `_s` are Unix times with fractions. judge:
     of a job that has one."""
     judged_by = judge.judge if judge is not None else {}
-    status, succeeded, trained_with = job_status(row), row.phase == "succeeded", hyperparameters(row)
+    succeeded, trained_with = row.phase == "succeeded", hyperparameters(row)
+    # An accepted cancellation is final, so it shows before the devices are free.
+    cancelled = row.wanted == "cancel" and not row.finished
+    status = "cancelled" if cancelled else _STATUS_OF_PHASE.get(row.phase, row.phase)
     return object_of(
         row,
         "fine_tuning.job",
@@ -249,10 +222,6 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
     )
 
 
-def event_object(row: JobEventRow) -> dict[str, Any]:
-    return object_of(row, "fine_tuning.job.event", "level message type", data=row.data or {})
-
-
 def checkpoint_object(row: VersionRow) -> dict[str, Any]:
     of = {"fine_tuned_model_checkpoint": row.checkpoint, "fine_tuning_job_id": row.job_id, "step_number": row.step}
     return object_of(row, "fine_tuning.job.checkpoint", "", **of, metrics={"step": row.step, **row.metrics})
@@ -265,10 +234,6 @@ Count = Annotated[int, Field(ge=1, le=65536)]
 _CHOSEN = (
     *("full", "lora_rank", "n_epochs", "batch_size", "max_length", "learning_rate", "zero_stage", "precision"),
     *("offload", "activation_checkpointing", "micro_batch", "tensor_parallel", "sequence_parallel"),
-)
-_OF_LAYOUT = (
-    *("zero_stage", "offload", "activation_checkpointing", "micro_batch", "devices", "device_bytes", "room_bytes"),
-    *("bound_by", "tokens_per_s", "hours", "kwh"),
 )
 
 
@@ -284,67 +249,53 @@ class JobPlan(StrictBody):
     method: Literal[tuple(METHODS)] = DEFAULT.name  # type: ignore[valid-type]
 
 
-class PlanRequest(StrictBody):
-    job: JobPlan
-
-
 def plan_routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the route to the admin router."""
 
     @router.post("/plan")
     @needs(FINE_TUNING)
     @unaudited  # nothing is changed
-    async def plan(body: PlanRequest, caller: Caller) -> dict[str, Any]:
-        return await _plan(context, body.job, caller)
-
-
-async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:
-    base, method = usable_model(context.db, caller, body.model), METHODS[body.method]
-    counted = body.training_file is not None
-    if body.training_file is not None:
-        dataset = await _counted(context, base, body.training_file, method, caller)
-    else:
-        examples = body.examples or TYPICAL_EXAMPLES
-        dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
-    bounds = settings.DeviceBounds(max_devices=body.devices)
-    try:
-        chosen = settings.SettingsRequest(context, base, method, body.hyperparameters, dataset, bounds).choose()
-    except InvalidHyperparameter as error:
-        raise refused(error, "hyperparameters") from error
-    fields, best, verdict = chosen.resolved, next(iter(chosen.layouts), None), chosen.verdict
-    if counted:
-        verdict = replace(verdict, warnings=(*verdict.warnings, *settings.cut_warning(method, dataset, fields)))
-    common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
-    return {
-        "object": "plan",
-        "kind": "job",
-        "model": base.name,
-        "method": method.name,
-        "hyperparameters": fields.get("options", {}) | common,
-        "data": {
-            "counted": counted,
-            "examples": dataset.n_examples,
-            "tokens": dataset.n_tokens,
-            "longest_example_tokens": dataset.longest_example_tokens,
-            "steps": auto.steps(method.rows(dataset), fields),
-        },
-        **asdict(verdict),
-        "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
-        "layouts": [{name: layout[name] for name in _OF_LAYOUT} for layout in chosen.layouts[:3]],
-    }
-
-
-async def _counted(
-    context: ControllerContext, base: Resolved, file_id: str, method: Method, caller: Principal
-) -> auto.DatasetStats:
-    """What the job's validation would find in the file. Raises BadRequest and NotFound."""
-    row = FILES.known(context.db, file_id, caller, "training_file")
-    tokenizer = settings.tokenizer_of(context, base)
-    report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
-    if not report.ok:
-        why = f"The file {row.id} has {storage.summary(report)}"
-        raise BadRequest(why, "training_file", "invalid_training_file")
-    return settings.dataset_of(report)
+    async def plan(body: JobPlan, caller: Caller) -> dict[str, Any]:
+        base, method = usable_model(context.db, caller, body.model), METHODS[body.method]
+        counted = body.training_file is not None
+        if body.training_file is not None:  # what the job's validation would find in it
+            row = FILES.known(context.db, body.training_file, caller, "training_file")
+            tokenizer = settings.tokenizer_of(context, base)
+            report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
+            if not report.ok:
+                why = f"The file {row.id} has {storage.summary(report)}"
+                raise BadRequest(why, "training_file", "invalid_training_file")
+            dataset = settings.dataset_of(report)
+        else:
+            examples = body.examples or TYPICAL_EXAMPLES
+            dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
+        bounds = settings.DeviceBounds(max_devices=body.devices)
+        try:
+            request = settings.SettingsRequest(context, base, method, body.hyperparameters, dataset, bounds)
+            fields, verdict, layouts = request.choose()
+        except InvalidHyperparameter as error:
+            raise refused(error, "hyperparameters") from error
+        best = next(iter(layouts), None)
+        if counted:
+            verdict = replace(verdict, warnings=(*verdict.warnings, *settings.cut_warning(method, dataset, fields)))
+        common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
+        return {
+            "object": "plan",
+            "kind": "job",
+            "model": base.name,
+            "method": method.name,
+            "hyperparameters": fields.get("options", {}) | common,
+            "data": {
+                "counted": counted,
+                "examples": dataset.n_examples,
+                "tokens": dataset.n_tokens,
+                "longest_example_tokens": dataset.longest_example_tokens,
+                "steps": auto.steps(method.rows(dataset), fields),
+            },
+            **asdict(verdict),
+            "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
+            "layouts": layouts[:3],
+        }
 
 
 # --- POST /v1/files/{id}/check: what is in training data. The request waits for the answer, as an upload does.
@@ -366,7 +317,15 @@ def check_routes(context: ControllerContext) -> APIRouter:
     @unaudited  # reads a file
     async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
         row = FILES.known(db, file_id, caller)
-        options = _options(context, body, caller)
+        options: dict[str, Any] = {"max_tokens": body.max_tokens, "method": body.method}
+        if body.model is not None:
+            base = usable_model(db, caller, body.model)
+            if (directory := settings.tokenizer_of(context, base)) is None:
+                why = f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is."
+                raise BadRequest(why, "model", "model_not_ready")
+            options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
+        if body.against is not None:
+            options["against"] = str(context.files_dir / FILES.known(db, body.against, caller, "against").id)
         try:
             async with context.file_threads:
                 report = await report_apart(context.files_dir / row.id, row.id, **options)
@@ -381,21 +340,6 @@ def check_routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:
-    """Raises BadRequest, NotFound."""
-    options: dict[str, Any] = {"max_tokens": body.max_tokens, "method": body.method}
-    if body.model is not None:
-        base = usable_model(context.db, caller, body.model)
-        directory = settings.tokenizer_of(context, base)
-        if directory is None:
-            why = f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is."
-            raise BadRequest(why, "model", "model_not_ready")
-        options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
-    if body.against is not None:
-        options["against"] = str(context.files_dir / FILES.known(context.db, body.against, caller, "against").id)
-    return options
-
-
 # --- /admin/v1/queue, and an operator's changes to jobs: order and bounds
 
 # Slurm's reason codes (https://slurm.schedmd.com/job_reason_codes.html), each with a sentence of the box's own.
@@ -406,9 +350,9 @@ SUBMITTED = ("Priority", "The scheduler has not looked at it yet.")
 class JobUpdate(StrictBody):
     """Only the given fields change; null removes a bound or the deadline."""
 
-    priority: Priority | None = None
+    priority: Priority = 0
     deadline_s: Moment | None = None
-    preemptible: bool | None = None
+    preemptible: bool = True
     min_devices: Devices | None = None
     max_devices: Devices | None = None
 
@@ -426,7 +370,13 @@ def queue_routes(context: ControllerContext, router: APIRouter) -> None:
             _entry(job_object(row, context.config.organization), place, planned.get(row.id), pause_reason(db, row))
             for place, row in enumerate(rows, 1)
         ]
-        return {"object": "list", "data": data, "owners": _owners(data)}
+        owners: dict[str | None, dict[str, Any]] = {}
+        for entry in data:  # among equal priorities, everyone's first job comes before anyone's second
+            nothing = {"owner": entry["owner"], "running": 0, "waiting": 0, "devices": 0}
+            share = owners.setdefault(entry["owner"], nothing)
+            share["running" if entry["devices"] else "waiting"] += 1
+            share["devices"] += len(entry["devices"])
+        return {"object": "list", "data": data, "owners": list(owners.values())}
 
     @router.patch("/jobs/{job_id}")
     @audited("job.update")
@@ -447,10 +397,7 @@ def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) ->
     """The columns to write. Raises BadRequest."""
     if not fields:
         raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
-    for name in ("priority", "preemptible"):
-        if fields.get(name, 0) is None:
-            raise InvalidValue(f"{name} cannot be null.", name)
-    changes = fields | ({"preemptible": int(fields["preemptible"])} if "preemptible" in fields else {})
+    changes = dict(fields)
     if not fields.keys().isdisjoint(("min_devices", "max_devices")):
         least, most = (fields.get(name, getattr(row, name)) for name in ("min_devices", "max_devices"))
         sizes = settings.DeviceBounds(least, most).check(row.resolved, settings.nodes_of(context))
@@ -469,13 +416,3 @@ def _entry(job: dict[str, Any], position: int, planned: dict[str, Any] | None, p
         reason, message = VALIDATING if job["phase"] == "validating" else SUBMITTED
     names = "id owner phase priority devices min_devices max_devices allowed_sizes deadline_s preemptible created_s"
     return {"position": position, **{name: job[name] for name in names.split()}, "reason": reason, "message": message}
-
-
-def _owners(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each owner has: among equal priorities, everyone's first job comes before anyone's second."""
-    shares: dict[str | None, dict[str, Any]] = {}
-    for entry in entries:
-        share = shares.setdefault(entry["owner"], {"owner": entry["owner"], "running": 0, "waiting": 0, "devices": 0})
-        share["running" if entry["devices"] else "waiting"] += 1
-        share["devices"] += len(entry["devices"])
-    return list(shares.values())

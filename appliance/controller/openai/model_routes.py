@@ -1,9 +1,12 @@
 """/v1/models: base models, fine-tuned ones, and their checkpoints and versions by name
-(https://platform.openai.com/docs/api-reference/models)."""
+(https://platform.openai.com/docs/api-reference/models); and their files, to download."""
 
 from __future__ import annotations
 
 import logging
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,14 +27,15 @@ from appliance.controller.context.context import ControllerContext, ModelStates,
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.jobs.phases import pause_jobs_without_model
-from appliance.controller.models import archive
+from appliance.controller.jobs.events import pause_jobs_without_model
 from appliance.controller.models.lifecycle import remove, to_delete
 from appliance.store import keys, models
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow, columns
 from appliance.tiers.tiers import name_of
 from weights.format.errors import WeightsError
+from weights.format.manifest import Manifest, checksum
+from weights.format.names import MANIFEST_FILE
 from weights.memory.lease import take_lease
 
 log = logging.getLogger("appliance.controller")
@@ -73,7 +77,7 @@ def routes(context: ControllerContext) -> APIRouter:
             if not resolved.version.disk_path or not folder.is_dir():
                 lease = take_lease(context.tiers.bring_in(name_of(resolved.version)))
                 folder, done = lease.path, BackgroundTask(lease.release)
-            return archive.answer(folder, name, range_header, if_range, done)
+            return _archive(folder, name, range_header, if_range, done)
         except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box
             log.warning("%s cannot be downloaded: %s", name, error)
             text = f"The files of {shown(name)} cannot be read now; ask again later."
@@ -163,3 +167,64 @@ def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
     if caller.viewer not in (None, model.owner):
         why = f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it."
         raise ApiError(403, why, "model", "insufficient_permissions")
+
+
+# --- the archive of a version: a tar file that is stored nowhere, whole or the part that a Range header names
+
+_CHUNK_BYTES = 1 << 20
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
+Part = bytes | tuple[Path, int]
+"""A part of the tar file: a header or padding, or a file with its size."""
+
+
+def _archive(
+    folder: Path, name: str, range_header: str | None, if_range: str | None, done: BackgroundTask | None
+) -> StreamingResponse:
+    """Answer with the archive of a version directory, its manifest first, or with a part of it (RFC 9110, 14.2).
+
+    range_header: an unknown form means the whole. done: runs after the last byte, or when the client leaves. Raises
+    ApiError 416, IntegrityError, OSError.
+    """
+    manifest, parts = Manifest.read(folder), list[Part]()
+    own_bytes = (folder / MANIFEST_FILE).read_bytes()
+    sizes = {file: record.nbytes for file, record in sorted(manifest.files.items())}
+    for file, size in {MANIFEST_FILE: len(own_bytes), **sizes}.items():
+        header = tarfile.TarInfo(file)
+        header.size, header.mtime = size, int(manifest.created_s)
+        parts += [header.tobuf(tarfile.GNU_FORMAT), (folder / file, size), bytes(-size % tarfile.BLOCKSIZE)]
+    parts.append(bytes(2 * tarfile.BLOCKSIZE))
+    total, tag = sum(map(_part_bytes, parts)), f'"{checksum(own_bytes).replace(":", "-")}"'
+    start, end, status = 0, total, 200
+    headers = {"etag": tag, "accept-ranges": "bytes", "x-content-type-options": "nosniff"}
+    headers["content-disposition"] = f'attachment; filename="{re.sub(r"[^A-Za-z0-9._-]", "-", name)}.tar"'
+    if (match := _RANGE.fullmatch(range_header or "")) and if_range in (None, tag):
+        start, end = int(match[1]), min(total, int(match[2]) + 1 if match[2] else total)
+        if start >= end:
+            message = f"The archive has {total} bytes and none at {range_header}."
+            raise ApiError(416, message, code="range_not_satisfiable", param="range")
+        status, headers["content-range"] = 206, f"bytes {start}-{end - 1}/{total}"
+    headers["content-length"] = str(end - start)
+    return StreamingResponse(_read(parts, start, end), status, headers, "application/x-tar", done)
+
+
+def _part_bytes(part: Part) -> int:
+    return len(part) if isinstance(part, bytes) else part[1]
+
+
+def _read(parts: Sequence[Part], start: int, end: int) -> Iterator[bytes]:
+    """The bytes [start, end)."""
+    at = 0
+    for part in parts:
+        first, last, at = max(0, start - at), min(_part_bytes(part), end - at), at + _part_bytes(part)
+        if first >= last:
+            continue
+        if isinstance(part, bytes):
+            yield part[first:last]
+            continue
+        with open(part[0], "rb", buffering=0) as file:
+            file.seek(first)
+            while first < last and (data := file.read(min(_CHUNK_BYTES, last - first))):
+                first += len(data)
+                yield data
+        if first < last:
+            raise OSError(f"{part[0]} is shorter than its manifest says")

@@ -26,18 +26,16 @@ from appliance.controller.interfaces.errors import (
 )
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import settings
-from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.phases import max_priority
+from appliance.controller.jobs.events import add_message, max_priority
 from appliance.models.checkpoint import TRAINED_FORM
 from appliance.store import evals, files, jobs, models
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns, new_id
 from train.data_checks.check import DataReport
 from train.graders.errors import InvalidGrader
 from train.graders.graders import parse
-from train.graders.hosts import GraderHosts
+from train.graders.sandbox import GraderHosts
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
-from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
@@ -130,8 +128,8 @@ class Training:
 
 
 def training_of(request: JobCreate) -> Training:
-    """The deprecated top-level hyperparameters and those of the method may both be present; where they disagree, the
-    intent is unknown. Raises BadRequest."""
+    """Where the deprecated top-level hyperparameters and those of the method are both present, the method's count.
+    Raises BadRequest."""
     choice: Any = request.method
     method = METHODS.get(choice.type) if choice else DEFAULT
     if method is None:
@@ -146,10 +144,6 @@ def training_of(request: JobCreate) -> Training:
     block = {name: getattr(own, name) for name in own.model_fields_set} if own is not None else {}
     where = f"method.{method.name}.hyperparameters"
     old, new = request.hyperparameters or {}, block.pop("hyperparameters", None) or {}
-    for name in sorted(old.keys() & new.keys()):
-        if old[name] != new[name]:
-            both = f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}"
-            raise InvalidValue(f"{both}; give it once.", f"hyperparameters.{name}")
     training = Training(method, old | new, where if choice else "hyperparameters", block)
     if method.judged_by and method.judged_by not in block:
         param = training.path(method.judged_by)
@@ -196,9 +190,12 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
     bounds, nodes = settings.DeviceBounds(body.min_devices, body.max_devices), settings.nodes_of(context)
     bounds.check(None, nodes)  # before the batch size that follows from it
+    # Counts of the check at upload, which had no tokenizer.
+    counted, names = data["training_file"].report or {}, ("n_examples", "n_rows", "n_tokens_estimate")
+    of_upload = DataReport(**{name: counted[name] for name in (*names, "longest_example_tokens") if name in counted})
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
-        dataset = _stats_of_upload(data["training_file"])
+        dataset = settings.dataset_of(of_upload)
         resolved = settings.SettingsRequest(context, base, method, training.hyperparameters, dataset, bounds).resolve()
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
@@ -348,13 +345,6 @@ def _judge(
     form_at = training.path("response_format")
     form = form_of(training.block.get("response_format"), form_at)
     return {"grader": grader, **({"response_format": form} if form else {})}
-
-
-def _stats_of_upload(file: FileRow) -> auto.DatasetStats:
-    """Counts of the check at upload, which had no tokenizer."""
-    report = file.report or {}
-    names = ("n_examples", "n_rows", "n_tokens_estimate", "longest_example_tokens")
-    return settings.dataset_of(DataReport(**{name: report[name] for name in names if name in report}))
 
 
 def _data_file(context: ControllerContext, file_id: str, param: str, caller: Principal) -> FileRow:

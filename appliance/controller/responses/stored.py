@@ -32,7 +32,7 @@ from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
 from appliance.controller.responses.objects import COMPLETION, Object, completion_object
 from appliance.store import keys
-from appliance.store.database import HAS_PAIR, Part
+from appliance.store.database import Part
 from appliance.store.rows import RESPONSES as ROWS
 from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
 
@@ -316,12 +316,9 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         messages: bool = False,
     ) -> dict[str, Any]:
         """messages: ours, each with what it was asked with."""
-        pairs = metadata_of(request)
-        # The kind as a literal, for the partial index.
-        where = " AND ".join([f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)", *[HAS_PAIR] * len(pairs)])
-        parameters = [model, model, *(text for pair in pairs.items() for text in pair)]
-        chosen = {"where": where, "parameters": parameters, "unread": () if messages else ("input",)}
-        page = ROWS.page_visible(db, viewer=caller.viewer, **chosen, **part)
+        where = f"kind = '{COMPLETION}' AND (? IS NULL OR model = ?)"  # the kind as a literal, for the partial index
+        chosen = {"where": where, "parameters": [model, model], "unread": () if messages else ("input",)}
+        page = ROWS.page_visible(db, viewer=caller.viewer, metadata=metadata_of(request), **chosen, **part)
         return list_object(page, lambda row: completion_object(row) | ({"messages": row.input} if messages else {}))
 
     @completions.get("/{completion_id}")

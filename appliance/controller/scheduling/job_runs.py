@@ -100,6 +100,7 @@ class JobRuns:
         # on: neither may change because another version was activated in the meantime.
         paths = zip(("base_path", "base_adapter"), (self._path_of(part, job_id) for part in parts), strict=False)
         judge, folder = jobs.find_judge(self._db, job_id), self._jobs_dir / job_id
+        limits = self._store.budget_bytes, (row.estimate or {}).get("memory", {}).get("limit_bytes")
         form = {"response_format": judge.judge.get("response_format")} if judge is not None else {}
         spec = TrainSpec.from_dict(
             {
@@ -115,8 +116,9 @@ class JobRuns:
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
                 "run_dir": str(folder),
                 "shm_root": str(self._shm_root),
-                # Otherwise ranks would fill the tmpfs beyond the box's share, and other processes would find it full.
-                "shm_budget_bytes": self._store.budget_bytes,
+                # Otherwise ranks would fill the tmpfs beyond the box's share, and other processes would find it full,
+                # and snapshots the host's memory alongside what is offloaded.
+                "shm_budget_bytes": min((limit for limit in limits if limit is not None), default=None),
                 "output_model": row.output_model,
                 "version_prefix": version_prefix(row),
                 "seed": row.seed,
@@ -190,7 +192,7 @@ class JobRuns:
             return
         row = jobs.get(self._db, job_id)
         self._tiers.nudge()
-        if row.resolved["publish"] == "checkpoints":
+        if row.resolved["publish"] in ("checkpoints", "best"):
             self._dropped += lifecycle.drop_older_checkpoints(self._db, row)
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.

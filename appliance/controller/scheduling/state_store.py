@@ -16,8 +16,7 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force, mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting, Traffic
-from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message, fail
-from appliance.controller.jobs.phases import pause_reason
+from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message, fail, pause_reason
 from appliance.controller.models import capacity
 from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, OPEN
 from appliance.memory.box_memory import BoxMemory
@@ -269,7 +268,7 @@ class SqliteStateStore:
             demand=self._demand(row.model),
             ttft_target_s=row.ttft_p95_s,
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
-            **row.idle,
+            idle_sleep_s=row.idle_sleep_s,
             pinned=bool(row.pinned),
             settings=self._settings.get(row.model, ""),
             served=Build(**row.served),
@@ -277,13 +276,11 @@ class SqliteStateStore:
 
 
 class QueuedDemand:
-    """Decides which models may be woken for work without a client, which gives way to interactive requests and to
-    training.
+    """Decides which models may be woken for work without a client; an awake engine works on it in every mode.
 
-    An awake engine works on it in every mode: it holds its devices anyway. A model without one is woken only while no
-    other model has requests or a device is free, never in mode train, and in mode auto only while no job wants devices.
-    Engines that write or judge the samples of a training job belong to training: they are woken in every mode, and stay
-    awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.plan).
+    A model is woken only while no other model has requests or a device is free, never in mode train, and in mode auto
+    only while no job wants devices. Engines that write or judge the samples of a training job are woken in every mode,
+    and stay awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.plan).
     """
 
     def __init__(self, db: Database, bus: Bus, routing: BusRouting, asking: Asking):
@@ -323,11 +320,8 @@ class QueuedDemand:
 
 
 class DemandLearning:
-    """Adds to deployments the measured prefill rate, and the standby learned from each model's traffic.
-
-    A model has neither while its rate is unknown or it has no target for the first token (so nothing defines late);
-    the planner's own floor applies then. A learner begins again when its bounds or target change, and so do all after a
-    restart of the controller.
+    """Adds to deployments the measured prefill rate, and the standby learned from each model's traffic; neither while
+    the rate is unknown or there is no target for the first token. A learner begins again when its bounds change.
 
     Args:
         arrivals: by name, the requests since the last call by bucket of their prompt tokens.

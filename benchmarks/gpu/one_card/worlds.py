@@ -18,11 +18,11 @@ from pathlib import Path
 
 from runtime.devices.kinds import kind_of
 from tests.train_support.world import Launched, WarmTrain, Workshop
-from train.control import rank_host
+from train.control import group
 from train.control.group import PingLimits
 
 KIND = sys.argv[1] if len(sys.argv) > 1 else "cuda"
-rank_host.ENTRY = "benchmarks.gpu.one_card.entries:rank"
+group.ENTRY = "benchmarks.gpu.one_card.entries:rank"
 os.environ.update(kind_of(KIND).rank_environment())  # as the box's own warm parent has it
 LIMITS = PingLimits(ping_every_s=0.5, ping_timeout_s=30.0, phase_limit_s=60.0)
 MODEL = {

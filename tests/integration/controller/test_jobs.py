@@ -11,7 +11,7 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.grading.judging import CannotGoOn
-from appliance.controller.jobs.phases import VALIDATIONS
+from appliance.controller.jobs.events import VALIDATIONS
 from appliance.store import files, jobs, keys, models
 from tests.simulator.control_plane import change, graded
 from tests.train_support.tiny import tokenizer
@@ -93,7 +93,6 @@ def wandb(**values: Any) -> dict[str, Any]:
         (hyper(publish="best"), "hyperparameters.publish"),
         (hyper(early_stopping_patience=2), "hyperparameters.early_stopping_patience"),
         (supervised(lora_rank=-1), "method.supervised.hyperparameters.lora_rank"),
-        (supervised(n_epochs=1) | hyper(n_epochs=2), "hyperparameters.n_epochs"),
         ({"method": {"type": "dpo", "ppo": {}}}, "method.ppo"),
         ({"method": {"type": "dpo", "supervised": {"hyperparameters": {"n_epochs": 1}}}}, "method.supervised"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": []}}}, "method.dpo.hyperparameters"),

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from appliance.controller.access.model_access import Resolved
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.jobs.settings import box_facts
+from appliance.controller.jobs.settings import DeviceBounds, SettingsRequest, box_facts
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Estimator
 from appliance.store import jobs, models
-from appliance.store.rows import JobMetricRow
+from appliance.store.rows import JobMetricRow, VersionRow
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 from train.methods.methods import DEFAULT
-from train.plan.auto import DatasetStats, ModelStats, allowed_sizes, micro_batches, resolve
+from train.plan.auto import DatasetStats, ModelStats, allowed_sizes, micro_batches, ranks_of_row, resolve
 from train.plan.estimate import ModelShape
 
 pytestmark = pytest.mark.usefixtures("checked_here")
 
 
 async def ask(control: Control, **job):
-    return await control.http.post("/admin/v1/plan", json={"job": {"model": "starter"} | job}, headers=ADMIN)
+    return await control.http.post("/admin/v1/plan", json={"model": "starter"} | job, headers=ADMIN)
 
 
 @pytest.mark.parametrize("given", [{}, {"lora_rank": 8}, {"batch_size": 4, "n_epochs": 2}])
@@ -49,7 +51,7 @@ async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Cont
         ({"model": "starter", "training_file": "file-none"}, 404),
         ({"model": "ft:bobs"}, 404),
     ):
-        assert (await control.http.post("/admin/v1/plan", json={"job": job})).status_code == status
+        assert (await control.http.post("/admin/v1/plan", json=job)).status_code == status
 
 
 async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(control: Control):
@@ -162,6 +164,43 @@ H100, RTX_4090 = ("NVIDIA H100 80GB HBM3", 79 * GIB), ("NVIDIA GeForce RTX 4090"
 CHATS = DatasetStats(20_000, 12_000_000, 3000)
 
 
+def chosen_by(control, monkeypatch, tmp_path, model, store_bytes=10**13, data=CHATS, **given):
+    """What a job of this model gets on eight H100s of a host with 2 TB."""
+    count, *sizes = CONFIGS[model]
+    config = dict(zip(NAMES, sizes, strict=True)) | {"num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, (name, memory) = control.scheduler.status(), H100
+    gpu = {"kind": "cuda", "name": name, "memory_bytes": memory}
+    status["devices"] = [device | gpu for device in status["devices"]]
+    status["memory"] |= {"budget_bytes": store_bytes, "room_bytes": store_bytes, "host_bytes": 2 * 10**12}
+    monkeypatch.setattr(control.scheduler, "status", lambda: status)
+    row = replace(models.find(control.db, "starter"), params=count, max_model_len=131_072)
+    base = Resolved("starter", row, VersionRow("starter", "v1", "test", 10, 0.0, disk_path=str(tmp_path)))
+    return SettingsRequest(control.context, base, DEFAULT, given, data, DeviceBounds()).choose()
+
+
+async def test_choice_shares_rows_where_a_rank_alone_is_nearly_full(control, monkeypatch, tmp_path):
+    long = DatasetStats(200, 20_000_000, 131_072)
+    settings, verdict, (best, *_) = chosen_by(control, monkeypatch, tmp_path, "8b", data=long, max_length=131_072)
+    assert settings["sequence_parallel"] == 4 and verdict.sizes == (4, 8)
+    assert best["device_bytes"] <= capacity.SAFE * best["room_bytes"] and best["offload"] == "none"
+    assert chosen_by(control, monkeypatch, tmp_path, "70b")[0]["sequence_parallel"] == 1, "safe without"
+
+
+@pytest.mark.parametrize("store_bytes", [5 * 10**11, 10**12, 10**13])
+async def test_choice_moves_the_snapshot_to_disk_where_memory_is_short(control, monkeypatch, tmp_path, store_bytes):
+    _, verdict, layouts = chosen_by(control, monkeypatch, tmp_path, "70b", store_bytes, full=True)
+    assert verdict.fits and layouts and "snapshots go to disk" in verdict.warnings[0]
+    taken = verdict.memory()
+    assert taken["store_bytes"] < taken["limit_bytes"] <= min(store_bytes, 10**12)
+    assert max(taken["host_bytes"].values()) < 2 * 10**12
+
+
+def test_search_shows_one_layout_of_ranks_that_share_nothing():
+    found, _, _ = layouts_of("70b", 8, H100, tensor_parallel=8)
+    assert [layout.fields["zero_stage"] for layout in found if layout.fields["offload"] == "none"] == [1]
+
+
 def layouts_of(model, devices, kind, host_bytes=2 * 10**12, data=CHATS, **given):
     """The layouts that fit, and otherwise what would, and the warning."""
     count, *sizes = CONFIGS[model]
@@ -169,7 +208,7 @@ def layouts_of(model, devices, kind, host_bytes=2 * 10**12, data=CHATS, **given)
     shape, (name, memory) = ModelShape.from_config(config, count), kind
     box = BoxFacts(devices, "cuda", int(memory), None, 10**13, devices, host_bytes, device_name=name)
     made = resolve(given, data, ModelStats(shape, 131072, "cuda"), devices)
-    by_micro = {n: allowed_sizes(made["batch_size"], devices, n) for n in micro_batches(made)}
+    by_micro = {n: allowed_sizes(made["batch_size"], devices, n, ranks_of_row(made)) for n in micro_batches(made)}
     asked = [name for name in capacity.LAYOUT if name in given]
     estimator = Estimator(shape, box, DEFAULT, DEFAULT.load(data, made))
     found, changed = estimator.fit(made, by_micro, asked)
@@ -209,6 +248,8 @@ def test_search_without_a_layout_that_fits_names_what_would():
     found, _, instead = layouts_of("405b", 8, H100, host_bytes=5 * 10**11)
     assert not found and len(instead) == 2
     assert "--form int4`) on 8 devices" in instead[0] and "the same job on 16 devices" in instead[1]
+    _, _, instead = layouts_of("70b", 8, H100, host_bytes=10**11, full=True)
+    assert instead and not any("the same job" in text for text in instead), "24 devices are not one machine"
 
 
 def test_search_takes_the_nearest_layout_to_one_that_does_not_fit():

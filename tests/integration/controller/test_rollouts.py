@@ -21,7 +21,7 @@ from tests.simulator.control_plane import judging_of
 from tests.train_support.specs import host_spec
 from tests.unit.controller.conftest import Control
 from train.graders.grading import Graded
-from train.graders.hosts import GraderHosts
+from train.graders.sandbox import GraderHosts
 from train.rollouts.samples import Facts, Samples, SamplesFile
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import policy_name, version_name

@@ -114,7 +114,7 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
 
     store = WeightStore(spec.shm_root, budget_bytes=None)
     rank = Rank(spec, store, engine, fragments.grid(engine), lambda *_, **__: None, Progress())
-    snapshot = Snapshots(rank, "", Validations()).suspend(1)
+    snapshot = Snapshots(rank, "", Validations(), {}).suspend(1)
     assert 0 <= snapshot.bytes - estimate.snapshot_bytes(shape, asdict(spec)) < HEADERS_BYTES
     version = publish(rank, "v1", {})
     assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES

@@ -153,7 +153,7 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
     assert left["outcome"] == "suspended" and left["step"] >= 2
     (file,) = (tmp_path / "run" / "reference").iterdir()
     reference = run.train.reference
-    assert np.array_equal(np.load(file), reference) and reference.shape == (12, 2)
+    assert np.array_equal(np.fromfile(file, np.float32), reference.ravel()) and reference.shape == (12, 2)
     objective = PackedObjective(load_model(spec), DPO, spec.options)
     for pack in range(len(run.train.packs)):
         batch = to_batch(run.train.row(np.array([pack])), 1.0, "cpu")
@@ -167,7 +167,8 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
     assert np.array_equal(again.train.reference, reference)
     again.close()
     with pytest.raises(SnapshotMismatch):
-        again.snapshots.read(left["snapshot_path"], {"reference.valid": (12, 2)})
+        again.snapshots._kept["reference.valid"] = torch.zeros(12, 2)
+        again.snapshots.read(left["snapshot_path"])
 
 
 @pytest.mark.parametrize("alike", [False, True])

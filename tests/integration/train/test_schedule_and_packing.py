@@ -6,9 +6,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from tests.train_support.specs import host_spec
 from train.data.packing import Row, StepPlan, build_row, part_of, plan_packs
-from train.plan.spec import FLOOR_RATIO, MOST_VERSIONS, Schedule, learning_rate
+from train.plan.spec import FLOOR_RATIO, Schedule, learning_rate
 from train.trainer.train import DataFeed
 
 
@@ -39,18 +38,6 @@ def test_validations_follow_epochs_or_an_interval_and_always_the_end():
     plan = StepPlan(10, 4, 1, 3, seed=0)
     assert [step for step in range(1, 9) if plan.validates(step, 0)] == [3, 5, 8]
     assert [step for step in range(1, 9) if plan.validates(step, 3)] == [3, 6, 8]
-
-
-def test_a_run_that_publishes_its_best_makes_no_more_versions_than_one_that_publishes_epochs():
-    best = host_spec(publish="best", valid_path="v", eval_interval=1)
-    for packs in (3, 50, 51, 99, 10_001):
-        plan = StepPlan(packs, 1, 1, 3, seed=0)
-        steps = range(1, plan.total_steps + 1)
-        told = [step for step in steps if plan.validates(step, best.eval_interval, best.most_validations)]
-        assert told[-1] == plan.total_steps and len(told) <= MOST_VERSIONS
-    plan = StepPlan(100, 1, 1, 1, seed=0)
-    assert plan.apart(7, MOST_VERSIONS) == 7 and plan.apart(0, MOST_VERSIONS) == 0
-    assert host_spec(eval_interval=1).most_validations is None
 
 
 def test_packs_hold_every_example_once_and_are_nearly_full():

@@ -22,7 +22,7 @@ def run(world_of_one, tmp_path):  # noqa: F811
     store, told = WeightStore(tmp_path / "store", budget_bytes=None), []
     spec, grid = host_spec(run_dir=str(tmp_path)), fragments.grid(engine)
     rank = Rank(spec, store, engine, grid, lambda event, **data: told.append(event), Progress())
-    return Snapshots(rank, "digest", Validations({1: 0.5}, [1])), store, told
+    return Snapshots(rank, "digest", Validations({1: 0.5}, [1]), {}), store, told
 
 
 def fail(code):
@@ -47,6 +47,15 @@ def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     assert told == ["message", "snapshot", "message"]
 
 
+def test_suspended_run_whose_manifest_finds_no_room_writes_to_disk(run, monkeypatch):
+    snapshots, store, told = run
+    full, write = fail(errno.ENOSPC), store_module.write_file
+    monkeypatch.setattr(
+        store_module, "write_file", lambda path, *more: (full if store.root in path.parents else write)(path, *more)
+    )
+    assert not snapshots.suspend(2).path.startswith(str(store.root)) and told == ["message", "snapshot"]
+
+
 def test_other_error_of_a_commit_ends_the_world(run, monkeypatch):
     monkeypatch.setattr(store_module, "write_file", fail(errno.EIO))
     with pytest.raises(OSError, match="cannot write"):
@@ -58,10 +67,10 @@ def test_read_snapshot_of_other_tokens_is_refused(run):
     snapshots.save(2)
     (stored,) = store.list("snapshot", "j")
     snapshots._validations = Validations()
-    assert snapshots.read(str(stored.path), {}) == (2, {}) and snapshots._validations == Validations({1: 0.5}, [1])
+    assert snapshots.read(str(stored.path)) == 2 and snapshots._validations == Validations({1: 0.5}, [1])
     snapshots._tokens = "other"
     with pytest.raises(SnapshotMismatch):
-        snapshots.read(str(stored.path), {})
+        snapshots.read(str(stored.path))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from appliance.cli.commands import export as export_module
-from appliance.cli.errors import BadUsage
+from appliance.cli.errors import BadUsage, Conflict
+from appliance.controller.openai import model_routes
 from appliance.store import models
 from appliance.store.rows import VersionRow
 from tests.unit.cli.conftest import ControlledBox
@@ -46,6 +48,28 @@ def test_export_of_a_damaged_file_leaves_nothing(box, tmp_path):
     result = box.run("model", "export", "m", "--to", str(target))
     assert result.exit_code == 1 and "config.json" in result.stderr
     assert not target.exists() and not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_export_that_is_cut_off_goes_on_where_it_ended(box, tmp_path, monkeypatch, changed):
+    folder, target = stored(box, "m", tmp_path / "v1"), tmp_path / "out"
+    whole, starts = model_routes._read, []
+
+    def cut_once(parts, start, end):
+        starts.append(start)
+        yield from islice(whole(parts, start, end), 3 if len(starts) == 1 else None)
+        if len(starts) == 1:
+            if changed:
+                seal_dir(folder, kind="version", model="m", version="v2")
+            raise OSError("cut")
+
+    monkeypatch.setattr(model_routes, "_read", cut_once)
+    result = box.run("model", "export", "m", "--to", str(target))
+    assert len(starts) == 2 and starts[0] == 0 and result.exit_code == (Conflict.exit_code if changed else 0)
+    if changed:
+        assert "begin again" in result.stderr and starts[1] == 0 and not target.exists()
+    else:
+        assert starts[1] > 512 and load_file(target / "model.safetensors")["w"][-1] == 2999
 
 
 def test_merged_export_adds_an_adapter_to_the_version_of_its_base(box, tmp_path, monkeypatch):

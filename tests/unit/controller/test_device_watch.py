@@ -11,7 +11,7 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import EnergyMeter, Mode, PowerKeeper, of_job, write_mode
 from appliance.store import jobs, usage
-from appliance.store.rows import AUDIT
+from appliance.store.rows import AUDIT, JobMetricRow, JobRow
 from runtime.devices.kind import Reading
 from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
@@ -71,6 +71,27 @@ async def test_cordon_is_lifted_after_the_retry_time_and_undrain_forgives(db):
     clock.now_s += 1
     await watch.look(clock)
     assert cordoned(db) == ["n0/7"] and told(db)[0][:2] == ("device.try_again", "n0/3")
+
+
+@pytest.mark.parametrize("slow_s, told_s", [(1.4, 1300.0), (1.2, None)])
+async def test_gpu_that_its_job_waits_for_is_cordoned_once_it_has_been_slow_for_minutes(db, slow_s, told_s):
+    devices, clock = ["n0/1", "n0/2", "n0/3"], Clock()
+    job = JobRow("j", "m", "supervised", "f", 1, "ft:m", 1.0, phase="running", devices=devices)
+    jobs.insert(db, job)
+
+    async def read(_released):
+        return tuple(Reading(name, clock.now_s) for name in devices)
+
+    watch = clock.watch(db)
+    while clock.now_s <= 1310 and not cordoned(db):
+        jobs.upsert_metric(db, JobMetricRow("j", int(clock.now_s), clock.now_s, rank_seconds=[1.0, 1.0, slow_s]))
+        await watch.look(read)
+        clock.now_s += 10.0
+    reason = "computed 40% longer than the other devices of its job"
+    assert faults(db) == ({"n0/3": reason} if told_s else {}) and clock.now_s == (told_s or 1310.0) + 10.0
+    jobs.update(db, "j", devices=devices[::-1])
+    await watch.look(read)
+    assert "n0/1" not in cordoned(db), "steps of before do not count for it"
 
 
 async def test_heat_is_judged_over_its_whole_time_however_often_the_driver_is_read(db):

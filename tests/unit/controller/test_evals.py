@@ -15,7 +15,7 @@ from appliance.controller.grading import evals as runner
 from appliance.controller.grading.evals import EvalRunner
 from appliance.store.rows import EvalRunRow
 from tests.unit.controller.conftest import Control
-from train.graders import worker
+from train.graders import sandbox
 
 CHECK: Any = {
     "type": "string_check",
@@ -311,7 +311,7 @@ async def test_a_grader_is_tried_on_a_sample_and_checked(control: Control):
     assert (caught.value.param, caught.value.code) == ("grader.operation", "invalid_grader")
 
 
-@pytest.mark.skipif(bool(worker.refusal()), reason="no sandbox for code")
+@pytest.mark.skipif(bool(sandbox.refusal()), reason="no sandbox for code")
 @pytest.mark.parametrize(
     "source", ["def grade(sample, item)\n    return 1", "import rdkit\ndef grade(sample, item):\n    return 1"]
 )
@@ -326,14 +326,14 @@ async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
 
 async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
     python: Any = {"type": "python", "name": "n", "source": "def grade(sample, item):\n    return item['n']"}
-    if not worker.refusal():
+    if not sandbox.refusal():
         assert (
             await control.sdk.fine_tuning.alpha.graders.run(grader=python, model_sample="", item={"n": 4})
         ).reward == 4
         found = await control.sdk.fine_tuning.alpha.graders.run(grader=python, model_sample="", item={})
         assert found.metadata.errors.python_grader_runtime_error
         assert found.metadata.errors.python_grader_runtime_error_details == "KeyError: 'n' (line 2)"
-    monkeypatch.setattr(worker, "missing", lambda: "the kernel offers no Landlock")
+    monkeypatch.setattr(sandbox, "missing", lambda: "the kernel offers no Landlock")
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.fine_tuning.alpha.graders.validate(grader=python)
     assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message

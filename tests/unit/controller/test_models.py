@@ -172,16 +172,24 @@ async def test_a_model_out_of_a_package_says_which_and_not_a_path_that_is_gone(r
     assert error["error"]["param"] == "origin"
 
 
-async def test_import_as_version_leaves_the_active_version_and_names_base_models_only(roomy: Control):
+@pytest.mark.parametrize("name", ["starter", TUNED])
+async def test_import_as_version_leaves_the_active_version_and_needs_whole_weights(roomy: Control, name: str):
     models.update_version(roomy.db, "starter", "v1", version="v0")
     models.update(roomy.db, "starter", active_version="v0")
-    body = {"source": "/data/whole", "name": "starter", "as_version": True}
+    insert_tuned(roomy)
+    models.update(roomy.db, TUNED, job_id="ftjob-1")
+    before = await ask(roomy, "GET", f"/models/{name}")
+    body = {"source": "/data/whole", "name": name, "as_version": True}
     done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
-    shown = await ask(roomy, "GET", "/models/starter")
-    assert done["state"] == "succeeded" and shown["active_version"] == "v0"
-    assert {version["version"] for version in shown["versions"]} == {"v0", done["result"]["version"]}
-    error = await ask(roomy, "POST", "/models/import", 400, json=body | {"name": "nosuch"})
-    assert error["error"]["param"] == "name"
+    after = await ask(roomy, "GET", f"/models/{name}")
+    assert done["state"] == "succeeded" and after["active_version"] == before["active_version"]
+    more = {one["version"] for one in after["versions"]} - {one["version"] for one in before["versions"]}
+    assert more == {done["result"]["version"]} and after["owner"] == before["owner"]
+    insert_model(roomy.db, "adapter", kind="fine-tuned", base="starter")
+    models.update_version(roomy.db, "adapter", "v1", meta={"adapter": {"base": "starter", "base_version": "v0"}})
+    for refused in ("nosuch", "adapter"):
+        error = await ask(roomy, "POST", "/models/import", 400, json=body | {"name": refused})
+        assert error["error"]["param"] == "name"
 
 
 async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):

@@ -354,7 +354,8 @@ async def test_a_model_is_shared_by_its_owner_and_no_longer(control: Control, pe
     made = await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=job)
     assert made.status_code == 200
     await control.settle()
-    for method, url, body in (("DELETE", path, None), ("POST", f"{path}/share", {"everybody": True})):
+    refused = (("GET", f"{path}/archive", None), ("DELETE", path, None), ("POST", f"{path}/share", {"everybody": True}))
+    for method, url, body in refused:
         answer = await call(control, people.alice, method, url, **({"json": body} if body else {}))
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "insufficient_permissions")
     used = await call(control, people.bob, "DELETE", path)

@@ -10,7 +10,7 @@ import pytest
 
 from appliance.controller.admin.keys import end_expired
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.controller.jobs import phases
+from appliance.controller.jobs import events
 from appliance.store import jobs, keys
 from appliance.store.rows import RESPONSES, TASKS
 from tests.unit.controller.conftest import ADMIN, Control
@@ -31,7 +31,7 @@ async def test_revoke_pauses_jobs_of_the_key(control: Control):
     assert sorted((await revoke(control, key_id))["stopped"]["jobs"]) == sorted([queued, running])
     for job_id in (queued, running):
         row = jobs.get(control.db, job_id)
-        assert (row.wanted, row.reason) == ("pause", phases.KEY_REVOKED)
+        assert (row.wanted, row.reason) == ("pause", events.KEY_REVOKED)
     assert jobs.get(control.db, other).wanted == "run" and jobs.get(control.db, cancelled).wanted == "cancel"
     # Whoever may go on with it does; to revoke the key once more stops nothing again.
     control.as_key("desktop", owner="alice")
@@ -136,7 +136,7 @@ async def test_expired_key_ends_like_a_revoked_one(control: Control):
     assert keys.how_ended(control.db, made["id"])
     assert control.gateway_keys[digest] == {"id": made["id"], "expires_s": since_s}
     row = jobs.get(control.db, job_id)
-    assert (row.wanted, row.reason) == ("pause", phases.KEY_REVOKED)
+    assert (row.wanted, row.reason) == ("pause", events.KEY_REVOKED)
     assert (await control.http.get("/v1/files")).status_code == 401
     await control.context.tasks.idle("responses")
     ended = RESPONSES.find(control.db, response.id)

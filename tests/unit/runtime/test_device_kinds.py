@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from runtime.devices.kinds import FORK_ENVIRONMENT, before_fork, kind_of
+from runtime.devices.kinds import ACCELERATORS, FORK_ENVIRONMENT, accelerator, before_fork, kind_of
 from tests.devices_support.nvml import eight_h100
 
 
@@ -36,3 +36,10 @@ def test_a_worker_compiles_kernels_with_all_processors(monkeypatch):
     assert os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] == "1"
     kind_of("cuda").in_worker()
     assert "HUMMING_DISABLE_PARALLEL_BUILD" not in os.environ
+
+
+def test_accelerator_is_found_by_the_words_of_a_drivers_name():
+    for key, name in (("rtx-a6000", "NVIDIA RTX A6000"), ("rtx-6000-ada", "NVIDIA RTX 6000 Ada Generation")):
+        assert accelerator(name) is ACCELERATORS[key]
+    for name in ("Quadro RTX 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "NVIDIA GeForce RTX 4090 D"):
+        assert accelerator(name) is None

@@ -120,6 +120,8 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
     models.activate(db, "starter", "v2")
     assert runs.spec("ftjob-1", "cpu") == first
+    jobs.update(db, "ftjob-1", estimate={"memory": {"limit_bytes": 99}})
+    assert runs.spec("ftjob-1", "cpu").shm_budget_bytes == 99
 
 
 async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, add_model, add_job, tmp_path):

@@ -20,6 +20,7 @@ SERVED = dataclasses.replace(SMALL, adapter_max_rank=32)
 PACKED = dataclasses.replace(SERVED, quantised=True)
 DENSE = dataclasses.replace(SMALL, shape=ModelShape(5_000_000, kv_heads=4, head_dim=64, queries=768))
 CUTTABLE = dataclasses.replace(LARGE, shape=ModelShape(7_000_000_000, tensor_slices=8))
+CUT_DENSE = dataclasses.replace(DENSE, shape=dataclasses.replace(DENSE.shape, tensor_slices=4))
 MIXTURE = dataclasses.replace(LARGE, shape=ModelShape(7_000_000_000, tensor_slices=1))
 PLACE = {"job_id": "j", "base_path": "b", "train_path": "t", "run_dir": "r", "shm_root": "s", "output_model": "o"}
 
@@ -100,6 +101,7 @@ def test_resolve_chooses_what_fits_what_is_given(given, model, expected):
         ({"sequence_parallel": 3}, "sequence_parallel", DENSE),  # rows without packing
         ({"sequence_parallel": 2, "max_length": 63}, "sequence_parallel", DENSE),
         ({"sequence_parallel": 2}, "sequence_parallel", SMALL),  # heads are not known
+        (TOGETHER | {"tensor_parallel": 2}, "sequence_parallel", CUT_DENSE),
         ({"kernels": "liger"}, "kernels", SMALL),  # on a processor
     ],
 )
@@ -107,6 +109,12 @@ def test_resolve_refuses_with_the_name_of_the_parameter(given, param, model):
     with pytest.raises(InvalidHyperparameter) as caught:
         resolve(given, GSM8K, model, 8)
     assert caught.value.param == param and caught.value.expected
+
+
+@pytest.mark.parametrize("micro_batch, devices, rows", [(1, 8, 64), (4, 8, 64), (4, 6, 64), (16, 8, 128), (4, 1, 64)])
+def test_resolve_micro_batch_changes_the_automatic_batch_only_to_share_it(micro_batch, devices, rows):
+    fields = resolve({"micro_batch": micro_batch}, DatasetStats(200_000, 120_000_000, 3000), LARGE, devices)
+    assert fields["batch_size"] == rows
 
 
 def test_allowed_sizes_share_whole_micro_batches():

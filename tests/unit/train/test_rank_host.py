@@ -9,8 +9,7 @@ import pytest
 
 import train
 from runtime.errors import SupervisorDied
-from train.control.group import Group, PingLimits
-from train.control.rank_host import RankHost
+from train.control.group import Group, PingLimits, RankHost
 from train.plan.errors import RankFailed
 from train.plan.spec import TrainSpec
 
@@ -50,7 +49,7 @@ def children(monkeypatch):
         made.append(Child(arguments, env))
         return made[-1]
 
-    monkeypatch.setattr("train.control.rank_host.Child.spawn", spawn)
+    monkeypatch.setattr("train.control.group.Child.spawn", spawn)
     return made
 
 

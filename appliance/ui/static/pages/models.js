@@ -122,13 +122,13 @@ function Canary({ one, canary, onChange }) {
   const runs = canary.state === "running";
   const [act, { busy, error }] = useAct(async (how) => {
     const path = `/admin/v1/models/${inPath(one.name)}`;
-    await (how === "promote" ? post(`${path}/promote`) : call("DELETE", `${path}/canary`));
+    await post(`${path}/${how}`);
     onChange();
   });
   const rows = Object.entries(canary.versions || {});
   return html`<${Card} title=${t("canary.title")} aside=${html`<${Badge} state=${canary.state} />`}>
     <p>${t("canary.what", { version: canary.version, before: canary.before, share: percent(canary.share) })}</p>
-    <p class="alert quiet" role="status">${canary.message}${canary.decision ? ` ${t("canary.decision", { verdict: canary.decision.verdict, reason: canary.decision.reason })}` : ""}</p>
+    <p class="alert quiet" role="status">${canary.reason || ""}${canary.decision ? `${t("canary.decision", { verdict: canary.decision.verdict, reason: canary.decision.reason })}` : ""}</p>
     <${Table} label=${t("canary.title")} rows=${rows} rowKey=${([version]) => version} empty="" columns=${[
       [t("models.version"), ([version]) => html`<b>${version}</b>`],
       [t("engine.requests"), ([, side]) => number(side.requests), "right"],
@@ -138,7 +138,7 @@ function Canary({ one, canary, onChange }) {
     ]} />
     ${may && runs ? html`<div class="buttons">
       <${Sure} class="main" label=${t("canary.promote")} question=${t("canary.promote.sure", { version: canary.version })} busy=${busy} onYes=${() => act("promote")} />
-      <button type="button" disabled=${busy} onClick=${() => act("back")}>${t("canary.back")}</button>
+      <button type="button" disabled=${busy} onClick=${() => act("rollback")}>${t("canary.back")}</button>
     </div><${Failure} error=${error} />` : null}
   </${Card}>`;
 }

@@ -91,7 +91,7 @@ function Settings({ file, validation }) {
   );
   const estimate = async () => {
     const body = { model, method, hyperparameters, training_file: file ? file.id : undefined, devices: numeric(form.devices) };
-    setPlan((await look({ job: body })) || null);
+    setPlan((await look(body)) || null);
   };
   const submit = async (event) => {
     event.preventDefault();

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.graders import formula
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import ModelAnswer, ScoreModel, leaves, parse
+from train.graders.graders import ModelAnswer, Multi, ScoreModel, leaves, parse
 from train.graders.grading import Graded, grade, requests
 from train.graders.similarity import METRICS, similarity
 from train.graders.templates import MAX_TEXT, Sample, fill
@@ -63,7 +62,7 @@ def test_a_string_is_compared(operation: str, text: str, answer: str, reward: fl
 def test_templates_reach_into_items_and_samples() -> None:
     sample = Sample('{"steps": [{"n": 7}]}', [{"id": "call_1"}])
     item = {"a": {"b": [1, {"c d": "x"}]}, "zh": "你好"}
-    assert fill("{{item.a.b.0}} {{ item.a.b[1]['c d'] }} {{item.zh}}", sample, item) == "1 x 你好"
+    assert fill("{{item.a.b.0}} {{ item.a['b'][1]['c d'] }} {{item.zh}}", sample, item) == "1 x 你好"
     assert fill("{{ sample.output_json.steps[0].n }}", sample, item) == "7"
     assert fill("{{sample.output_tools}}", sample, item) == '[{"id": "call_1"}]'
     assert fill("{{sample.choices.0.message.content}} {not one}", Sample("hi"), None) == "hi {not one}"
@@ -153,9 +152,6 @@ REFUSED = {
     ),
     "no end": ({**EQUAL, "input": "{{ item.answer }"}, "input"),
     "a sum": ({**EQUAL, "input": "{{ item.a + 1 }}"}, "input"),
-    "a block of Jinja": ({**EQUAL, "input": "\0block if item %}"}, "input"),
-    "too many variables": ({**EQUAL, "input": "{{ item.a }}" * 1001}, ""),
-    "a long number": ({**EQUAL, "input": f"{{{{ item.a.{'9' * 5000} }}}}"}, "input"),
     "a sample's field": ({**EQUAL, "input": "{{sample.text}}"}, "input"),
     "cosine": (
         {"type": "text_similarity", "name": "x", "input": "", "reference": "", "evaluation_metric": "cosine"},
@@ -189,6 +185,13 @@ def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
     assert parse(given).as_given() == given
 
 
+def multi(formula: str, *names: str) -> Multi:
+    leaves = {name: EQUAL for name in names or ("a", "b")}
+    made = parse({"type": "multi", "name": "m", "graders": leaves, "calculate_output": formula})
+    assert isinstance(made, Multi)
+    return made
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -203,13 +206,13 @@ def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
 )
 def test_only_arithmetic_is_a_formula(text: str) -> None:
     with pytest.raises(InvalidGrader):
-        formula.check(text, {"same"}, "calculate_output")
+        multi(text, "same")
 
 
 def test_formulas_know_powers_and_functions() -> None:
     rewards = {"a": 3.0, "b": 0.25}
-    assert formula.value("a ^ 2 + sqrt(b) - min(a, b, 9) * floor(2.7) / ceil(0.1)", rewards) == 9.0
-    assert formula.value("abs(-a) + exp(0) + log(1) + max(a, b)", rewards) == 7.0
+    assert multi("a ^ 2 + sqrt(b) - min(a, b, 9) * floor(2.7) / ceil(0.1)").value(rewards) == 9.0
+    assert multi("abs(-a) + exp(0) + log(1) + max(a, b)").value(rewards) == 7.0
 
 
 @pytest.mark.parametrize(
@@ -219,15 +222,14 @@ def test_formulas_know_powers_and_functions() -> None:
 )
 def test_formula_without_a_value_says_so(text: str) -> None:
     with pytest.raises(GradingFailed, match="has no value") as failure:
-        formula.value(text, {"a": 1.0, "b": 0.0})
+        multi(text).value({"a": 1.0, "b": 0.0})
     assert failure.value.errors == GradingErrors(formula_parse_error=True)
 
 
 @given(text=st.text("ab0123456789.+-*/^(), minaxe", max_size=40), a=st.floats(-10, 10), b=st.floats(-10, 10))
 def test_any_text_is_refused_or_has_a_finite_value_or_none(text: str, a: float, b: float) -> None:
     try:
-        formula.check(text, {"a", "b"}, "calculate_output")
-        assert math.isfinite(formula.value(text, {"a": a, "b": b}))
+        assert math.isfinite(multi(text).value({"a": a, "b": b}))
     except (InvalidGrader, GradingFailed):
         pass
 
