@@ -12,12 +12,13 @@ import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
 from appliance.cli import output
-from appliance.cli.errors import BadUsage, CommandFailed, Unreachable, WaitTimedOut
+from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
 from appliance.cli.locate import BoxFile
 from appliance.cli.options import DATA_DIR, OUTPUT, Option, either, number, opt
 
@@ -39,12 +40,16 @@ _SHARED = {
 
 @dataclass(frozen=True)
 class Session:
-    """The box that a command talks to, and the form of its answer. client: a Client; None where the command needs no
-    box. box_file: None for a box named by URL."""
+    """The box that a command talks to, and the form of its answer.
+
+    client: a Client; None where the command needs no box. box_file: None for a box named by URL. unused: paths of
+    objects that the command made for a request that the box has not taken yet; deleted if the box refuses it.
+    """
 
     client: Any
     as_json: bool
     box_file: BoxFile | None = None
+    unused: list[str] = field(default_factory=list)
 
     def show(self, answer: Any, render: Callable[[Any], Any] = output.view) -> None:
         """Print an answer of the box, as it is or drawn."""
@@ -77,7 +82,15 @@ class Command:
             session = Session(None, getattr(args, "output", "") == "json")
         else:
             session = open_session(args)
-        self.run(session, args)
+        try:
+            self.run(session, args)
+        except (Unreachable, WaitTimedOut):  # the box may have taken the request
+            raise
+        except CliError:
+            for path in session.unused:
+                with suppress(CliError):  # the first error is the one to show
+                    session.client.delete(path)
+            raise
 
 
 COMMANDS: dict[str, Command] = {}

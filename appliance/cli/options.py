@@ -115,10 +115,11 @@ def seconds(text: str) -> float:
 
 
 def future(text: str) -> float:
-    """Seconds since 1970 of a time from now (8h), of a date with a time, local unless it says otherwise, or of the end
-    of a date alone."""
+    """Seconds since 1970 of a time from now (8h), of a date with a time, or of the end of a date alone; local unless it
+    says otherwise."""
     try:
-        moment = (datetime.fromisoformat(text) + timedelta(days=len(text) == 10)).timestamp()
+        is_date_alone = len(text) <= len("2026-11-22")
+        moment = (datetime.fromisoformat(text) + timedelta(days=is_date_alone)).timestamp()
     except (OverflowError, ValueError):
         if (value := output.seconds_of(text)) is None:
             expected = "a time from now such as 8h, or a date such as 2026-11-22T06:00"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from urllib.parse import quote
 from appliance.cli import output
 from appliance.cli.command import COMMANDS, Command, Session, patient
 from appliance.cli.errors import AuthFailed, CliError, Conflict, Ended, NotFound
-from appliance.cli.options import WATCH, Option, number, opt, picked, seconds
+from appliance.cli.options import WATCH, Option, auto_or, number, opt, picked, seconds
 
 
 def segment(name: str) -> str:
@@ -23,13 +23,18 @@ def segment(name: str) -> str:
     return quote(name, safe="")
 
 
+def has_ended(work: dict[str, Any]) -> bool:
+    """Whether a job, a batch or a run of an evaluation has ended."""
+    return work["status"] in ("succeeded", "completed", "failed", "expired", "cancelled", "canceled")
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One command.
 
     request: method and path, with {id} where an argument `id` or each of `ids` goes. draw: columns of a list, a
-    template of the answer's fields, or a function; "": all fields. options: their values are the query or the body.
-    empty: what is said of an empty list. own: the path for a key without the scope read.
+    template of the answer's fields, or a function; "": all fields. options: their values, as `fields` reads them, are
+    the query or the body. empty: what is said of an empty list. own: the path for a key without the scope read.
     """
 
     name: str
@@ -41,6 +46,7 @@ class Row:
     own: str = ""
     watch: bool = False
     timeout_s: float = 60.0
+    fields: Callable[[Namespace, Iterable[Option]], dict[str, Any]] = picked
 
     def drawn(self, answer: Any) -> Any:
         if callable(self.draw):
@@ -59,14 +65,15 @@ class Row:
 
     def run(self, session: Session, args: Namespace) -> None:
         method, path = self.request.split(" ")
-        fields = picked(args, self.options)
+        fields = self.fields(args, self.options)
         id, ids, most = (fields.pop(name, None) for name in ("id", "ids", "limit"))
 
         def fetch(path: str, id: str) -> Any:
             path = path.format(id=segment(id))
             if method == "GET":
                 return session.client.listed(path, most, **fields)
-            return session.client.send(method, path, body=fields or None, timeout_s=self.timeout_s)
+            body = fields or ({} if method == "PATCH" else None)
+            return session.client.send(method, path, body=body, timeout_s=self.timeout_s)
 
         def answer() -> Any:
             try:
@@ -156,7 +163,6 @@ def draw_handover(handover: Answer) -> Any:
 
 MODEL = opt("id MODEL")
 JOB = opt("id JOB_ID")
-_MANY_JOBS = (opt("ids JOB_ID", nargs="+"),)
 _BATCH = opt("id BATCH_ID")
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -170,11 +176,20 @@ def _since(text: str) -> float:
 
 
 MODE = (
-    opt("--train N", "With split: devices that training may have.", dest="train_devices", type=int),
+    opt("--train N|auto", "With split: devices that training may have.", dest="train_devices", type=auto_or(int)),
     opt("--floor N", "Devices that serving keeps. Default: [box] serving_floor.", dest="serving_floor", type=int),
 )
 _POLICIES = ("serve", "train", "split", "auto")
 POLICY = opt("policy serve|train|split|auto", choices=_POLICIES)
+
+
+def mode_fields(args: Namespace, of: Iterable[Option]) -> dict[str, Any]:
+    """A split between serving and training that the box itself chooses is the policy auto."""
+    fields = picked(args, of)
+    is_auto = args.policy == "split" and args.train_devices == "auto"
+    return fields | ({"policy": "auto", "train_devices": None} if is_auto else {})
+
+
 _SINCE = opt("--since TIME", "45m, 24h, 7d, in whole hours.", dest="since_s", type=_since, default="24h")
 
 GROUPS = {
@@ -241,7 +256,7 @@ ROWS = (
           appliance mode plan                              what the scheduler would do right now, in the mode that holds
           appliance mode plan train --floor 1              what `mode set train --floor 1` would do""",
         lambda found: output.view({**found, "steps": found["steps"] or ["Nothing would move."]}),
-        (opt("policy serve|train|split|auto", choices=_POLICIES, nargs="?"), *MODE)),
+        (opt("policy serve|train|split|auto", choices=_POLICIES, nargs="?"), *MODE), fields=mode_fields),
     Row("mode schedule add", "POST /admin/v1/mode/schedule",
         """Put a mode in force whenever the clock says so.
 
@@ -255,7 +270,7 @@ ROWS = (
             opt("--until CRON", "When it ends."),
             opt("--for TIME", "Its length, such as 9h, 90m or 1h30m.", dest="for_s", type=seconds),
             opt("--tz ZONE", "IANA name of the time zone.", default="UTC"),
-        )),
+        ), fields=mode_fields),
     Row("mode schedule list", "GET /admin/v1/mode/schedule",
         "List windows in the order they were made. If two begin together, the later one holds.",
         "id begins=cron ends=until|for_s zone=tz mode=policy ?>train=train_devices >floor=serving_floor next=next_s",
@@ -302,9 +317,8 @@ ROWS = (
         ),
         watch=True),
     *(
-        Row(
-            f"job {name}", f"POST {JOBS}/{{id}}/{name}", help, f"{{id}}: {name} accepted, status {{status}}", _MANY_JOBS
-        )
+        Row(f"job {name}", f"POST {JOBS}/{{id}}/{name}", help, f"{{id}}: {name} accepted, status {{status}}",
+            (opt("ids JOB_ID", nargs="+"),))
         for name, help in (
             ("pause", "Suspend jobs at their next step; they give their devices back and keep their state."),
             ("resume", "Resume paused jobs at the steps where they stopped, on the devices there are."),

@@ -168,7 +168,7 @@ def kind(context: ControllerContext) -> Kind:
 
 
 class Batch:
-    """An unfinished batch with what was answered of it."""
+    """An unfinished batch with its answers so far."""
 
     def __init__(self, context: ControllerContext, row: BatchRow, answers: Answers):
         self._context, self._db, self._row, self._answers = context, context.db, row, answers

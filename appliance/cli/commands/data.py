@@ -29,12 +29,13 @@ def file_path(file_id: str) -> str:
 
 
 def uploaded_id(session: Session, option: str, argument: str) -> str:
-    """The id of a file of the box, or of one that is uploaded now, which stays whatever becomes of the request. Raises
-    BadUsage and CommandFailed."""
+    """The id of a file of the box, or of one that is uploaded now; one with bad lines stays on the box, which knows
+    why. Raises BadUsage and CommandFailed."""
     path = Path(argument).expanduser()
     if path.is_file():
         sent = session.client.upload(path, "fine-tune")
         _refuse_bad(sent)
+        session.unused.append(file_path(sent["id"]))
         return str(sent["id"])
     if argument.startswith("file-"):
         return argument
@@ -168,8 +169,8 @@ def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def _report(report: dict[str, Any]) -> Any:
     checks = report["checks"]
-    rows = [{"check": name, **found, "first": None} for name, found in checks.items()]
-    first = [{"check": name, **one} for name, found in checks.items() for one in found["first"][:3]]
+    rows = [{"check": name, **result, "first": None} for name, result in checks.items()]
+    first = [{"check": name, **example} for name, result in checks.items() for example in result["first"][:3]]
     return output.stack(
         output.view({name: value for name, value in report.items() if name != "checks"}),
         output.listing("check >examples=count >share ?kinds", rows),

@@ -10,20 +10,15 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, until
-from appliance.cli.commands.data import UPLOAD
+from appliance.cli.commands.data import UPLOAD, file_path
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import flag, json_file, number, opt, picked, text_file
-from appliance.cli.resources import segment
+from appliance.cli.resources import has_ended, segment
 
 Z_95 = 1.959964
 """Standard deviations of a normal distribution that 95 % lie within."""
 _ITEMS_SHOWN = 10_000
 """As many as a run has at most."""
-
-
-def _ended(one: dict[str, Any]) -> bool:
-    """Of a batch and of a run."""
-    return one["status"] in ("completed", "failed", "expired", "cancelled", "canceled")
 
 
 def _path(eval_id: str) -> str:
@@ -47,8 +42,10 @@ def create(session: Session, args: Namespace) -> None:
       appliance batch create requests.jsonl --wait && appliance batch list
     """
     file_id = session.client.upload(args.path, "batch")["id"]
+    session.unused.append(file_path(file_id))
     request = {"input_file_id": file_id, "endpoint": args.endpoint, "completion_window": "24h"}
     batch = session.client.post("/v1/batches", request)
+    session.unused.clear()
     if not args.wait:
         session.show(batch)
         return
@@ -59,7 +56,7 @@ def create(session: Session, args: Namespace) -> None:
         return f"{now['id']} {now['status']}{waits}", counts["completed"] + counts["failed"], counts["total"] or None
 
     path = f"/v1/batches/{segment(batch['id'])}"
-    batch = until(lambda: session.client.get(path), _ended, doing, args.timeout, batch["id"])
+    batch = until(lambda: session.client.get(path), has_ended, doing, args.timeout, batch["id"])
     session.show(batch)
     failed = batch["request_counts"]["failed"]
     if batch["status"] != "completed" or failed:
@@ -113,12 +110,14 @@ def run(session: Session, args: Namespace) -> None:
     path, items = args.suite
     form = {"data": {"purpose": "user_data"}, "files": {"file": (path.name, items.encode())}}
     file_id = session.client.send("POST", "/v1/files", timeout_s=WORK_TIMEOUT_S, **form)["id"]
+    session.unused.append(file_path(file_id))
     eval_id = args.eval
     if eval_id is None:
         schema = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
         criteria = args.grader if isinstance(args.grader, list) else [args.grader]
         body = {"name": path.stem, "data_source_config": schema, "testing_criteria": criteria}
         eval_id = session.client.post("/v1/evals", body)["id"]
+        session.unused.append(_path(eval_id))
     started: list[str] = []
     for model in args.models:
         source = {
@@ -129,8 +128,9 @@ def run(session: Session, args: Namespace) -> None:
             "sampling_params": picked(args, "max_completion_tokens temperature seed"),
         }
         started.append(session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})["id"])
+        session.unused.clear()  # the file and the evaluation are in use from the first run on
 
-    def mine() -> list[dict[str, Any]]:
+    def fetch() -> list[dict[str, Any]]:
         return [session.client.get(f"{_path(eval_id)}/runs/{segment(run_id)}") for run_id in started]
 
     def doing(runs: list[dict[str, Any]]) -> Doing:
@@ -140,13 +140,13 @@ def run(session: Session, args: Namespace) -> None:
 
     ended: list[dict[str, Any]] = []
     if args.wait:
-        ended = until(mine, lambda runs: all(map(_ended, runs)), doing, args.timeout, eval_id)
+        ended = until(fetch, lambda runs: all(map(has_ended, runs)), doing, args.timeout, eval_id)
     session.show({"id": eval_id, "runs": _runs(session, eval_id)}, _side_by_side)
-    for one in ended:
-        errored = one["result_counts"]["errored"]
-        if one["status"] != "completed" or errored:
-            reason = f"{errored:,} items could not be judged" if errored else (one["error"] or {}).get("message")
-            raise CommandFailed(f"{one['id']} of {one['model']} is {one['status']}: {reason}")
+    for run in ended:
+        errored = run["result_counts"]["errored"]
+        if run["status"] != "completed" or errored:
+            reason = f"{errored:,} items could not be judged" if errored else (run["error"] or {}).get("message")
+            raise CommandFailed(f"{run['id']} of {run['model']} is {run['status']}: {reason}")
 
 
 def _runs(session: Session, eval_id: str) -> list[dict[str, Any]]:

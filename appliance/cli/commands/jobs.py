@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import COMMANDS, POLL_S, TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, patient, until
-from appliance.cli.commands.data import file_path, uploaded_id
+from appliance.cli.commands.data import uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
     Option,
@@ -27,10 +27,9 @@ from appliance.cli.options import (
     part,
     picked,
 )
-from appliance.cli.resources import JOB, JOBS, Row, segment
+from appliance.cli.resources import JOB, JOBS, Row, has_ended, segment
 from train.methods.methods import DEFAULT, METHODS
 
-FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 _PUBLISH = (
     "checkpoints (the default): the last three epochs can be asked by name, and the last is the result. "
     "end: the result alone. epoch: each epoch answers as soon as it is over. "
@@ -63,9 +62,9 @@ def options() -> tuple[Option, ...]:
     kinds = "; ".join(f"{method.name}: {method.summary}" for method in METHODS.values())
     own: dict[str, list[str]] = {}
     for method in METHODS.values():
-        for one in method.options:
-            bounds = f"auto ({one.auto:g}) or a number up to {one.high:g}"
-            own.setdefault(one.name, []).append(f"Of --method {method.name}: {one.help}. {bounds}")
+        for option in method.options:
+            bounds = f"auto ({option.auto:g}) or a number up to {option.high:g}"
+            own.setdefault(option.name, []).append(f"Of --method {method.name}: {option.help}. {bounds}")
     return (
         opt("--method METHOD", f"{kinds}.", choices=tuple(METHODS), default=DEFAULT.name),
         opt(
@@ -76,12 +75,12 @@ def options() -> tuple[Option, ...]:
             action="append",
         ),
         *_COMMON,
-        *(opt(f"--{name.replace('_', '-')} X", "; ".join(told), type=_AUTO_OR_NUMBER) for name, told in own.items()),
+        *(opt(f"--{name.replace('_', '-')} X", "; ".join(help), type=_AUTO_OR_NUMBER) for name, help in own.items()),
     )
 
 
 def hyperparameters(args: Namespace) -> dict[str, Any]:
-    """Those that were given. Raises BadUsage for a name given twice."""
+    """Hyperparameters in the arguments. Raises BadUsage if one is there twice."""
     values = picked(args, options()[2:])
     for name, value in args.set_ or ():
         if name in values:
@@ -94,7 +93,12 @@ _DEVICES = (
     opt("--min-devices N", "Never on fewer.", type=number(int, 1)),
     opt("--max-devices N", "Never on more.", type=number(int, 1)),
     opt("--priority N", "Higher goes first. Default: 0.", type=int),
-    opt("--deadline TIME|none", "8h, or a date: near it the job goes first.", dest="deadline_s", type=or_null(future)),
+    opt(
+        "--deadline TIME|none",
+        "8h, or a date, to its end; near it the job goes first.",
+        dest="deadline_s",
+        type=or_null(future),
+    ),
     *either("--preemptible", "--no-preemptible", "May it be suspended for others? Default: yes."),
 )
 """How a job may use the devices."""
@@ -157,8 +161,9 @@ def submit(session: Session, args: Namespace) -> None:
         body["validation_file"] = uploaded_id(session, "--validation-file", args.validation_file)
     # The key keeps a copy of this request, sent again by something on the way, from making a second job.
     job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
+    session.unused.clear()
     if not args.wait:
-        session.show(job, lambda made: made["id"])
+        session.show(job, lambda job: job["id"])
     elif session.as_json:
         _show_ended(session, job["id"], None)
     else:
@@ -205,20 +210,16 @@ def _show_ended(session: Session, job_id: str, timeout_s: float | None) -> None:
     def doing(job: dict[str, Any]) -> Doing:
         return f"{job_id} {job['status']}{_eta(job)}", None, None
 
-    job = until(lambda: session.client.get(job_path(job_id)), _has_ended, doing, timeout_s, job_id)
+    job = until(lambda: session.client.get(job_path(job_id)), has_ended, doing, timeout_s, job_id)
     if session.as_json:
         output.print_json(job)
     _end_well(job)
 
 
-def _has_ended(job: dict[str, Any]) -> bool:
-    return job["status"] in FINISHED
-
-
 def _eta(job: dict[str, Any]) -> str:
     """The time to the estimated finish, "" where there is none."""
     left_s = (job.get("estimated_finish") or 0) - time.time()
-    return f", ETA {output.duration(left_s)}" if left_s >= 1 and not _has_ended(job) else ""
+    return f", ETA {output.duration(left_s)}" if left_s >= 1 and not has_ended(job) else ""
 
 
 def _end_well(job: dict[str, Any]) -> None:
@@ -243,8 +244,8 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
 
     look = patient(fetch) if follow else fetch
     while True:
-        if found := look():
-            job, events = found
+        if fetched := look():
+            job, events = fetched
             for event in events:
                 # The time to finish is known as of now, so it belongs to the newest line only.
                 line = _event_line(event) + (_eta(job) if follow and event is events[-1] else "")
@@ -252,7 +253,7 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
                 last_id = event["id"]
             if not follow:
                 return
-            if _has_ended(job):
+            if has_ended(job):
                 return _end_well(job)
         time.sleep(POLL_S)
 
@@ -294,8 +295,8 @@ def plan_job(session: Session, args: Namespace) -> None:
         with output.progress(f"the box counts the tokens of {args.file}"):
             plan = session.client.send("POST", "/admin/v1/plan", body=body, timeout_s=WORK_TIMEOUT_S)
     finally:
-        if args.file is not None and body["training_file"] != args.file:
-            session.client.delete(file_path(body["training_file"]))
+        while session.unused:
+            session.client.delete(session.unused.pop())
     session.show(plan)
     if not plan["fits"]:
         raise CommandFailed("no layout of this job fits; the plan shows what would fit")

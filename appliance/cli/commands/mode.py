@@ -6,8 +6,8 @@ from argparse import Namespace
 
 from appliance.cli import output
 from appliance.cli.command import WAIT, Session, command
-from appliance.cli.options import number, opt, picked
-from appliance.cli.resources import MODE, POLICY, draw_handover, draw_mode, limit, segment
+from appliance.cli.options import number, opt
+from appliance.cli.resources import MODE, POLICY, draw_handover, draw_mode, limit, mode_fields, segment
 
 WAIT_S = 900.0
 _ANSWER_MARGIN_S = 30.0
@@ -33,7 +33,7 @@ def set_mode(session: Session, args: Namespace) -> None:
       appliance mode set split --train 6       six devices for jobs, the others serve
       appliance mode set auto                  training takes what serving does not need, and gives it back
     """
-    body, query = picked(args, (POLICY, *MODE)), {"wait": True, "timeout_s": args.timeout} if args.wait else None
+    body, query = mode_fields(args, (POLICY, *MODE)), {"wait": True, "timeout_s": args.timeout} if args.wait else None
     with output.progress(f"mode {args.policy}: the devices move"):
         answer = session.client.send(
             "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=args.timeout + _ANSWER_MARGIN_S

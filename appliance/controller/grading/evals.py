@@ -1,8 +1,8 @@
-"""Evaluations by OpenAI's API (https://platform.openai.com/docs/api-reference/evals): runs them, some items at a time,
-for each item first a sample, if a model is to make one, then the graders; and /v1/evals.
+"""Evaluations by OpenAI's API (https://platform.openai.com/docs/api-reference/evals): /v1/evals, and the work of a run,
+some items at a time: each gets a sample, if a model answers it, and then its grades.
 
-What must outlive the controller is in the rows: an item gets one once it is judged, and the counters of its run change
-in the same transaction. After a restart the rest continues. The runs of one owner wait for each other.
+State that must outlive the controller is in the rows: an item gets its row once it is judged, and the counters of its
+run change in the same transaction. After a restart the rest continues. The runs of one owner wait for each other.
 """
 
 from __future__ import annotations

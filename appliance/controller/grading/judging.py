@@ -1,12 +1,11 @@
-"""Graders: checks those that requests have, with teachers and response formats; grades samples (models that judge are
-asked through the gateway, the rest is computed in another process); judges the answers of models in training: rewards
-by the job's grader, or how likely its teacher finds them; and /v1/fine_tuning/alpha/graders, which tries a grader on
-one sample, or only checks it (https://platform.openai.com/docs/api-reference/graders).
+"""Grading by models and by code: rewards of samples, verdicts on the answers of models in training, checks of the
+graders, teachers and response formats of requests, and /v1/fine_tuning/alpha/graders, which tries or checks a grader
+(https://platform.openai.com/docs/api-reference/graders).
 
-Models are asked on behalf of the job's key: judges by chat, students and teachers in token ids, which need no chat
-template, for sampled answers and for how likely the last tokens of a text are. Samples are drawn at temperature 1 from
-the whole vocabulary: what vLLM records by default (`logprobs_mode` raw_logprobs) is then the log-probability in the
-very distribution that the token was drawn from. The job's events say when judges fail.
+Models are asked through the gateway on behalf of the job's key, judges by chat, students and teachers in token ids,
+which need no chat template; code runs in another process. Samples are drawn at temperature 1 from the whole vocabulary,
+so that the log-probability that vLLM records (`logprobs_mode` raw_logprobs) is of the distribution that the token was
+drawn from. The job's events say when judges fail.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ MOST_ANSWERS = 8
 """As many as one request has at most; no engine of the box has fewer places unless it was told so."""
 MOST_TOKENS = 8192
 """The tokens of the answers of one request together, where it has several: the controller reads them in one go."""
-LONGEST = 1 << 16
+MOST_SCORED_TOKENS = 1 << 16
 """Tokens of a text at most, if a client asks for its log-probabilities."""
-MADE = 1
-"""Tokens beside a scored text that have to fit an engine's context: it makes no fewer."""
+GENERATED_TOKENS = 1
+"""Tokens that an engine generates behind a scored text, the fewest there are; they have to fit its context."""
 _NONE = -9999.0
 """What vLLM writes for minus infinity, and where it knows no log-probability of the token."""
 
@@ -99,8 +98,8 @@ def samples_of(body: Any, n: int) -> list[Sampled]:
     """The n answers of a response. Raises ValueError, in words, if one is missing or incomplete."""
     try:
         choices = sorted(body["choices"], key=lambda choice: choice["index"])
-        samples = [Sampled(list(one["token_ids"]), one["logprobs"]["token_logprobs"], one["text"]) for one in choices]
-        whole = (one.ids and len(one.ids) == len(one.log_probs) and min(one.log_probs) > _NONE for one in samples)
+        samples = [Sampled(list(c["token_ids"]), c["logprobs"]["token_logprobs"], c["text"]) for c in choices]
+        whole = (s.ids and len(s.ids) == len(s.log_probs) and min(s.log_probs) > _NONE for s in samples)
         if len(samples) == n and all(whole):
             return samples
     except (KeyError, TypeError) as error:
@@ -228,7 +227,7 @@ class Grading:
         """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
         texts = [[*prompt.tokens, *sample.ids] for sample in samples]
         # `prompt_logprobs` 0: of the token itself alone.
-        fields = {"model": teacher, "max_tokens": MADE, "temperature": 0.0, "prompt_logprobs": 0}
+        fields = {"model": teacher, "max_tokens": GENERATED_TOKENS, "temperature": 0.0, "prompt_logprobs": 0}
         bodies = [{**fields, "prompt": tokens} for tokens in texts]
         ask = partial(self._asking.ask, row.key_id, teacher, URL, within_s=ANSWER_WITHIN_S)
         answers = await asyncio.gather(*map(ask, bodies))
@@ -270,14 +269,14 @@ def _rewarded(graded: Graded) -> tuple[float | None, str]:
     return None if ours else graded.reward, "" if errors.of_the_answer else "; ".join(graded.messages)
 
 
-# --- checks of what requests have
+# --- checks of the graders, teachers and response formats of requests
 
 
-def grader_of(context: ControllerContext, given: Any, caller: Principal, param: str = "grader") -> Grader:
-    """Raises BadRequest for what is not a grader, or for one that this machine cannot run; Forbidden and NotFound for
-    one that asks a model that the caller may not ask."""
+def grader_of(context: ControllerContext, definition: Any, caller: Principal, param: str = "grader") -> Grader:
+    """Raises BadRequest if it is not a grader or this machine cannot run it, Forbidden and NotFound if it asks a model
+    that the caller may not ask."""
     try:
-        grader = graders.parse(given)
+        grader = graders.parse(definition)
     except MissingField as error:
         raise _missing(f"{param}.{error.param}") from None
     except InvalidGrader as error:
@@ -306,7 +305,7 @@ async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, para
 
 
 async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Principal, param: str) -> None:
-    """Raises BadRequest for what is no JSON schema, ApiError where the box could not check it."""
+    """Raises BadRequest if it is not a JSON schema, ApiError where the box could not check it."""
     try:
         refused = await hosts.refused_schema(caller.owner, schema)
     except ForkBroke as error:
@@ -357,13 +356,13 @@ def teacher_of(
     teacher = resolve_model(context.db, name)
     if teacher is None:
         raise unknown_model(name, param)
-    context_tokens = context.sizes.size(teacher.model, teacher.version).max_model_len or LONGEST
-    room, why = min(LONGEST, context_tokens) - MADE, ""
+    context_tokens = context.sizes.size(teacher.model, teacher.version).max_model_len or MOST_SCORED_TOKENS
+    capacity, why = min(MOST_SCORED_TOKENS, context_tokens) - GENERATED_TOKENS, ""
     if teacher.model.task != "generate":
         why = "it makes embeddings, and a teacher says how likely a text is"
-    elif longest > room:
+    elif longest > capacity:
         why = (
-            f"its engines say how likely texts of at most {room:,} tokens are, and max_length, a prompt with its "
+            f"its engines say how likely texts of at most {capacity:,} tokens are, and max_length, a prompt with its "
             f"answer, is {longest:,}; choose a smaller one, or a teacher with a longer context"
         )
     if why:

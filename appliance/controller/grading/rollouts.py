@@ -114,7 +114,7 @@ class Rollouts:
     def _newest(self, plan: SamplesPlan) -> int:
         """The step of the newest weights in shared memory; -1 without any."""
         stored = self._store.list(plan.policy_kind, policy_name(plan.spec.job_id))
-        return max((step_of(one.version) for one in stored), default=-1)
+        return max((step_of(entry.version) for entry in stored), default=-1)
 
     async def _draw(self, row: JobRow, plan: SamplesPlan, file: SamplesFile, step: int) -> Samples:
         """A file's answers from the weights after this step, judged."""
@@ -134,10 +134,10 @@ class Rollouts:
         if failed:
             return Samples([], [], {}, step, failed)
         answers, verdicts = zip(*(task.result() for task in tasks), strict=True)
-        together = [one for part in answers for one in part]
+        sampled = [answer for group in answers for answer in group]
         return Samples(
-            [np.array(one.ids, np.int32) for one in together],
-            [np.array(one.log_probs, np.float32) for one in together],
+            [np.array(answer.ids, np.int32) for answer in sampled],
+            [np.array(answer.log_probs, np.float32) for answer in sampled],
             {name: [value for verdict in verdicts for value in verdict[name]] for name in verdicts[0]},
             step,
         )
@@ -163,7 +163,7 @@ class Rollouts:
             parts = await asyncio.gather(*map(ask, range(0, n, each)))
         except ValueError as error:
             raise CannotGoOn(f"no engine of {plan.spec.base_model} samples answers: {error}") from error
-        answers = [one for part in parts for one in part]
+        answers = [answer for part in parts for answer in part]
         return answers, await self._grading.verdict(row, prompt, answers)
 
     def _write(self, plan: SamplesPlan, file: SamplesFile, samples: Samples) -> None:

@@ -111,7 +111,8 @@ def check_sampled(source: Sampled) -> None:
     """Raises InvalidGrader, whose `param` is below `data_source`."""
     messages = source.input_messages
     if isinstance(messages, Template):
-        texts = [(f"template.{at}.content", part) for at, one in enumerate(messages.template) for part in one.parts()]
+        turns = enumerate(messages.template)
+        texts = [(f"template.{at}.content", part) for at, message in turns for part in message.parts()]
     elif "{" in messages.item_reference:
         raise InvalidGrader("input_messages.item_reference", "names a list of messages, without braces: item.messages")
     else:
@@ -250,10 +251,11 @@ def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
 
 
 def sample_object(body: Mapping[str, Any], answers: Sequence[ModelAnswer]) -> dict[str, Any]:
-    """What models were asked and answered. body: the chat completion request to the first of them. The SDK's types
+    """Questions to models and their answers. body: the chat completion request to the first of them. The SDK's types
     have no null."""
     why = next((answer.error for answer in answers if answer.error), "")
-    prompt, completion = sum(one.prompt_tokens for one in answers), sum(one.completion_tokens for one in answers)
+    prompt = sum(answer.prompt_tokens for answer in answers)
+    completion = sum(answer.completion_tokens for answer in answers)
     temperature = body.get("temperature")
     return {
         "input": [{name: str(turn.get(name) or "") for name in ("role", "content")} for turn in body["messages"]],

@@ -3,6 +3,8 @@
 import json
 import threading
 
+import pytest
+
 from appliance.controller.jobs.events import fail
 from tests.unit.cli.conftest import openai_error
 from tests.unit.cli.test_tables_and_json import make_job
@@ -58,6 +60,44 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
             },
         },
     }
+
+
+@pytest.mark.parametrize("status, deleted", [(400, 1), (503, 0)])
+@pytest.mark.parametrize("request_of", ["job", "batch", "eval", "run"])
+def test_refused_request_deletes_its_uploads_unless_the_box_may_have_taken_it(
+    prepared, tmp_path, request_of, status, deleted
+):
+    data, grader = tmp_path / "d.jsonl", tmp_path / "g.json"
+    data.write_text('{"messages": []}\n')
+    grader.write_text("{}")
+    run = ("eval", "run", "starter", "--suite", str(data), "--grader", str(grader))
+    words, path = {
+        "job": (("job", "submit", "--model", "starter", "--file", str(data)), JOB.rpartition("/")[0]),
+        "batch": (("batch", "create", str(data)), "/v1/batches"),
+        "eval": (run, "/v1/evals"),
+        "run": (run, "/v1/evals/eval_1/runs"),
+    }[request_of]
+    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1", "filename": "f", "status": "processed"}))
+    prepared.prepare("POST", "/v1/evals", (200, {"id": "eval_1"}))
+    prepared.prepare("POST", path, (status, openai_error("not so", None)))
+    for made in ("/v1/files/file-1", "/v1/evals/eval_1"):
+        prepared.prepare("DELETE", made, (200, {"deleted": True}))
+    done = prepared.run(*words)
+    assert done.exit_code != 0 and "not so" in done.stderr
+    assert len(prepared.sent("DELETE", "/v1/files/file-1")) == deleted
+    assert len(prepared.sent("DELETE", "/v1/evals/eval_1")) == (deleted if request_of == "run" else 0)
+
+
+def test_accepted_request_keeps_its_uploads_when_its_result_is_bad(prepared, tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text("{}\n")
+    batch = {"id": "batch_1", "status": "failed", "error_file_id": None}
+    batch["request_counts"] = {"completed": 0, "failed": 0, "total": 0}
+    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1"}))
+    prepared.prepare("POST", "/v1/batches", (200, batch))
+    prepared.prepare("GET", "/v1/batches/batch_1", (200, batch))
+    assert prepared.run("batch", "create", str(data), "--wait").exit_code == 1
+    assert prepared.sent("DELETE", "/v1/files/file-1") == []
 
 
 def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names(box, tmp_path):

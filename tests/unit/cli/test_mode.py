@@ -11,6 +11,16 @@ def test_a_floor_of_all_devices_is_said_and_one_beyond_them_refused(box: Control
         assert refused.exit_code == 2 and "serving_floor is 20" in refused.stderr, line
 
 
+def test_split_with_train_auto_is_the_policy_auto(box: ControlledBox):
+    assert box.json("mode", "set", "split", "--train", "auto")["policy"] == "auto"
+    window = box.json("mode", "schedule", "add", "0 22 * * *", "split", "--train", "auto")
+    assert (window["policy"], window["train_devices"]) == ("auto", None)
+    assert box.json("mode", "plan", "split", "--train", "auto")["policy"] == "auto"
+    assert (
+        box.run("mode", "set", "split").exit_code == box.run("mode", "set", "serve", "--train", "auto").exit_code == 2
+    )
+
+
 def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
     night = box.json("mode", "schedule", "add", "0 22 * * *", "train", "--until", "0 6 * * *", "--tz", "Europe/Berlin")
     assert night["policy"] == "train" and night["until"] == "0 6 * * *"

@@ -204,6 +204,10 @@ def test_job_submit_and_update_set_how_a_job_uses_devices(box: ControlledBox, tm
     assert lines(box.run("job", "queue").stdout)[1][:4] == ["1", job_id, "-", "3"]
     assert box.run("job", "update", job_id, "--deadline", "none", "--min-devices", "1").exit_code == 0
     assert box.json("job", "get", job_id)["allowed_sizes"] == [1, 2, 4, 8]
+    for day in ("2099-12-31", "20991231"):
+        assert box.run("job", "update", job_id, "--deadline", day).exit_code == 0
+        row = box.do(lambda: jobs.get(box.context.db, job_id))
+        assert row.deadline_s == datetime(2100, 1, 1).timestamp(), "the end of the day"
     for wrong in ((), ("--min-devices", "0"), ("--deadline", "soon"), ("--deadline", "2020-01-01T00:00")):
         assert box.run("job", "update", job_id, *wrong).exit_code == 2
 
