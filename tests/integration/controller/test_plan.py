@@ -181,8 +181,8 @@ def chosen_by(control, monkeypatch, tmp_path, model, store_bytes=10**13, data=CH
 
 async def test_choice_shares_rows_where_a_rank_alone_is_nearly_full(control, monkeypatch, tmp_path):
     long = DatasetStats(200, 20_000_000, 131_072)
-    fields, verdict, (best, *_) = chosen_by(control, monkeypatch, tmp_path, "8b", data=long, max_length=131_072)
-    assert fields["sequence_parallel"] == 4 and verdict.sizes == (4, 8)
+    settings, verdict, (best, *_) = chosen_by(control, monkeypatch, tmp_path, "8b", data=long, max_length=131_072)
+    assert settings["sequence_parallel"] == 4 and verdict.sizes == (4, 8)
     assert best["device_bytes"] <= capacity.SAFE * best["room_bytes"] and best["offload"] == "none"
     assert chosen_by(control, monkeypatch, tmp_path, "70b")[0]["sequence_parallel"] == 1, "safe without"
 
