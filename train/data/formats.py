@@ -29,14 +29,14 @@ from train.data.records import BadRecord, Fields, NoAnswer, Record, Refuses, has
 
 SIDES = ("chosen", "rejected")
 OUTPUTS = ("preferred_output", "non_preferred_output")
-# As Anthropic's and OpenAssistant's texts have the turns of a conversation.
+# Marks of the turns in Anthropic's and OpenAssistant's texts.
 _DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \n]?")
 _MESSAGES_AS_TEXT = re.compile(r'\s*(?:\{\s*"(?:messages|conversations|role)"|\[\s*\{\s*"(?:role|from)")')
 _MORE = ("input", "context")
 _QUESTION = ("prompt", "question", "query", "instruction")
 _CONVERSATION = ("conversations", "conversation")
 MAX_ITEM_BYTES = 1 << 20
-"""Of it as JSON: whoever grades has 64 samples at once, each with its item."""
+"""Size of an item as JSON: a grading process has 64 samples at once, each with its item."""
 _THOUGHT = ("reasoning_content", "thinking")
 """Columns with the thought before an answer; `reasoning` is one that says "on" or "off" in public data."""
 
@@ -110,7 +110,7 @@ class Example(NamedTuple):
 class Shape:
     """name: in reports and for methods; several rows of the table may share one. needs: of each of these groups one key
     has to have a value. refuses: keys that make a row unusable if
-    nothing reads them. marked: a mark of the answer has to be there. when: what else chooses the shape."""
+    no code reads them. marked: a mark of the answer has to be there. when: a further condition for the shape."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]

@@ -1,8 +1,8 @@
-"""Cuts a data file into its examples, parses each, and names what is wrong with it in the words of whoever wrote it.
+"""Cuts a data file into its examples, parses each, and reports its errors in terms of the original file.
 
 A hostile file costs no more than a good one: lines are read with a limit, each is parsed alone, and the size of a JSON
-array, which is parsed whole, is bounded. A file of another kind is named, with the one command that makes JSON lines of
-it.
+array, which is parsed whole, is bounded. The error for a file of another format has the command that converts it to
+JSON lines.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ _PYTHON_TO_JSON = (
 
 
 class BadRecord(Exception):
-    """Why one record cannot be used; the text is shown beside its line number."""
+    """One record cannot be used; the text, which has the reason, is shown with its line number."""
 
 
 class NoAnswer(BadRecord):
-    """A text that is to be trained is empty."""
+    """A text to train on is empty."""
 
 
 class BadFile(BadRecord):
-    """What is wrong with the whole file; nothing after it is read."""
+    """The whole file cannot be used; reading stops here."""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
 Line = tuple[int, bytes | BadRecord]
-"""One example of a file: the number of its line, or of the element of an array, and its bytes; or why they cannot be
-read."""
+"""One example of a file: the number of its line, or of the element of an array, and its bytes or the error of reading
+them."""
 
 
 def parse(raw: bytes) -> Any:
@@ -77,7 +77,7 @@ def parse(raw: bytes) -> Any:
     record = loads(raw)
     for key in _TURNS if isinstance(record, dict) else ():
         if isinstance(text := record.get(key), str) and text.lstrip().startswith("["):
-            record[key] = loads(text.encode())  # as tables keep it
+            record[key] = loads(text.encode())  # tables store it as text
     return {"messages": record} if _is_conversation(record) else record
 
 
@@ -90,8 +90,8 @@ def _is_conversation(value: Any) -> bool:
 
 
 def examples(file: BinaryIO) -> Iterator[Line]:
-    """Those of JSONL or of a JSON array; a BadRecord in place of what is too big, a BadFile in place of a file that is
-    none of them."""
+    """Examples of JSONL or of a JSON array; a BadRecord in place of a too large one, a BadFile for a file of another
+    format."""
     try:
         file.seek(0)
         if foreign := foreign_file(file):
@@ -151,7 +151,7 @@ def _bare(raw: bytes) -> bytes:
 
 
 def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
-    """What a file is that cannot be JSON lines or a JSON array, and the command that converts it; None for all others.
+    """The format of a file that cannot be JSON lines or a JSON array, and the command that converts it; else None.
     Leaves the file at its beginning."""
     head = file.read(4096)
     file.seek(0)
@@ -256,7 +256,7 @@ class Fields:
             self.left.update(f"{self._path}{key}" for key, value in self.unread.items() if has_value(value))
 
     def refuse(self) -> None:
-        """Raises BadRecord for a field that nothing took and that the object must not have."""
+        """Raises BadRecord for an unread field that the object must not have."""
         for key, value in self.unread.items():
             if key in self._refuses and self._refuses[key][0](value):
                 raise BadRecord(f"{self._prefix}has {key!r}: {self._refuses[key][1]}")

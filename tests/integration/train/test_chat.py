@@ -25,12 +25,12 @@ MARKED = (
     BEGIN + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
     "{% else %}{{ m['content'] }}{% endif %}" + END
 )
-# As Qwen 3's: the last answer alone has its thought, which is empty if it has none.
+# Like Qwen 3's template: only the last answer has its thought, empty if the message has none.
 FORGETFUL = (
     BEGIN + "{% if m['role'] == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n"
     "{% endif %}{{ m['content'] }}" + END
 )
-# As the distilled R1's: the generation prompt opens a thought, which the template never writes.
+# Like the distilled R1's template: the generation prompt opens a thought, which the template never writes.
 OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 STRICT = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('incomplete') }}{% endif %}" + CHATML
 NO_PROMPT = BEGIN + "{{ m['content'] }}<|im_end|>\n{% endfor %}"
