@@ -209,8 +209,10 @@ def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
     assert ids[: len(prompt)].tolist() == prompt.tolist()
     assert mask.tolist() == [n >= len(prompt) for n in range(len(ids))]
     assert words.decode(ids[len(prompt) :]) == "the quick brown fox<|im_end|>"
-    found = trained_texts(encoder, {"messages": [QUESTION, answer] * 2})
-    assert [text for _, text in found] == ["the quick brown fox<|im_end|>"] * 2
+    talk = [QUESTION, answer] * 2
+    for (ids, mask), end in zip(encoder.encode({"messages": talk}), (1, 3), strict=True):
+        prompt = encoder.prompt({"messages": talk[:end]}).tolist()
+        assert ids[~mask].tolist() == prompt and words.decode(ids[mask]) == "the quick brown fox<|im_end|>"
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -1,6 +1,7 @@
 """DPO, KTO and ORPO compute what TRL does, however a step is split, and refuse what cannot be compared."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,13 +21,13 @@ from train.data.packing import build_row
 from train.data.records import BadRecord
 from train.data.token_set import open_token_set
 from train.data_checks.check import check_training_file
+from train.methods import packed_objective
 from train.methods.methods import METHODS, method_of
 from train.methods.packed_objective import LogProbHead, PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
-from train.plan import estimate
 from train.plan.errors import SnapshotMismatch
 from train.trainer import train as training
-from train.trainer.worker import prepare
+from train.trainer.worker import _report_data, prepare
 
 DPO, KTO, ORPO = map(method_of, ("dpo", "kto", "orpo"))
 # TRL 1.16.0's DPOTrainer on the model and pairs below: batches of four in order, AdamW at 1e-3, beta 0.1.
@@ -172,10 +173,11 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
 
 
 @pytest.mark.parametrize("alike", [False, True])
-@pytest.mark.parametrize("rows", [1000, 3])
+@pytest.mark.parametrize("rows, held", [(1000, 1000), (3, 1000), (3, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, dtype, alike):
-    monkeypatch.setattr(estimate, "HOST_LOGITS_BYTES", 4 * 50 * rows)
+def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held, dtype, alike):
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 50 * rows)
+    monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
     torch.manual_seed(0)
     head = LogProbHead(16, 50, bias=False, dtype=dtype)
     head.alike = alike
@@ -227,6 +229,10 @@ def test_pairs_that_a_cut_leaves_without_an_output_are_dropped(tmp_path):
     long = {"prompt": "a" * 60, "chosen": "b", "rejected": "c"}
     tokens, _ = opened(tmp_path, [good, long], 48)
     assert (tokens.n_examples, tokens.n_dropped) == (1, 1)
+    warnings: list[str] = []
+    spec = replace(host_spec(tmp_path), method="dpo", max_length=48)
+    _report_data(lambda _, level, text: warnings.extend([text] * (level == "warn")), spec, tokens)
+    assert len(warnings) == 1 and "1 were left out" in warnings[0]
     ids, other = np.arange(9, dtype=np.int32), np.arange(1, 10, dtype=np.int32)
     for pair, reason in (([(ids[:4], ids[:4] > 2), (ids, ids > 6)], "non-preferred"), ([(ids, ids > 2)] * 2, "same")):
         with pytest.raises(BadRecord, match=reason):
