@@ -188,8 +188,8 @@ class VersionLoader:
                 drop_packed(module)
             for name in names:
                 target, tensor = self.plan.targets[id(module), name], tensors[name]
-                if isinstance(method, UnquantizedLinearMethod) and (found := target.lying_in(source)) is not None:
-                    lying[name] = tensor = found
+                if isinstance(method, UnquantizedLinearMethod) and (mapped := target.lying_in(source)) is not None:
+                    lying[name] = tensor = mapped
                 elif replaced:
                     tensor = torch.empty(target.shape, dtype=target.dtype)
                 if replaced:

@@ -208,8 +208,12 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
 
     @router.post("/models/{name:path}/promote")
     async def promote(name: str, caller: Caller) -> dict[str, Any]:
+        """A request that comes again, after minutes without an answer, is told what the first has changed."""
         async with activation.lock(name):
-            return await running.promote(stored_model(db, name), caller, "asked for")
+            model, last = stored_model(db, name), rows.CANARIES.find(db, name)
+            if last is not None and last.state == "promoted" and last.version == model.active_version:
+                return {"model": name, "from": last.before, "to": last.version}
+            return await running.promote(model, caller, "asked for")
 
 
 # --- how a model's engines are set up, and every version of that

@@ -240,8 +240,10 @@ class DeviceWatch:
 
     def _straggling(self, now_s: float) -> dict[str, Fault]:
         """Faults of slow GPUs, by device id, among those that a job has held for `slow_for_s`."""
-        before, self._held, found = self._held, {}, dict[str, Fault]()
+        before, self._held, faults = self._held, {}, dict[str, Fault]()
         for job in jobs.list_unfinished(self._db, " AND phase = 'running'"):
+            if len(job.devices) < 2:
+                continue
             devices, since_s = before.get(job.id, ([], 0.0))
             self._held[job.id] = (job.devices, since_s if devices == job.devices else now_s)
             since_s = self._held[job.id][1]
@@ -249,8 +251,8 @@ class DeviceWatch:
                 rows = [row for row in jobs.last_metrics(self._db, job.id, 1000) if row.created_s > since_s]
                 recent = [row for row in rows if now_s - row.created_s <= self._config.slow_for_s]
                 steps = (row.rank_seconds for row in (recent if len(recent) >= 20 else rows[-20:]))
-                found |= straggling([one for one in steps if one and len(one) == len(job.devices)], job.devices)
-        return found
+                faults |= straggling([step for step in steps if step and len(step) == len(job.devices)], job.devices)
+        return faults
 
     def _record(self, action: str, target: str, reason: str = "") -> None:
         level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR

@@ -139,8 +139,8 @@ class JobEvents:
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
             # The snapshot's step, not the last one reported: a sudden end loses the training after the snapshot.
-            what = f"continues at step {row.snapshot['step']}" if row.snapshot else "started"
-            text = f"Fine-tuning job {what} on {len(devices)} device(s)"
+            beginning = f"continues at step {row.snapshot['step']}" if row.snapshot else "started"
+            text = f"Fine-tuning job {beginning} on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
 
     def resumed(self, job_id: str, step: int) -> None:
@@ -311,9 +311,9 @@ class JobEvents:
         # Also epochs before the last, and those of a job that does not reach its end.
         held_back = publish != "epoch" or not answers_at_once(db, row, new)
         models.insert_version(db, replace(new, held_back=int(held_back)))
-        what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
+        kind = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
         data = {"step": step, "job_id": row.id, **meta}
-        add_message(db, row.id, f"{what} created at step {step}", data=data)
+        add_message(db, row.id, f"{kind} created at step {step}", data=data)
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         """An event tells of the first: small models on a CPU write one at nearly every step."""
@@ -336,8 +336,8 @@ class JobEvents:
         return {name: value for name, value in metrics.items() if value is not None}
 
 
-def _shown(what: str, value: float | None) -> str:
-    return f"{what}=not finite" if value is None else f"{what}={value:.4f}"
+def _shown(name: str, value: float | None) -> str:
+    return f"{name}=not finite" if value is None else f"{name}={value:.4f}"
 
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:

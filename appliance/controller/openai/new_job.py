@@ -128,8 +128,8 @@ class Training:
 
 
 def training_of(request: JobCreate) -> Training:
-    """Where the deprecated top-level hyperparameters and those of the method are both present, the method's count.
-    Raises BadRequest."""
+    """The deprecated top-level hyperparameters and those of the method may both be present, not disagree. Raises
+    BadRequest."""
     choice: Any = request.method
     method = METHODS.get(choice.type) if choice else DEFAULT
     if method is None:
@@ -144,6 +144,9 @@ def training_of(request: JobCreate) -> Training:
     block = {name: getattr(own, name) for name in own.model_fields_set} if own is not None else {}
     where = f"method.{method.name}.hyperparameters"
     old, new = request.hyperparameters or {}, block.pop("hyperparameters", None) or {}
+    for name in sorted(name for name in old.keys() & new.keys() if old[name] != new[name]):
+        param = f"hyperparameters.{name}"
+        raise InvalidValue(f"{param} and {where}.{name} differ; give it once.", param)
     training = Training(method, old | new, where if choice else "hyperparameters", block)
     if method.judged_by and method.judged_by not in block:
         param = training.path(method.judged_by)

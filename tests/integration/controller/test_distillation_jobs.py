@@ -99,6 +99,13 @@ async def test_who_cannot_teach_is_refused(taught: Control, teacher: Any, fields
     assert jobs.list_unfinished(taught.db) == []
 
 
+async def test_list_of_jobs_ends_before_its_judges_are_too_long(taught: Control, monkeypatch: pytest.MonkeyPatch):
+    newest = [await made(taught), await made(taught)][1]
+    monkeypatch.setattr("appliance.controller.openai.job_routes.PAGE_BYTES", 10)
+    listed = (await taught.http.get("/v1/fine_tuning/jobs")).json()
+    assert ([job["id"] for job in listed["data"]], listed["has_more"]) == ([newest], True)
+
+
 # --- what it says
 
 

@@ -93,6 +93,7 @@ def wandb(**values: Any) -> dict[str, Any]:
         (hyper(publish="best"), "hyperparameters.publish"),
         (hyper(early_stopping_patience=2), "hyperparameters.early_stopping_patience"),
         (supervised(lora_rank=-1), "method.supervised.hyperparameters.lora_rank"),
+        (supervised(n_epochs=1) | hyper(n_epochs=2), "hyperparameters.n_epochs"),
         ({"method": {"type": "dpo", "ppo": {}}}, "method.ppo"),
         ({"method": {"type": "dpo", "supervised": {"hyperparameters": {"n_epochs": 1}}}}, "method.supervised"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": []}}}, "method.dpo.hyperparameters"),

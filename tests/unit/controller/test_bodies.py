@@ -39,3 +39,14 @@ async def test_json_route_longer_body_refused(control: Control) -> None:
 async def _in_pieces(text: bytes) -> Any:
     for at in range(0, len(text), 1 << 18):
         yield text[at : at + (1 << 18)]
+
+
+async def test_object_of_too_many_fields_is_refused_before_each_gets_an_error(control: Control) -> None:
+    many, job = {f"x{number}": 1 for number in range(10_001)}, {"model": "starter", "training_file": "f"}
+    for path, body in (
+        ("/admin/v1/keys", {"name": "n"} | many),
+        ("/v1/fine_tuning/jobs", job | {"metadata": many}),
+        ("/v1/fine_tuning/jobs", job | {"method": {"type": "dpo", "dpo": {"hyperparameters": many}}}),
+    ):
+        answer = await control.http.post(path, json=body, headers=ADMIN)
+        assert answer.status_code == 400 and "more than 10,000 fields" in answer.json()["error"]["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pynvml
 import pytest
 
@@ -17,6 +18,7 @@ from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Device
 from scheduler.devices.discovery import logical_devices
+from scheduler.devices.health import straggling
 from tests.devices_support.nvml import Machine, eight_h100
 from tests.unit.controller.conftest import SCOPES, Control
 
@@ -92,6 +94,15 @@ async def test_gpu_that_its_job_waits_for_is_cordoned_once_it_has_been_slow_for_
     jobs.update(db, "j", devices=devices[::-1])
     await watch.look(read)
     assert "n0/1" not in cordoned(db), "steps of before do not count for it"
+
+
+@pytest.mark.parametrize(("slow", "count"), [(1.0, 0), (12.0, 1)])
+def test_rows_of_any_length_make_no_straggler(slow, count):
+    rng, devices = np.random.default_rng(0), [f"n0/{index}" for index in range(8)]
+    for _ in range(200):
+        seconds = rng.lognormal(sigma=0.8, size=(20, 8))
+        seconds[:, 3] *= slow
+        assert len(straggling(seconds.tolist(), devices)) == count
 
 
 async def test_heat_is_judged_over_its_whole_time_however_often_the_driver_is_read(db):

@@ -74,7 +74,8 @@ async def test_a_version_that_does_not_answer_at_once_is_a_canary_first(control:
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
     path = "/models/fraud/canary"
     await ask(control, "PUT", path, json={"version": v2})
-    await ask(control, "POST", "/models/fraud/promote")
+    promoted = await ask(control, "POST", "/models/fraud/promote")
+    assert await ask(control, "POST", "/models/fraud/promote") == promoted, "a request that comes again"
     assert active(control) == v2 and models.running_canaries(control.db) == []
     assert (await ask(control, "POST", "/models/fraud/rollback", json={"version": v3}))["to"] == v3
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v2

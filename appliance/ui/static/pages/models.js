@@ -128,7 +128,7 @@ function Canary({ one, canary, onChange }) {
   const rows = Object.entries(canary.versions || {});
   return html`<${Card} title=${t("canary.title")} aside=${html`<${Badge} state=${canary.state} />`}>
     <p>${t("canary.what", { version: canary.version, before: canary.before, share: percent(canary.share) })}</p>
-    <p class="alert quiet" role="status">${canary.reason || ""}${canary.decision ? `${t("canary.decision", { verdict: canary.decision.verdict, reason: canary.decision.reason })}` : ""}</p>
+    <p class="alert quiet" role="status">${canary.decision ? t("canary.decision", canary.decision) : canary.reason || ""}</p>
     <${Table} label=${t("canary.title")} rows=${rows} rowKey=${([version]) => version} empty="" columns=${[
       [t("models.version"), ([version]) => html`<b>${version}</b>`],
       [t("engine.requests"), ([, side]) => number(side.requests), "right"],
