@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as default
+from itertools import pairwise
 from types import CodeType
 from typing import Annotated, Any, Literal, NoReturn, Self
 
@@ -33,6 +34,7 @@ Template = Annotated[str, AfterValidator(templates.check)]
 
 MAX_BYTES = 2 << 20
 MAX_FORMULA = 4096  # characters
+MAX_VARIABLES = 1000
 ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_ANSWER_TOKENS = 1024
 REASON_CHARACTERS = 160
@@ -421,6 +423,8 @@ def parse(given: Any) -> Grader:
         written = json.dumps(named)
         if len(written) > MAX_BYTES:
             raise InvalidGrader("", f"the grader has {len(written)} bytes; at most {MAX_BYTES} are taken")
+        if written.count("{{") > MAX_VARIABLES:  # filled for each sample
+            raise InvalidGrader("", f"the grader has more than {MAX_VARIABLES} variables in braces")
         # Lax only about JSON's one kind of number: 1 is a float.
         grader = _ANY.validate_json(written)
     except ValidationError as error:
@@ -481,8 +485,9 @@ def _refuse(error: ValidationError) -> NoReturn:
             fault for fault in faults if fault["type"] == "extra_forbidden" and fault["loc"][:-1] == first["loc"][:-1]
         )
         first = next(unknown, first)
-    # A union adds what it tried to the path.
-    path = [str(step) for step in first["loc"] if step not in (*TYPES, "_Part") and "[" not in str(step)]
+    # A union adds its branches to the path; a name within `graders` may be equal to one of them.
+    steps = pairwise(("", *map(str, first["loc"])))
+    path = [step for before, step in steps if before == "graders" or step not in (*TYPES, "_Part") and "[" not in step]
     message = first["msg"]
     if first["type"] == "value_error":
         own: InvalidGrader = first["ctx"]["error"]
