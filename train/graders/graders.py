@@ -85,7 +85,7 @@ class _Grader(_Strict):
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def as_given(self) -> dict[str, Any]:
-        """As the client wrote it: what it is told and what is stored. `parse` takes it again."""
+        """The grader as the client wrote it, which is stored and shown; `parse` accepts it again."""
         return dict(self._given)
 
     @model_validator(mode="after")

@@ -59,10 +59,10 @@ def write_together(
     began_s, rank, draft = time.perf_counter(), distributed.get_rank(), None
 
     def agreed(act: Callable[[], dict[str, Any]]) -> Any:
-        """What `act` returns on rank 0, on every rank."""
+        """The result of `act` on rank 0, on every rank. Raises StoreFull on every rank."""
         outcome = {}
         try:
-            outcome = act() if rank == 0 else outcome
+            outcome = act() if rank == 0 else {}
         except (StoreFull, OSError) as error:
             if not isinstance(error, StoreFull) and error.errno != errno.ENOSPC:
                 raise
