@@ -27,7 +27,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import orjson
 
@@ -270,7 +270,7 @@ def encode(value: Any, column: Column) -> Any:
 
 
 def decode(kind: type[Row], row: sqlite3.Row) -> Row:
-    stored = ((row[name], column.is_json) for name, column in columns_of(kind).items())
+    stored = ((row[name], column.is_json) for name, column in columns_of(cast(Any, kind)).items())
     return kind(*(orjson.loads(value) if is_json and value is not None else value for value, is_json in stored))
 
 
@@ -286,7 +286,7 @@ class Table(Generic[Row]):
             parents: columns with the id of a row of another table, with which this one is deleted.
         """
         self._name, self._kind, self._key, self._order = name, kind, key or ("id",), order
-        self._columns = columns_of(kind)
+        self._columns = columns_of(cast(Any, kind))
         self._where = " AND ".join(f"{column} = ?" for column in self._key)
         self._into = f"INTO {name} ({', '.join(self._columns)}) VALUES ({', '.join('?' * len(self._columns))})"
         lines = [column.sql for column in self._columns.values()]

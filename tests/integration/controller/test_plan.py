@@ -181,18 +181,16 @@ def chosen_by(control, monkeypatch, tmp_path, model, store_bytes=10**13, data=CH
 
 async def test_choice_shares_rows_where_a_rank_alone_is_nearly_full(control, monkeypatch, tmp_path):
     long = DatasetStats(200, 20_000_000, 131_072)
-    chosen = chosen_by(control, monkeypatch, tmp_path, "8b", data=long, max_length=131_072)
-    best = chosen.layouts[0]
-    assert chosen.resolved["sequence_parallel"] == 4 and chosen.verdict.sizes == (4, 8)
+    settings, verdict, (best, *_) = chosen_by(control, monkeypatch, tmp_path, "8b", data=long, max_length=131_072)
+    assert settings["sequence_parallel"] == 4 and verdict.sizes == (4, 8)
     assert best["device_bytes"] <= capacity.SAFE * best["room_bytes"] and best["offload"] == "none"
-    assert chosen_by(control, monkeypatch, tmp_path, "70b").resolved["sequence_parallel"] == 1, "safe without"
+    assert chosen_by(control, monkeypatch, tmp_path, "70b")[0]["sequence_parallel"] == 1, "safe without"
 
 
 @pytest.mark.parametrize("store_bytes", [5 * 10**11, 10**12, 10**13])
 async def test_choice_moves_the_snapshot_to_disk_where_memory_is_short(control, monkeypatch, tmp_path, store_bytes):
-    chosen = chosen_by(control, monkeypatch, tmp_path, "70b", store_bytes, full=True)
-    verdict = chosen.verdict
-    assert verdict.fits and chosen.layouts and "snapshots go to disk" in verdict.warnings[0]
+    _, verdict, layouts = chosen_by(control, monkeypatch, tmp_path, "70b", store_bytes, full=True)
+    assert verdict.fits and layouts and "snapshots go to disk" in verdict.warnings[0]
     taken = verdict.memory()
     assert taken["store_bytes"] < taken["limit_bytes"] <= min(store_bytes, 10**12)
     assert max(taken["host_bytes"].values()) < 2 * 10**12

@@ -56,6 +56,9 @@ def test_encode_trains_answers_and_their_ends_under_each_kind_of_template(templa
     encoder = ChatEncoder(tokenizer(template))
     found = trained_texts(encoder, TALK)
     assert sorted(text for _, text in found) == sorted(expected) and len(encoder.encode(TALK)) == n_rows
+    if n_rows > 1:
+        with pytest.raises(BadRecord, match="one turn"):
+            encoder.encode_whole(TALK)
     for before, text in found if template != STRICT else ():  # each in the context in which an engine is asked
         asked = TALK["messages"][: 4 if text.endswith(BYE) else 2]
         assert before == encoder.tokenizer.decode(encoder.prompt({"messages": asked}))
@@ -90,9 +93,7 @@ CALLED = {
     ]
 }
 NO_ARGUMENTS = {**CALL, "function": {"name": "add", "arguments": "{}"}}
-SAYS_IT_CALLS = {
-    "messages": [QUESTION, {"role": "assistant", "content": "I add.", "tool_calls": [NO_ARGUMENTS]}],
-}
+SAYS_IT_CALLS = {"messages": [QUESTION, {"role": "assistant", "content": "I add.", "tool_calls": [NO_ARGUMENTS]}]}
 
 
 # As gpt-oss's: results are JSON, and a thought before a call is dropped once the call is answered.
@@ -109,10 +110,8 @@ def test_encode_of_equal_calls_and_results_trains_no_result(result):
     call, answered = CALLED["messages"][1], {**CALLED["messages"][2], "content": result}
     messages = [QUESTION, call, answered, call, answered, CALLED["messages"][3]]
     found = trained(ChatEncoder(tokenizer(JSON_RESULTS)), {"messages": messages})
-    assert sorted(text.removeprefix("<think>hm</think>") for text in found) == [
-        *['add {"a": 1}<|im_end|>'] * 2,
-        "it is 2<|im_end|>",
-    ]
+    found = sorted(text.removeprefix("<think>hm</think>") for text in found)
+    assert found == ['add {"a": 1}<|im_end|>'] * 2 + ["it is 2<|im_end|>"]
 
 
 def test_encode_under_a_template_that_goes_on_after_its_end_trains_up_to_the_end():
@@ -143,7 +142,8 @@ def test_encode_of_a_thought_after_the_template_closed_one_opens_it():
 def test_encode_of_an_answer_with_its_end_drops_the_second_end_and_refuses_one_within():
     encoder = ChatEncoder(tokenizer())
     ended = {"role": "assistant", "content": "hello, fox<|im_end|>"}
-    assert trained(encoder, {"messages": [QUESTION, ended]}) == [GOOD]
+    asks = {"role": "user", "content": "what is <|im_end|> here"}
+    assert trained(encoder, {"messages": [QUESTION, ended]}) == trained(encoder, {"messages": [asks, ended]}) == [GOOD]
     with pytest.raises(BadRecord, match=r"within messages\[1\]"):
         encoder.encode({"messages": [QUESTION, {**ended, "content": "a<|im_end|> b"}]})
 
@@ -165,6 +165,9 @@ def test_encode_of_ids_that_the_template_refuses_shortens_them():
     assert trained(ChatEncoder(tokenizer(checks + CHATML)), CALLED)[-1] == "it is 2<|im_end|>"
 
 
+NAMES_ONLY = BEGIN + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{{ m['content'] or '' }}" + END
+
+
 def leaves_out(role):
     return BEGIN + "{% if m['role'] != '" + role + "' %}{{ m['content'] }}{% endif %}" + END
 
@@ -178,6 +181,7 @@ def leaves_out(role):
         (leaves_out("user"), TALK, "from 'user'"),
         ("{{ messages[0]['content'] }}", TALK, r"messages\[2\]"),
         ("{# knows no tool_calls #}" + BEGIN + "{{ m['content'] or '' }}" + END, CALLED, "a call of 'add'"),
+        (NAMES_ONLY, CALLED, "the argument '1'"),
         (
             BEGIN + "{{ m['content'].split('</think>')[-1] }}" + END,
             {"messages": [QUESTION, {"role": "assistant", "content": "<think>so</think>a"}]},
@@ -188,6 +192,9 @@ def leaves_out(role):
 def test_encode_refuses_what_the_template_does_not_write(template, example, reason):
     with pytest.raises(BadRecord, match=reason):
         ChatEncoder(tokenizer(template)).encode(example)
+    if example is CALLED and template is not NAMES_ONLY:
+        with pytest.raises(BadRecord, match="calls"):
+            ChatEncoder(tokenizer(template)).prompt({"messages": CALLED["messages"][:3]})
 
 
 def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
@@ -197,8 +204,7 @@ def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
     )
     answer = {"role": "assistant", "content": "the quick brown fox"}
     encoder = ChatEncoder(words)
-    asked = {"messages": [QUESTION, answer]}
-    ((ids, mask),) = encoder.encode(asked)
+    ((ids, mask),) = encoder.encode({"messages": [QUESTION, answer]})
     prompt = encoder.prompt({"messages": [QUESTION]})
     assert ids[: len(prompt)].tolist() == prompt.tolist()
     assert mask.tolist() == [n >= len(prompt) for n in range(len(ids))]

@@ -41,12 +41,6 @@ def staged(store) -> list[str]:
     return os.listdir(store.root / "staging")
 
 
-# Visibility
-
-
-# Attaching
-
-
 def test_an_aborted_draft_stays_while_another_writer_maps_it(store):
     draft = store.reserve(LAYOUT, kind="version", model="m", version="1")
     other = store.attach(draft.path, LAYOUT)
@@ -59,9 +53,6 @@ def test_an_aborted_draft_stays_while_another_writer_maps_it(store):
     assert staged(store) == []
     with pytest.raises(StoreError, match="no draft"):
         store.attach(draft.path, LAYOUT)
-
-
-# Leases
 
 
 def test_views_keep_the_lease_after_its_release(store):
@@ -84,9 +75,6 @@ def test_views_keep_the_lease_after_its_release(store):
         store.remove(stored)
     del array
     store.remove(stored)
-
-
-# Budget and eviction
 
 
 def test_the_least_recently_used_goes_first(root):
@@ -121,7 +109,12 @@ def test_a_lock_counts_only_where_the_path_still_leads(tmp_path, monkeypatch):
     held.close()
 
 
-# Pool
+def test_evict_takes_no_more_of_the_pool_than_it_needs(store):
+    for stored in [put(store, name) for name in "ab"]:
+        store.remove(stored)
+    store.reserve(sized(MIB), kind="version", model="m", version="c").abort()
+    assert store.usage().used_bytes == store.usage().pool_bytes == 2 * MIB
+    assert store.evict(MIB) == store.usage().pool_bytes == MIB
 
 
 def test_an_idle_mapping_does_not_keep_destroyed_memory(store):
@@ -133,9 +126,6 @@ def test_an_idle_mapping_does_not_keep_destroyed_memory(store):
         store.pool.trim(0)
         assert os.fstat(pinned.fileno()).st_nlink == 0
         assert os.fstat(pinned.fileno()).st_blocks == 0
-
-
-# Sweep and safety
 
 
 def test_everything_is_private_whatever_the_umask(root):

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from appliance.cli.commands import export as export_module
 from appliance.cli.errors import BadUsage, Conflict
-from appliance.controller.models import archive
+from appliance.controller.openai import model_routes
 from appliance.store import models
 from appliance.store.rows import VersionRow
 from tests.unit.cli.conftest import ControlledBox
@@ -53,7 +53,7 @@ def test_export_of_a_damaged_file_leaves_nothing(box, tmp_path):
 @pytest.mark.parametrize("changed", [False, True])
 def test_export_that_is_cut_off_goes_on_where_it_ended(box, tmp_path, monkeypatch, changed):
     folder, target = stored(box, "m", tmp_path / "v1"), tmp_path / "out"
-    whole, starts = archive._read, []
+    whole, starts = model_routes._read, []
 
     def cut_once(parts, start, end):
         starts.append(start)
@@ -63,7 +63,7 @@ def test_export_that_is_cut_off_goes_on_where_it_ended(box, tmp_path, monkeypatc
                 seal_dir(folder, kind="version", model="m", version="v2")
             raise OSError("cut")
 
-    monkeypatch.setattr(archive, "_read", cut_once)
+    monkeypatch.setattr(model_routes, "_read", cut_once)
     result = box.run("model", "export", "m", "--to", str(target))
     assert len(starts) == 2 and starts[0] == 0 and result.exit_code == (Conflict.exit_code if changed else 0)
     if changed:

@@ -219,7 +219,7 @@ def told(response: Response, status: int, kind: str) -> str:
 
 
 async def test_messages_refusals_have_anthropics_shape(start_box: Start) -> None:
-    box = await start_box(holds={"hold_s": 0.02}, limits={"inference_body_bytes": 2000}, engine=answer_chat)
+    box = await start_box(holds={"hold_s": 1.02}, limits={"inference_body_bytes": 2000}, engine=answer_chat)
     box.serve("asleep")
     for body, key, status, kind in (
         (message(), None, 401, "authentication_error"),

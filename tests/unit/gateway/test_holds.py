@@ -41,7 +41,6 @@ async def test_held_until_a_replica_opens(start_box: Start) -> None:
 @pytest.mark.parametrize("refused", [False, True])
 async def test_held_stream_gets_comments_then_its_answer_or_an_error_event(start_box: Start, refused: bool) -> None:
     box = await start_box(holds={"sse_grace_s": 0.0, "sse_interval_s": 0.01})
-
     refuses = gives({"error": {"message": "too long", "type": "BadRequestError", "code": 400}}, 400)
     await box.engine("e0", refuses if refused else answer_chat)
     box.serve("m")
@@ -102,7 +101,7 @@ async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(star
 
 async def test_a_model_that_is_not_tried_soon_is_refused_with_its_reason(start_box: Start) -> None:
     box = await start_box(holds={"requests": 1})
-    box.serve("m")
+    box.serve("m", trouble={"reason": "no memory", "next_try_s": time.time() + 60.0, "hold_before_s": 90.0})
     wire = await box.send("POST", URL, chat())
     await box.until(lambda: box.state.holds.models()["m"] == 1)
     beyond = await box.ask("POST", URL, chat())
@@ -194,10 +193,16 @@ async def send(box: Box, text: str, headers: str = "", **more: Any) -> Wire:
 
 async def test_engine_gets_a_quarter_more_than_its_slots_and_the_rest_waits(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
+    trouble = {"reason": "no further one starts", "next_try_s": time.time() + 900.0, "hold_before_s": 10.0}
+    box.serve("m", "e0", slots=4, trouble=trouble)
     wires = [await send(box, str(n)) for n in range(8)]
     await box.until(lambda: len(engine.running) == 5 and waiting(box) == 3)
     report = load_report(box.state)["models"]["m"]
     assert (report["inflight"], report["held"]) == (5, 3), "demand, as before"
+    count = await box.send("POST", "/v1/messages/count_tokens", chat())
+    await box.until(lambda: "hi" in engine.running)  # it needs no slot
+    engine.end("hi")
+    await count.response()
     for n in range(8):
         engine.end(str(n))
     assert {(await wire.response()).status for wire in wires} == {200}

@@ -119,13 +119,14 @@ def ticket(model: str = "m", owner: str = "", tokens: int = 1) -> Ticket:
 
 
 def placed(items: list[Ticket], slots: int) -> list[Ticket]:
-    """The tickets that get a place on an engine with so many slots, in their order."""
+    """The tickets that get a place on an engine with so many slots, in their order: at first one by one."""
     holds, router, order = Holds(len(items)), _router(_model(a="open"), max_inflight=slots), list[Ticket]()
     for item in items:
         item.place.set_result.side_effect = lambda _, item=item: order.append(item)  # type: ignore[attr-defined]
         assert holds.add(item)
     assert not items or not holds.add(ticket())
-    holds.place(router, 0.0)
+    for router.max_inflight in (*range(min(slots, 20)), slots):
+        holds.place(router, 0.0)
     assert sum(map(len, holds.queues.values())) == len(items) - len(order)
     return order
 
@@ -220,7 +221,6 @@ async def test_death_on_the_canary_is_answered_by_the_other_version_and_counts(s
 async def test_answers_of_400_and_500_are_errors_of_the_version_that_gave_them(start_box: Start) -> None:
     box = await start_box()
     await split(box, 1.0)
-
     for status in (200, 400, 500):
         error = {"error": {"message": "no", "type": "x", "code": status}}
         box.engines["e1"].script = gives(error if status > 200 else chat_answer(), status)

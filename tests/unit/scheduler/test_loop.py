@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,7 +109,6 @@ async def test_an_engine_and_its_supervisor_that_die_within_a_second_are_replace
     apart_s: float, heard: bool, supervisor_first: bool
 ) -> None:
     """The death of a supervisor takes the engine out of sight: at first as a dead one of no model, then altogether."""
-
     async with Rig(FakeStore(Policy("split", train_devices=2), (JOB,), (MODEL,))) as rig:
         await rig.settle()
         (engine,) = rig.world.replicas.values()
@@ -119,13 +119,7 @@ async def test_an_engine_and_its_supervisor_that_die_within_a_second_are_replace
                 if heard:
                     rig.effects.hint.set()
 
-        def engine_dies() -> None:
-            dies("own")
-
-        def supervisor_dies() -> None:
-            dies("outside", model="", version="", devices=())
-
-        deaths = [engine_dies, supervisor_dies]
+        deaths = [partial(dies, "own"), partial(dies, "outside", model="", version="", devices=())]
         for die in reversed(deaths) if supervisor_first else deaths:
             die()
             await asyncio.sleep(apart_s)
@@ -139,16 +133,14 @@ async def test_an_engine_and_its_supervisor_that_die_within_a_second_are_replace
 @in_virtual_time
 async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
     """It is told of as it was when it last answered, which may be long ago."""
-
     async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
         await rig.settle()
         done, observe = len(rig.world.verbs_done), rig.effects.observe
 
         async def silent() -> Box:
             seen = await observe()
-            return replace(
-                seen, replicas={k: replace(r, state="asleep", answered=False) for k, r in seen.replicas.items()}
-            )
+            replicas = {k: replace(r, state="asleep", answered=False) for k, r in seen.replicas.items()}
+            return replace(seen, replicas=replicas)
 
         rig.effects.observe = silent
         await asyncio.sleep(3 * rig.config.observe_every_s)
@@ -205,8 +197,14 @@ async def test_job_that_finishes_while_it_is_suspended_and_observed_does_not_sta
 
 def test_moves_start_an_engine_without_waiting_for_a_group_that_has_left_its_devices() -> None:
     box = Box.of(box_of(1), (), [GroupView("j1", (), ended=GroupEnded("succeeded"))])
-    found = moves(box, Allocation((ReplicaView("r", "m", "v1", "open", ("n0/0",)),)))
+    wanted = Allocation((ReplicaView("r", "m", "v1", "open", ("n0/0",)),))
+    found = moves(box, wanted)
     assert [move.how for move in found] == ["end", "start"] and not found[1].needs
+    engine = replace(wanted.replicas[0], version="".join("v1"))
+    assert moves(Box.of(box_of(1), [engine], ()), wanted) == (), "it serves that version"
+    for state, waits in (("starting", True), ("asleep", False)):
+        _, start = moves(Box.of(box_of(1), [ReplicaView("x", "m", "v1", state, ())], ()), wanted)
+        assert bool(start.needs) is waits, "an engine that has not said where it is may be on any device"
 
 
 @in_virtual_time
@@ -245,7 +243,7 @@ async def test_a_suspend_that_keeps_failing_ends_by_force_from_the_last_snapshot
 
 
 @in_virtual_time
-async def test_a_hung_step_ends_at_its_limit() -> None:
+async def test_a_hung_step_ends_at_its_limit(caplog: pytest.LogCaptureFixture) -> None:
     async with Rig(FakeStore(Policy("serve"), (), (MODEL,)), start_replica_timeout_s=60) as rig:
         rig.effects.seconds["start_replica"] = 10_000.0
         began_s = rig.now_s
@@ -253,6 +251,7 @@ async def test_a_hung_step_ends_at_its_limit() -> None:
         assert rig.now_s - began_s == 75
         last = rig.journal.since(0)[-5:][0]
         assert last.state == "undone" and "longer than its limit of 60 s" in last.error
+        assert last.error in caplog.text, "as a warning"
         rig.effects.seconds["start_replica"] = 1.0
         await asyncio.sleep(100)
         assert rig.states() == ["open"]
@@ -370,7 +369,7 @@ async def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
         assert record.state == "undone"
         assert record.error == "cancelled: mode serve keeps replica r1-0 open"
         assert {s.verb: s.state for s in record.steps if s.undoes is None} == {"drain_replica": "skipped"}
-        assert [s.verb for s in record.steps if s.undoes is not None] == ["open_replica"]
+        assert [(s.verb, s.undoes) for s in record.steps if s.undoes is not None] == [("open_replica", 0)]
 
 
 @in_virtual_time

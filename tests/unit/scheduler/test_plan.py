@@ -1,5 +1,6 @@
 """Who gets what under each policy: no plan gives a device to two holders."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -28,13 +29,10 @@ CONFIG = SchedulerConfig(target_inflight=4, give_back_after_s=60, job_dwell_s=30
 
 
 def planned(now_s: float = 1000.0, **fields) -> Allocation:  # noqa: ANN003
-    fields.setdefault("devices", EIGHT)
-    fields.setdefault("policy", Policy("auto"))
-    found = PlanInput(**fields)
+    found = PlanInput(**{"devices": EIGHT, "policy": Policy("auto"), **fields})
     allocation = plan(found, now_s, CONFIG)
-    placed = [d for r in allocation.open_replicas for d in r.devices] + [
-        d for devices in allocation.groups.values() for d in devices
-    ]
+    holders = [*(r.devices for r in allocation.open_replicas), *allocation.groups.values()]
+    placed = [d for devices in holders for d in devices]
     assert len(placed) == len(set(placed)) and set(placed) <= {d.id for d in found.devices}
     return allocation
 
@@ -44,10 +42,7 @@ def sizes(allocation: Allocation) -> dict[str, int]:
 
 
 def awake(allocation: Allocation) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for replica in allocation.open_replicas:
-        counts[replica.model] = counts.get(replica.model, 0) + 1
-    return counts
+    return Counter(replica.model for replica in allocation.open_replicas)
 
 
 def job(name: str = "j1", **fields) -> JobView:  # noqa: ANN003
@@ -83,7 +78,8 @@ def test_auto_takes_idle_engines_when_a_job_waits() -> None:
     idle = replace(M, min_replicas=1, demand=Demand(last_request_s=100.0))
     a = planned(deployments=(idle,), replicas=replicas, jobs=(job(),))
     assert sizes(a) == {"j1": 4} and awake(a) == {"m": 4}, "7 devices: the job runs at 4, the others stay open"
-    assert {r.state for r in a.replicas if r.id not in {o.id for o in a.open_replicas}} == {"asleep"}
+    assert Counter(r.state for r in a.replicas) == {"open": 4, "asleep": 4} and a.notes == {}
+    assert not awake(planned(policy=Policy("train"), deployments=(M,), replicas=(opened("r0", 0),)))
 
 
 def test_shrinking_waits_and_uses_the_peak_meanwhile() -> None:
@@ -95,6 +91,8 @@ def test_shrinking_waits_and_uses_the_peak_meanwhile() -> None:
     second = planned(1030.0, deployments=(middle,), jobs=(job(),), hysteresis=first.hysteresis)
     third = planned(1061.0, deployments=(low,), jobs=(job(),), hysteresis=second.hysteresis)
     assert third.hysteresis["m"].replicas == 3, "the peak of the last minute, not the present"
+    limited = replace(M, idle_limit_s=5000.0, demand=Demand(last_request_s=990.0))
+    assert planned(5000.0, deployments=(limited,)).review_at_s == 5990.0, "when it sleeps at the latest"
 
 
 def test_who_is_ahead_has_a_name_for_the_same_owner_alone() -> None:
@@ -108,18 +106,23 @@ def test_who_is_ahead_has_a_name_for_the_same_owner_alone() -> None:
 
 
 def test_a_sleeping_engine_wakes_where_it_sleeps() -> None:
-    asleep = opened("r7", 5, state="asleep", version="v0")
-    a = planned(deployments=(replace(M, demand=Demand(held=1)),), replicas=(asleep,), jobs=(job(),))
-    (replica,) = a.open_replicas
+    asleep, m = opened("r7", 5, state="asleep", version="v0"), replace(M, demand=Demand(held=1))
+    (replica,) = planned(deployments=(m,), replicas=(asleep,), jobs=(job(),)).open_replicas
     assert (replica.id, replica.devices, replica.version) == ("r7", ("n0/5",), "v1"), "with the active version"
+    a = planned(deployments=(m,), replicas=(opened("r0", 0, state="draining"), opened("r1", 1)))
+    assert a.open_replicas[0].id == "r1", "not the one that is leaving, though it is as old"
+    failing = replace(m, version="v2", not_before_s=2000.0)
+    assert planned(deployments=(failing,), replicas=(opened("r0", 0),)).open_replicas[0].version == "v1", "in a backoff"
+    there = job(sizes=(1,), phase="running", devices=("n0/5",))
+    a = planned(deployments=(m,), replicas=(asleep,), jobs=(there,))
+    assert a.groups == {"j1": ("n0/5",)} and awake(a) == {"m": 1}, "no job moves for it"
 
 
 @pytest.mark.parametrize(("since_s", "started"), [(995.0, 0), (980.0, 1)])
 def test_plan_waits_for_an_engine_that_is_going_to_sleep(since_s: float, started: int) -> None:
     falling = opened("r7", 5, state="asleep", busy="leaving", since_s=since_s)
     a = planned(deployments=(replace(M, demand=Demand(held=1)),), replicas=(falling,))
-    assert len(a.open_replicas) == started
-    assert started or a.review_at_s == 1005.0
+    assert len(a.open_replicas) == started and (started or a.review_at_s == 1005.0)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +140,7 @@ def test_least_recently_used_sleepers_are_stopped(max_asleep: dict[str, int], ke
 
 def test_an_engine_with_other_settings_is_replaced_by_one_with_the_models() -> None:
     m = replace(M, min_replicas=1, max_replicas=1, demand=Demand(inflight=1), settings="new")
-    a = planned(deployments=(m,), replicas=(opened("r0", 0), replace(opened("r1", 1), state="asleep")))
-    (engine,) = a.replicas
+    (engine,) = planned(deployments=(m,), replicas=(opened("r0", 0), opened("r1", 1, state="asleep"))).replicas
     assert engine.id not in ("r0", "r1") and (engine.settings, engine.state) == ("new", "open")
     kept = planned(deployments=(m,), replicas=(replace(opened("r0", 0), settings="new"),))
     assert [(r.id, r.settings) for r in kept.replicas] == [("r0", "new")]
@@ -153,6 +155,12 @@ def test_a_job_bound_to_a_node_takes_what_that_node_has_and_engines_get_the_othe
     a = planned(policy=Policy("split", 4), devices=HOME_AND_AWAY, jobs=(bound,), deployments=(m,))
     assert a.groups["j1"] == ("n0/0", "n0/1") and awake(a) == {"m": 3}
     assert {d for r in a.open_replicas for d in r.devices} == {"n1/0", "n1/1", "n1/2"}, "nothing idles for the job"
+    elsewhere = job(sizes=(1,), nodes=("n1",), phase="running", devices=("n0/0",))
+    wide = replace(M, tensor_parallel=2, demand=Demand(held=1))
+    for policy, device, engines in ((Policy("auto"), "n1/0", {"m": 1}), (Policy("train"), "n0/0", {})):
+        a = planned(policy=policy, devices=HOME_AND_AWAY[:3], jobs=(elsewhere,), deployments=(wide,))
+        assert a.groups["j1"] == (device,) and awake(a) == engines, "it moves for what serving claims alone"
+        assert ("m" in a.notes) is (not engines)
 
 
 def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None:
@@ -204,9 +212,16 @@ def test_job_and_the_engine_that_samples_for_it_take_turns_on_one_device(policy:
     # Its samples are there: the engine is idle.
     idle = replace(S, demand=Demand(last_request_s=900.0), idle_limit_s=1.0)
     back = replace(mine, phase="suspended", devices=())
-    replica = opened("r1", 0, model="s")
-    a = planned(policy=policy, devices=one, jobs=(back,), deployments=(idle,), replicas=(replica,))
+    engines = (opened("r1", 0, model="s"),)
+    a = planned(policy=policy, devices=one, jobs=(back,), deployments=(idle,), replicas=engines)
     assert sizes(a) == {"j1": 1} and awake(a) == {}
+
+
+def test_two_models_take_turns_on_one_device_and_the_plan_is_looked_at_when_one_ends() -> None:
+    asked, hysteresis = Demand(held=1), {"s": Hysteresis(replicas=1, waiting_since_s=985.0)}
+    shared = {"devices": box_of(1), "deployments": (replace(M, demand=asked), S), "hysteresis": hysteresis}
+    first, then = (planned(t, replicas=(opened("r0", 0, since_s=985.0),), **shared) for t in (1014.0, 1015.0))
+    assert awake(first) == {"m": 1} and first.review_at_s == 1015.0 and awake(then) == {"s": 1}
 
 
 def queued(name: str, submitted_s: float, owner: str = "", **fields) -> JobView:  # noqa: ANN003
@@ -232,8 +247,7 @@ def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
     assert urgent_from_s(pressed) == 1000.0 - 1.5 * 400.0
     assert names([queued("x", 1), pressed], now_s=399.0) == ["x", "d"]
     assert names([queued("x", 1), pressed], now_s=400.0) == ["d", "x"]
-    higher = queued("p", 60, priority=1)
-    assert names([higher, pressed], now_s=900.0) == ["p", "d"], "priority comes first"
+    assert names([queued("p", 60, priority=1), pressed], now_s=900.0) == ["p", "d"], "priority comes first"
     queue = allot([queued("x", 1), pressed], 8, 10.0, 0.0, "", {"n0": 8})
     assert 400.0 in queue.reviews, "and the plan is looked at again by then"
 
@@ -247,41 +261,30 @@ def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
         JobView("after", submitted_s=4.0),
         JobView("leaving", devices=("n0/1",), phase="running", busy="leaving", submitted_s=9.0, priority=-1),
     ]
-    assert [(job.id, reason) for job, reason in positions(jobs, 10.0)] == [
-        ("paused", "JobHeldUser"),
-        ("backoff", "BeginTime"),
-        ("next", "Resources"),
-        ("running", None),
-        ("after", "Priority"),
-        ("leaving", "Priority"),
-    ]
+    found = positions(jobs, 10.0)
+    assert [job.id for job, _ in found] == ["paused", "backoff", "next", "running", "after", "leaving"]
+    reasons = ["JobHeldUser", "BeginTime", "Resources", None, "Priority", "Priority"]
+    assert [reason for _, reason in found] == reasons
 
 
 def test_a_job_that_leaves_keeps_no_devices_from_serving_though_it_must_not_be_preempted() -> None:
     leaves = JobView("j", devices=("n0/0", "n0/1"), phase="running", preemptible=False, busy="leaving")
     model = DeploymentView("m", "v1", max_replicas=2, demand=Demand(inflight=9, last_request_s=9.0))
-    given = PlanInput(
-        Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices), hysteresis={}
-    )
+    given = PlanInput(Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices))
     replicas, _, jobs = Round(given, 10.0, SchedulerConfig(target_inflight=1)).count({}, {})
     assert replicas == {"m": 2} and jobs.sizes == {}
 
 
 def linked(pairs: list[tuple[int, int]], count: int = 8) -> list[Device]:
-    def peers(i: int) -> frozenset[str]:
-        return frozenset(f"n0/{b if a == i else a}" for a, b in pairs if i in (a, b))
-
-    return [Device(f"n0/{i}", "n0", i, "cuda", numa_node=i // 4, linked=peers(i)) for i in range(count)]
+    peers = [frozenset(f"n0/{a + b - i}" for a, b in pairs if i in (a, b)) for i in range(count)]
+    return [Device(f"n0/{i}", "n0", i, "cuda", numa_node=i // 4, linked=peers[i]) for i in range(count)]
 
 
-def test_best_fit_over_nodes_keeps_whole_nodes_free() -> None:
+def test_best_fit_over_nodes_and_numa_nodes_keeps_whole_ones_free() -> None:
     free = FreeDevices(box_of(8, nodes=3))
     free.take(["n1/0", "n1/1", "n1/2", "n1/3"])
     assert free.choose(4) == ("n1/4", "n1/5", "n1/6", "n1/7")
     assert free.choose(5) == ("n0/0", "n0/1", "n0/2", "n0/3", "n0/4")
-
-
-def test_one_numa_node_if_it_fits() -> None:
     free = FreeDevices(box_of(8))
     free.take(["n0/0", "n0/1"])
     assert free.choose(4) == ("n0/4", "n0/5", "n0/6", "n0/7")
@@ -293,9 +296,8 @@ def test_nvlink_bridges_win_over_numa() -> None:
     assert free.choose(2) == ("n0/0", "n0/5")
     free.take(["n0/0"])
     assert free.choose(2) == ("n0/1", "n0/4")
-    four = free.choose(4)
-    assert four is not None
-    assert len({frozenset(p) & frozenset(four) for p in (("n0/1", "n0/4"), ("n0/2", "n0/7"), ("n0/3", "n0/6"))}) == 3
+    four = frozenset(free.choose(4) or ())
+    assert len({four & frozenset(p) for p in (("n0/1", "n0/4"), ("n0/2", "n0/7"), ("n0/3", "n0/6"))}) == 3
 
 
 def test_what_a_holder_has_is_taken_again() -> None:
