@@ -200,8 +200,8 @@ class Sampling(_Strict):
 
     def fields(self) -> dict[str, Any]:
         """The other fields of a chat completion that are given."""
-        given = {name: getattr(self, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
-        return {name: number for name, number in given.items() if number is not None}
+        values = {name: getattr(self, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> list[dict[str, Any]]:
@@ -282,10 +282,10 @@ class ScoreModel(_ModelGrader):
 
     @field_validator("range")
     @classmethod
-    def _rises(cls, given: list[float]) -> list[float]:
-        if not -1e6 <= given[0] < given[1] <= 1e6:
-            raise InvalidGrader("", f"is {given}; expected [low, high] within ±1,000,000")
-        return given
+    def _rises(cls, bounds: list[float]) -> list[float]:
+        if not -1e6 <= bounds[0] < bounds[1] <= 1e6:
+            raise InvalidGrader("", f"is {bounds}; expected [low, high] within ±1,000,000")
+        return bounds
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -312,7 +312,7 @@ def _numbers(low: float, high: float) -> str:
         # JSON has no 007, and a judge that wrote it would have given no grade.
         return rf"{sign}(0|[1-9][0-9]{{0,{digits - 1}}})(\.[0-9]{{1,4}})?"
     # From each whole number up to the next one: -0.5 lies between -1 and 0.
-    above = [str(one) if one >= 0 else f"-{-one - 1}" for one in range(least, most)]
+    above = [str(whole) if whole >= 0 else f"-{-whole - 1}" for whole in range(least, most)]
     return rf"({'|'.join(above)})(\.[0-9]{{1,4}})?|({least}|{most})(\.0)?"
 
 
@@ -375,14 +375,14 @@ class Multi(_Grader):
         number)."""
         try:
             result = eval(
-                self._code, {"__builtins__": {}} | _FUNCTIONS, {name: float(one) for name, one in rewards.items()}
+                self._code, {"__builtins__": {}} | _FUNCTIONS, {name: float(reward) for name, reward in rewards.items()}
             )
             if isinstance(result, complex) or not math.isfinite(result):
                 raise ValueError(f"it is {result}")
             return float(result)
         except (ArithmeticError, TypeError, ValueError) as error:
-            given = ", ".join(f"{name} = {reward:g}" for name, reward in rewards.items())
-            text = f"calculate_output has no value for {given}: {error}"
+            values = ", ".join(f"{name} = {reward:g}" for name, reward in rewards.items())
+            text = f"calculate_output has no value for {values}: {error}"
             raise GradingFailed(text, GradingErrors(formula_parse_error=True)) from None
 
 
