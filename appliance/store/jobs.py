@@ -24,7 +24,7 @@ from appliance.store.rows import (
 )
 
 MOST_GROWN = 1.5
-"""Times the estimate of memory, beyond which a job tells of itself alone."""
+"""Largest factor on the estimate of memory; growth beyond it is particular to one job."""
 
 insert, find, find_visible, get, page = JOBS.insert, JOBS.find, JOBS.find_visible, JOBS.get, JOBS.page_visible
 
@@ -35,7 +35,7 @@ def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobR
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
-    """Those of `list_unfinished` that train a model by one of these names, or are to make the other one."""
+    """The unfinished jobs whose base is one of `trained` or whose output model is `made`, oldest first."""
     marks = ", ".join("?" * len(trained))
     return list_unfinished(db, f" AND (model IN ({marks}) OR output_model = ?)", *trained, made)
 
@@ -51,8 +51,8 @@ def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], 
 
 
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
-# list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
-# under a name that an ended job of this owner's was to have. UNION ALL: SQLite then finds one name by index.
+# list, and an owner who creates and cancels jobs in turn would make it longer and longer. So is another owner's model
+# under the output name of an ended job of this owner. UNION ALL: SQLite then finds one name by index.
 _MADE = f"""
     SELECT output_model AS name FROM jobs WHERE owner = ?1 AND ({UNFINISHED["jobs"]}
         OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))

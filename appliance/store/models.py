@@ -131,7 +131,7 @@ def find_checkpoint(db: Database, name: str) -> VersionRow | None:
 
 
 def checkpoint_names(db: Database) -> list[tuple[str, str, str]]:
-    """(name, model, version) of all checkpoints, oldest first; each round of the scheduler asks."""
+    """(name, model, version) of all checkpoints, oldest first; each tick of the scheduler reads them."""
     rows = db.execute("SELECT checkpoint, model, version FROM versions WHERE checkpoint IS NOT NULL ORDER BY seq")
     return [(name, model, version) for name, model, version in rows]
 

@@ -406,7 +406,7 @@ class WindowRow:
 @dataclass(frozen=True, slots=True)
 class CordonRow:
     """Keeps a device out of use. name: the device's UUID, where it has one, else its id "<node>/<index>": when a GPU
-    drops off the bus, the driver numbers those behind it again. drain: {"reason", "by", "since_s"} by a person. fault:
+    drops off the bus, the driver renumbers those behind it. drain: {"reason", "by", "since_s"} by a person. fault:
     why the box cordoned it; "" if it did not. retry_s: when the box tries it again; None: it waits for a person."""
 
     name: str

@@ -224,7 +224,7 @@ def kernels(
 
     right = step(exact, torch.float32)
     torch_s, torch_bytes = measured()
-    use_liger(model)  # also the rotary embedding of `exact`
+    use_liger(model)  # changes the rotary embedding of `exact` too
     liger_s, liger_bytes = measured()
     remedy = "leave `kernels` of jobs at 'torch'"
     return [

@@ -28,7 +28,7 @@ KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it
 
 
 class Channel:
-    """The supervisor's end of a lifeline. It reads without asyncio's streams: they lose what is unread when a write
+    """The supervisor's end of a lifeline. It reads without asyncio's streams: they lose unread data when a write
     fails, such as a call to a process that has just ended."""
 
     def __init__(self, writer: asyncio.StreamWriter):
@@ -36,7 +36,7 @@ class Channel:
         self._writer = writer
         self._connection = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
         self._connection.setblocking(False)
-        self.received = bytearray()  # and not taken yet
+        self.received = bytearray()  # but not consumed yet
 
     async def send(self, message: dict[str, Any]) -> None:
         """Raises ChannelClosed when the peer is gone."""
@@ -159,7 +159,7 @@ class Child:
         return event
 
     def log_end(self) -> str:
-        """The last lines that it wrote into its log."""
+        """The last lines of the child's log."""
         return tail(self.log_path, self._log_begin)
 
     async def closed(self) -> None:
@@ -199,13 +199,13 @@ class Child:
         try:
             while True:
                 self._dispatch(await self._channel.receive())
-        except ChannelClosed:  # within a frame, perhaps: then the warm parent's last one stands where its rest would
+        except ChannelClosed:  # perhaps within a frame: the warm parent's last frame then follows its first part
             last = LAST_FRAME.search(self._channel.received[-32:])
             self.status = int(last[1]) if last else self.status
         finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
             self._watch.cancel()
-            # The kernel counts its kills but does not name processes: one in these seconds was this one if it was
-            # killed, or a process of it, and not by us.
+            # The kernel counts its kills but does not name processes. A kill in these seconds hit this process or a
+            # child of it, if one of them was killed and not by us.
             if kills_so_far() > self._kills:
                 core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
                 self.starved = core_killed or not self._killed and self.status == -signal.SIGKILL

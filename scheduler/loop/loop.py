@@ -300,18 +300,18 @@ class SchedulerLoop(cluster_state.ClusterState):
         return bool(reasons)
 
     def _serves(self, model: str, build: Build) -> bool:
-        """Whether an open engine of the model was started with this."""
+        """Whether an open engine of the model was started with this build."""
         return any(("open", model, build) == (r.state, r.model, r.build) for r in self.box.replicas.values())
 
     def _start_failed(self, model: str, build: Build, failure: EffectFailed) -> None:
         """Record that an engine did not start. Where its settings alone are at fault, and no other engine serves with
-        them, put those in force again that served last; requests that are held go to the engines with them."""
+        them, restore the settings that served last; engines with these then get the held requests."""
         deployment = next((d for d in self._workload.deployments if d.model == model), None)
         served = None
         if deployment is not None and failure.of_settings and not self._serves(model, build):
             served = goes_back_to(deployment, build)
         if served is not None and self._store.settings_failed(model, build, served, first_line(failure.reason)):
-            log.warning("its settings are those that served before: %s", failure.reason, extra={"model": model})
+            log.warning("reverted to the settings that served before: %s", failure.reason, extra={"model": model})
             self.failures.models.pop(model, None)
         elif deployment is None or deployment.settings == build.settings:
             now_s = self._clock()

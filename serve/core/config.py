@@ -34,10 +34,10 @@ class EngineConfig(BaseModel):
     start_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="fork to healthy, first load of the weights and on a GPU first compilation of the model included",
+        description="from fork to healthy, with the first load of the weights and, on a GPU, the first compilation",
     )
-    swap_timeout_s: float = Field(150.0, gt=0, description="also of a wake and a sleep")
-    stop_timeout_s: float = Field(10.0, gt=0, description="the supervisor kills the engine after this")
+    swap_timeout_s: float = Field(150.0, gt=0, description="bound for a weight swap, a wake or a sleep")
+    stop_timeout_s: float = Field(10.0, gt=0, description="time to stop; then the supervisor kills the engine")
     hung_s: float = Field(
         120.0,
         gt=0,

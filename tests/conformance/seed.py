@@ -80,7 +80,7 @@ def reset(db: Database, files_dir: Path) -> None:
 
 
 def remove(db: Database, files_dir: Path) -> None:
-    """Take the fixtures, what the tests made of them, and their keys out again."""
+    """Delete the fixtures, objects that the tests made from them, and their keys."""
     with db.transaction():
         _forget(db)
         db.execute("DELETE FROM jobs WHERE model = ?", [TUNABLE])
@@ -94,7 +94,7 @@ def remove(db: Database, files_dir: Path) -> None:
 
 
 def add_keys(db: Database) -> None:
-    """Only the keys that those tests use; `remove` takes them out again."""
+    """Add only the keys that those tests use; `remove` deletes them."""
     with db.transaction():
         _keys(db)
 
@@ -164,7 +164,7 @@ def _file(db: Database, files_dir: Path, file_id: str) -> None:
 
 
 def _insert_file(db: Database, path: Path, purpose: str, **fields: Any) -> None:
-    """Of a file that is there, the row."""
+    """Insert the row of an existing file."""
     data = path.read_bytes()
     row = {"filename": f"{purpose}.jsonl", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     files.insert(db, FileRow(id=path.name, purpose=purpose, status="processed", created_s=time.time(), **row, **fields))
@@ -211,7 +211,7 @@ def _batches(db: Database, files_dir: Path) -> None:
 
 
 def _responses(db: Database) -> None:
-    """Made in background and answered: only such a one can be cancelled, without effect, and streamed later."""
+    """Background responses, already answered: only these can be cancelled, without effect, and streamed later."""
     text = {"type": "output_text", "text": "2", "annotations": []}
     message = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
     item = {"id": "after", "type": "message", "role": "user", "content": "1+1?"}
@@ -222,7 +222,7 @@ def _responses(db: Database) -> None:
 
 
 def _completions(db: Database) -> None:
-    # The SDK's type of a kept message knows answers alone, and its strict validation refuses the others.
+    # The SDK's type of a stored message allows only answers, and its strict validation refuses others.
     asked = {"messages": [{"id": "after", "role": "assistant", "content": "1+1?"}], "metadata": {"foo": "string"}}
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "2", "refusal": None}}
     for completion_id in COMPLETIONS:

@@ -1,5 +1,5 @@
-"""Tiny quantised checkpoints, written by hand as the documentation of each format lays its tensors out, and what their
-weights mean.
+"""Tiny quantised checkpoints, written by hand in the tensor layout that each format documents, and their decoded
+weights.
 
 Sources: compressed-tensors (`pack-quantized`, `int-quantized`), AutoAWQ (GEMM), GPTQ (AutoGPTQ), and FP8 as vLLM's
 documentation and DeepSeek's (`weight_scale_inv`, blocks of 128 by 128) describe it.
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 GROUP = 32
-USUAL_GROUP = 128  # in most models that people use; on Hopper another kernel computes them
+USUAL_GROUP = 128  # of most public models; Hopper uses another kernel for it
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
@@ -96,7 +96,7 @@ _PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "toke
 
 
 def _formats(size: int) -> dict[str, tuple[Quantise, dict[str, Any]]]:
-    """By name; those in 4 bits with groups of `size`."""
+    """Quantiser and configuration of each format, by name; 4-bit formats have groups of `size`."""
     four_bits = {"bits": 4, "group_size": size}
     packed = {"num_bits": 4, "strategy": "group", "group_size": size}
     fp8_dynamic = {"quant_method": "fp8", "activation_scheme": "dynamic"}

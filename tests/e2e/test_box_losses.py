@@ -104,7 +104,7 @@ def tiers(box):
     return set(box.ask("model", "show", "tiny")["versions"][0]["tiers"])
 
 
-def test_what_is_gone_from_memory_and_disk_or_damaged_is_served_from_the_remote_tier(box, tmp_path):
+def test_remote_tier_serves_a_version_lost_or_damaged_elsewhere(box, tmp_path):
     box.run("model", "import", str(save_model(tmp_path / "tiny", seed=3)), "--name", "tiny")
     first = answer(box)
     wait_for(lambda: {"disk", "remote"} <= tiers(box), "a copy in every tier")

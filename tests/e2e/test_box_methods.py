@@ -1,6 +1,6 @@
-"""Each method of training on a whole box, through the same: modes that change under load, kill -9 of its ranks, of the
-controller, of the engines and of everything. No step of its job may be missing, no request of others cut off or
-answered twice; what learns from data as it is must have the losses of a job that nobody disturbed."""
+"""Each training method on a whole box, under the same faults: modes that change under load, kill -9 of its ranks, of
+the controller, of the engines and of everything. No step of its job may be missing, no request of others cut off or
+answered twice; a method that trains on fixed data must have the losses of an undisturbed job."""
 
 import json
 import os

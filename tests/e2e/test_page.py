@@ -53,8 +53,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any, front: Front) -> Iterator[Visit]:
-    """A page logged in with a key; what its console said and whom it asked is looked at when the test is over. loud:
-    the console may complain."""
+    """A page logged in with a key. The end of a test checks its console messages and the hosts that it contacted. loud:
+    the console may have errors."""
     contexts, faults = [], []
 
     def enter(
@@ -76,8 +76,8 @@ def visit(browser: Any, front: Front) -> Iterator[Visit]:
     assert not faults
 
 
-def test_the_pictures_of_the_docs_are_taken_here_and_each_is_shown(browser: Any, front: Front, tmp_path: Path) -> None:
-    """`make pictures` takes those of docs/ anew."""
+def test_each_screenshot_of_the_docs_is_made_and_used(browser: Any, front: Front, tmp_path: Path) -> None:
+    """`make pictures` renews the screenshots in docs/."""
     docs = Path(__file__).parents[2] / "docs"
     shown = {name for text in docs.glob("*.md") for name in re.findall(r"ui-[\w-]+\.png", text.read_text())}
     made = page_pictures.take(browser, front, tmp_path)
@@ -86,7 +86,7 @@ def test_the_pictures_of_the_docs_are_taken_here_and_each_is_shown(browser: Any,
 
 
 def test_a_reload_keeps_a_login_and_log_out_ends_it(visit: Visit, front: Front) -> None:
-    """What the other tab asks as it ends is 401, of which its console may tell."""
+    """Last requests of the other tab get 401, which its console may report."""
     page = visit(loud=True)
     page.get_by_text("n0/7").wait_for()
     cookies = page.context.cookies()
@@ -107,7 +107,7 @@ def test_a_reload_keeps_a_login_and_log_out_ends_it(visit: Visit, front: Front) 
 
 
 def test_changes_are_polled_while_seen_and_hidden_and_over_a_restart(visit: Visit, front: Front) -> None:
-    """Its console tells of what failed meanwhile."""
+    """Its console reports the requests that failed meanwhile."""
     page, asked = visit(place="#/keys", loud=True), []
     page.on("request", lambda request: asked.append(time.monotonic()) if request.url.endswith("/v1/keys") else None)
 
@@ -128,7 +128,7 @@ def test_changes_are_polled_while_seen_and_hidden_and_over_a_restart(visit: Visi
     make_key("after-a-restart")
     page.get_by_text("after-a-restart", exact=True).first.wait_for(timeout=20_000)
     hide(True)
-    page.wait_for_timeout(2_500)  # what was due comes
+    page.wait_for_timeout(2_500)  # for requests that were due
     make_key("hidden")
     before = len(asked)
     page.wait_for_timeout(6_000)
@@ -197,7 +197,7 @@ def test_a_person_logs_in_by_a_provider_with_the_scopes_of_their_group(
 
 def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(visit: Visit, front: Front) -> None:
     page = visit(key=key_with(front, "read", "admin"), place="#/queue", loud=True)
-    # Another page of the same machine, to which the browser sends the cookie; and one that has no header of the page's.
+    # The browser sends the cookie, but the request lacks the page's header, or has that of another login.
     for headers in ("{}", "{'x-appliance-page': 'session_x.y'}"):
         asked = f"fetch('/admin/v1/keys', {{credentials: 'include', headers: {headers}}})"
         assert page.evaluate(f"{asked}.then((answer) => answer.status)") == 401
@@ -262,7 +262,7 @@ def test_a_file_is_checked_by_line_and_a_job_made_of_a_good_one(visit: Visit, tm
 
 
 def key_with(front: Front, *scopes: str) -> str:
-    """Of an owner of its own; it is known to the gateways."""
+    """A key of a new owner, which the gateways know."""
     with front.http() as http:
         made = http.post("/admin/v1/keys", json={"name": f"with-{'-'.join(scopes)}", "scopes": list(scopes)}).json()
     with front.http(made["key"]) as http:
@@ -270,14 +270,14 @@ def key_with(front: Front, *scopes: str) -> str:
     return made["key"]
 
 
-def test_who_lacks_a_scope_reads_a_sentence(visit: Visit, front: Front) -> None:
+def test_key_without_a_scope_sees_the_reason(visit: Visit, front: Front) -> None:
     page = visit(key=key_with(front, "inference"), place="#/box")
     page.get_by_text("Your key has no scope read").wait_for()
     assert page.get_by_role("navigation").get_by_role("link", name="Box").count() == 0
 
 
 def trained(front: Front, key: str) -> str:
-    """A job that has reached its third step of four and tells of rewards and of a teacher; its id."""
+    """The id of a job at its third step of four, with metrics of rewards and of a teacher."""
     job_id = page_pictures.begun(front, key, "seen")
     context = front.context
     assert context is not None
@@ -295,10 +295,10 @@ def trained(front: Front, key: str) -> str:
     return job_id
 
 
-def test_curves_are_drawn_of_what_the_key_may_read(visit: Visit, front: Front) -> None:
+def test_curves_show_only_metrics_that_the_key_may_read(visit: Visit, front: Front) -> None:
     tuner = key_with(front, "fine_tuning")
     job_id = trained(front, tuner)
-    # A tuner reads its own events, a reader the metrics of all; what methods measure stands in events alone.
+    # A tuner reads its own events, a reader all metrics; only events have the measurements of methods.
     for key, drawn in ((tuner, 4), (key_with(front, "read"), 2), (front.key, 4)):
         page = visit(key=key, place=f"#/jobs/{job_id}")
         page.locator(".u-wrap").nth(drawn - 1).wait_for()
@@ -352,7 +352,7 @@ def test_data_is_reported_by_number_and_by_line(visit: Visit, front: Front) -> N
 
 
 def evaluated(front: Front) -> str:
-    """A run in which two of three answers are what was expected; its evaluation's id."""
+    """The id of an evaluation with a run in which two of three answers are right."""
     check = {"type": "string_check", "name": "same", "operation": "eq"}
     check |= {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
     schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
@@ -373,7 +373,7 @@ def evaluated(front: Front) -> str:
 
 @pytest.fixture(scope="module")
 def judged(front: Front) -> str:
-    """An evaluation, whose id this is."""
+    """The id of an evaluation."""
     return evaluated(front)
 
 
@@ -393,7 +393,7 @@ def test_evaluations_are_shown_to_the_last_item(visit: Visit, front: Front, judg
 
 @pytest.fixture(scope="module")
 def everything(front: Front, judged: str) -> list[str]:
-    """Something of each kind is there; where each page of something is found."""
+    """Create one object of each kind; returns the addresses of their pages."""
     job_id = trained(front, key_with(front, "fine_tuning", "inference"))
     return [f"#/jobs/{job_id}", "#/jobs/new", f"#/models/{MODEL}", f"#/evals/{judged}"]
 
@@ -403,7 +403,7 @@ def settled(page: Any) -> None:
     page.locator(".loading").first.wait_for(state="detached")
 
 
-# No rule needs both: colours are those of the scheme in either language, names and texts those of the language.
+# No rule needs every combination: colours depend only on the scheme, names and texts only on the language.
 @pytest.mark.parametrize(("locale", "scheme"), [("en-US", "light"), ("zh-CN", "dark")])
 def test_axe_finds_no_fault_on_any_page(
     visit: Visit, front: Front, everything: list[str], axe: str, locale: str, scheme: str
@@ -421,7 +421,7 @@ def test_axe_finds_no_fault_on_any_page(
         page.evaluate(f"location.hash = {json.dumps(place)}")
         settled(page)
         found[place] = faults_of(page, axe)
-        # What is behind a link of a list: a run, a file.
+        # The page behind a link of a list: a run, a file.
         for link in page.locator("main td a").all()[:3] if place in places else ():
             href = str(link.get_attribute("href"))
             if href.startswith("#/") and href not in found:
@@ -446,7 +446,7 @@ def axe() -> str:
 
 
 def faults_of(page: Any, axe: str) -> list[str]:
-    """What axe finds wrong with a page, by its rules for all: which rule, and where."""
+    """Violations that axe finds on a page with all its rules: the rule and the element."""
     if not page.evaluate("typeof axe === 'object'"):
         page.evaluate(axe)
     told = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
@@ -466,7 +466,7 @@ def empty() -> Iterator[Front]:
 
 
 def test_the_first_model_of_a_box_is_added_on_the_page(visit: Visit, empty: Front) -> None:
-    """On an empty box the form of a job had nothing to choose, and no page said what to do."""
+    """On an empty box the job form has no model to choose, so pages must show the next step."""
     page = visit(empty.url, empty.key, "#/jobs/new")
     page.get_by_text("There is no model to train yet").wait_for()
     page.get_by_role("main").get_by_role("link", name="Models").click()
@@ -479,7 +479,7 @@ def test_the_first_model_of_a_box_is_added_on_the_page(visit: Visit, empty: Fron
 
 
 def insert_jobs(front: Front, count: int, first: int = 0) -> None:
-    """Ended ones, `ft:starter:local:nNNN:job`, the last made the newest."""
+    """Insert ended jobs with the models `ft:starter:local:nNNN:job`, the newest last."""
     resolved = {"publish": "end", "n_epochs": 1, "batch_size": 1, "options": {}}
     for number in range(first, first + count):
         name, at_s = f"ft:starter:local:n{number:03}:job", 1e9 + number
@@ -489,7 +489,7 @@ def insert_jobs(front: Front, count: int, first: int = 0) -> None:
 
 
 def test_a_long_list_is_searched_and_shows_older_rows_on_demand(visit: Visit, empty: Front) -> None:
-    """Beyond the first hundred nobody saw a job on the page, and nobody was told."""
+    """The page once showed only the first hundred jobs, without a hint."""
     insert_jobs(empty, 150)
     page = visit(empty.url, empty.key, "#/jobs")
     rows = page.locator("tbody tr")
@@ -528,7 +528,7 @@ def test_it_fits_a_phone_in_chinese(visit: Visit, front: Front, scheme: str) -> 
     page.get_by_label("API 密钥").wait_for()
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    # The machine's own memory is known to a whole box alone.
+    # Only a whole box knows the memory of its machine.
     host = {"where": "this machine", "total_bytes": 8, "available_bytes": 4, "short": ""}
     page.route("**/admin/v1/status", lambda asked: asked.fulfill(json=with_memory(asked.fetch().json(), host)))
     page.get_by_label("API 密钥").fill(front.key)
@@ -576,7 +576,7 @@ def test_a_key_is_made_shown_once_and_revoked(visit: Visit, front: Front) -> Non
 
 
 def lanes(page: Any, handovers: list[dict[str, Any]], status: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """What pages/lanes.js makes of the moments 0 to 100: for each device (what, whose, from, to)."""
+    """Spans that pages/lanes.js draws from 0 to 100: for each device (kind, holder, from, to)."""
     (path,) = [path.decode() for path in site() if path.endswith(b"/lanes.js")]
     told = page.evaluate(
         f"([of, now]) => import('{path}').then((m) => m.lanesOf(of, now, 0, 100))", [handovers, status]
@@ -608,7 +608,7 @@ def test_lanes_follow_the_journal_and_who_holds_a_device_now(visit: Visit) -> No
         handover(10, "acquire", "1:replica:r1", "a"),
     ]
     found = lanes(visit(key=None), of, status)
-    # r1 was never released: the box stopped meanwhile, and began anew at 50.
+    # r1 was never released: the box stopped meanwhile, and restarted at 50.
     assert found["a"] == [("free", "", 0, 10), ("serve", "r1", 10, 50), ("free", "", 50, 60), ("serve", "m", 60, 100)]
     assert found["b"] == [("train", "x", 0, 20), ("free", "", 20, 100)]
     assert found["c"] == [("train", "tuned", 0, 100)]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model that ranks share trains, moves and publishes as one that each of them has whole."""
+"""Tensor parallelism: a model split over ranks trains, moves and publishes like one that is whole on each rank."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ async def test_every_layout_has_the_loss_curve_and_the_result_of_one_plain_rank(
     shop.compare_published(plain, spec)
 
 
-async def test_a_run_of_shared_rows_goes_on_at_one_rank(shop):
+async def test_run_with_shared_rows_resumes_on_one_rank(shop):
     plain, shared, alone = (shop.spec(name, n_epochs=1) for name in ("plain", "shared", "alone"))
     expected = (await shop.run(plain, 1)).losses()
     first = await shop.launch(replace(shared, sequence_parallel=2), 2).start()
@@ -165,7 +165,7 @@ async def test_every_kind_of_shared_model_moves_between_sizes(shop, fields):
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-async def test_resume_is_bitwise_at_the_same_size_and_close_at_another_sharing(shop):
+async def test_resume_is_bitwise_at_the_same_layout_and_close_at_others(shop):
     fields = {"n_epochs": 1, "model": {"num_key_value_heads": 4}, "zero_stage": 1}
     spec, broken = shop.spec("unbroken", tensor_parallel=2, **fields), shop.spec("broken", tensor_parallel=2, **fields)
     unbroken = await shop.run(spec, 4)

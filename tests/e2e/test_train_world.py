@@ -86,7 +86,7 @@ async def test_samples_of_a_run_that_moves_between_sizes_count_once(shop, method
 
 
 async def test_the_best_version_is_the_result_and_a_run_that_gets_worse_ends(shop):
-    shop.spec("other", examples=24)  # writes what it is validated on
+    shop.spec("other", examples=24)  # writes the validation file
     fields = {"examples": 4, "learning_rate": 2e-2, "n_epochs": 12, "batch_size": 2, "micro_batch": 1, "packing": False}
     spec = shop.spec(
         "best",
@@ -151,7 +151,7 @@ async def test_published_version_is_a_model_directory_with_the_trained_weights(s
     base = load_file(f"{spec.base_path}/model.safetensors")
     assert all(not torch.equal(tensors[k], base[k]) for k in tensors if tensors[k].ndim == 2)
     assert AutoTokenizer.from_pretrained(stored.path).chat_template
-    # The weights the loss was computed with: what the last validation would see is what is served.
+    # The served weights are those of the loss, as the last validation would use them.
     assert json.loads((stored.path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -225,7 +225,7 @@ async def test_publish_by_fragments_equals_a_gathered_model(shop, kind, fields):
         assert event["names"] == event["expected"]
         # peft multiplies the factors in bf16, we in fp32: an ulp of a bf16 weight of this size.
         assert max(event["worst"].values(), default=0.0) <= (4e-3 if kind.startswith("lora") else 0.0)
-        # Nobody writes a whole copy.
+        # No rank writes a whole copy.
         written.append(event["written_elements"])
         assert written[-1] < 0.6 * event["elements"]
     assert sum(written) == event["elements"]
@@ -311,11 +311,11 @@ async def test_killed_ranks_cost_the_steps_since_the_snapshot_and_the_rest_goes_
 @pytest.mark.parametrize(
     "method", [pytest.param(one, marks=[pytest.mark.soak] * (one == "distillation")) for one in METHODS]
 )
-async def test_another_group_takes_over_where_the_first_one_was_left(shop, method):
-    """What a controller does that was killed while a job trained: same processes, no event lost, no step twice."""
+async def test_second_group_takes_over_running_ranks(shop, method):
+    """A controller was killed while a job trained. Its successor keeps the processes, events and steps."""
     first = await shop.launch(shop.spec(**{"n_epochs": 3} | of_method(method)), 2).start()
     await first.reached(2)
-    first.group._following.cancel()  # as its process's death would
+    first.group._following.cancel()  # as the death of its process would
     heard = first.events
     told = first.events = []
     second = Group(first._note, PATIENT)  # samples are drawn as before
@@ -355,12 +355,12 @@ async def test_a_world_that_ended_unwatched_is_still_taken_over(shop):
         pytest.param({"zero_stage": 2, "offload": "optimizer"}, id="offload", marks=pytest.mark.soak),
     ],
 )
-async def test_left_step_is_done_again_bitwise(shop, fields):
-    # Steps of many micro-batches: the suspension comes inside one, which is left after a micro-batch.
+async def test_aborted_step_is_repeated_bitwise(shop, fields):
+    # Steps of many micro-batches: the suspension aborts a step between two of them.
     fields |= {"batch_size": 16, "examples": 96}
     unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
     spec, losses, snapshot, left = shop.spec("left", **fields), {}, None, 0
-    while left == 0:  # a suspension that comes with a step's last micro-batch finds nothing to leave
+    while left == 0:  # a suspension during a step's last micro-batch aborts nothing
         world = await shop.launch(spec, 2, snapshot=snapshot).start()
         await world.reached(max(losses, default=0) + 1)
         report = await world.group.suspend()
@@ -373,5 +373,5 @@ async def test_left_step_is_done_again_bitwise(shop, fields):
 
 
 def of_method(method):
-    """Fields of a spec; of methods whose answers are judged, so few prompts that sampling takes seconds."""
+    """Fields of a spec; for methods with judged answers, few prompts, so that sampling takes seconds."""
     return {"method": method} | ({"examples": 24, "packing": False} if method in JUDGED else {})

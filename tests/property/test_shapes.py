@@ -46,7 +46,7 @@ def value_of(key: str, shape: Shape):
         return json.dumps([{"name": mark, "arguments": {}}])
     if key == "parallel_tool_calls":
         return "mark_parallel_end"
-    if key == "input" and (OUTPUTS[0],) in shape.needs:
+    if key == "input" and OUTPUTS[0] in shape.has:
         return {"messages": turns(("user", mark)), "temperature": "mark_temperature_end"}
     if key in OUTPUTS:
         return turns(("assistant", mark))
@@ -66,7 +66,7 @@ def test_convert_any_key_of_a_row_is_used_refused_or_reported(place, data):
     shape = SHAPES[place]
     needed = [data.draw(st.sampled_from(group)) for group in shape.needs]
     further = data.draw(st.lists(st.sampled_from(NAMES), max_size=4, unique=True))
-    record = parse(json.dumps(row_of(shape, [*needed, *further])).encode())
+    record = parse(json.dumps(row_of(shape, [*needed, *shape.has, *further])).encode())
     try:
         made = convert(record)
     except BadRecord as bad:
@@ -139,7 +139,7 @@ ANY_VALUE = st.recursive(
 @settings(max_examples=300, deadline=None)
 def test_convert_any_row_gives_an_example_or_a_reason(place, data):
     shape = SHAPES[place]
-    record = row_of(shape, [group[0] for group in shape.needs])
+    record = row_of(shape, [*(group[0] for group in shape.needs), *shape.has])
     record |= data.draw(st.dictionaries(st.sampled_from(NAMES), ANY_VALUE, max_size=2))
     for key in ("messages", "conversations"):
         if isinstance(record.get(key), list) and record[key] and isinstance(record[key][0], dict):

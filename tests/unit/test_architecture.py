@@ -320,7 +320,7 @@ ENDING = {"appliance/controller/main.py", "train/graders/sandbox.py"}
 
 
 def test_no_error_is_swallowed():
-    """ruff asks each handler for everything for its reason (BLE). It also raises, or passes the error on by name."""
+    """ruff (BLE) requires a reason for each broad handler, which must also raise, or pass the error on by name."""
     for path in files():
         assert not re.search(r"suppress\([^)]*\b(Base)?Exception\b", path.read_text()), name_of(path)
         for handler in (node for node in ast.walk(tree(path)) if isinstance(node, ast.ExceptHandler)):

@@ -2,7 +2,7 @@
 trained on what it is to write and on nothing else: not on prompts, whatever they say.
 
 An engine is asked with the conversation up to a turn and the template's generation prompt; what the model is to write
-is the rest of that turn, with the end of turn at which an engine stops. So a trained turn is `prompt + written`, the
+is the rest of that turn, with the end of turn at which an engine stops. So a trained turn is `prompt + completion`, the
 prompt being the very text that an engine sees. Turns whose prompt and answer are in the text of the whole conversation
 share one row. Where a template writes earlier turns otherwise than the last one (Qwen 3 drops their thoughts, gpt-oss
 ends them with another token), such a turn is a row of its own.
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,7 +70,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None):
         if not tokenizer.is_fast:
             raise UnsupportedModel(
-                "the model has no fast tokenizer (tokenizer.json), which tells what tokens stand for"
+                "the model has no fast tokenizer (tokenizer.json), which is needed to know the text of each token"
             )
         self.tokenizer, self._vocabulary = tokenizer, vocabulary
         self.n_without_tools = 0  # examples whose tools the template left out
@@ -80,9 +80,9 @@ class ChatEncoder:
 
     def encode(self, example: dict[str, Any]) -> list[Tokens]:
         """Rows of (token ids (n,) int32, trained (n,) bool), one for all trained turns or one for each where the
-        template needs it. Raises BadRecord if the template refuses the example or loses something of
-        it, or the model does not know a token of it: on a GPU the rank would fail in words about some kernel."""
-        return [self._tokens(row) for row in self.rows(example)]
+        template needs it. Raises BadRecord if the template refuses the example or loses something of it, or the model
+        does not know a token of it: on a GPU the rank would fail in words about some kernel."""
+        return [tokens for row in self.rows(example) for tokens in self._tokens(row)]
 
     def encode_whole(self, example: dict[str, Any]) -> Tokens:
         """The example as one row. Raises BadRecord also where the template needs one for each turn."""
@@ -106,14 +106,14 @@ class ChatEncoder:
     def prompt(self, example: dict[str, Any]) -> np.ndarray:
         """Token ids (n,) int32 up to where the assistant is to answer. Raises BadRecord if the template refuses it."""
 
-        def asked(render: Render, messages: Messages) -> str:
+        def text_of(render: Render, messages: Messages) -> str:
             text = render(messages, add_generation_prompt=True)
             bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
             if bare != messages and _try(render, bare, add_generation_prompt=True) == text:
                 raise BadRecord("has calls, which the model's chat template does not write")
             return text
 
-        return np.array(self._tokenise(self._in_first_form(example, asked))["input_ids"], dtype=np.int32)
+        return np.array(self._tokenise(self._in_first_form(example, text_of))["input_ids"], dtype=np.int32)
 
     def rows(self, example: dict[str, Any]) -> list[Row]:
         """The rendered rows of an example. Raises BadRecord."""
@@ -152,24 +152,23 @@ class ChatEncoder:
                 pass
         return tuple(partial(form, parts=False) for form in forms)
 
-    def _tokens(self, row: Row) -> Tokens:
-        ids, starts, ends = self._cut(row.text, [0])
-        # A token that has both prompt and answer is cut: an engine's prompt ends there.
-        cuts = [start for start, _ in row.spans if ((starts < start) & (ends > start)).any()]
-        if cuts:
-            ids, starts, ends = self._cut(row.text, [0, *cuts])
+    def _tokens(self, row: Row) -> list[Tokens]:
+        """The row's tokens, or one row for each turn where a token has both prompt and answer: an engine's prompt ends
+        within it, and later prompts have it whole."""
+        encoded = self._tokenise(row.text)
+        ids = np.array(encoded["input_ids"], np.int32)
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         trained = np.zeros(len(ids), bool)
         for start, end in row.spans:
+            if ((starts < start) & (ends > start)).any():
+                if len(row.spans) > 1:
+                    turns = (Row(row.text[:end], ((start, end),)) for start, end in row.spans)
+                    return [tokens for turn in turns for tokens in self._tokens(turn)]
+                prompt, answer = (self._tokenise(text)["input_ids"] for text in (row.text[:start], row.text[start:]))
+                ids = np.array([*prompt, *answer], np.int32)
+                return [(ids, np.arange(len(ids)) >= len(prompt))]
             trained |= (starts >= start) & (starts < end) & (ends > starts)
-        return ids, trained
-
-    def _cut(self, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids int32, starts, ends), each (n,), of the pieces that begin at these characters."""
-        pieces = [(at, self._tokenise(text[at:end])) for at, end in pairwise([*cuts, len(text)])]
-        ids = np.concatenate([np.array(encoded["input_ids"], np.int32) for _, encoded in pieces])
-        offsets = [np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2) + at for at, encoded in pieces]
-        starts, ends = np.concatenate(offsets).T
-        return ids, starts, ends
+        return [(ids, trained)]
 
     def _stops(self, text: str) -> bool:
         return any(token in text for token in self._stop_tokens)
@@ -271,7 +270,7 @@ def _message_form(
 class TurnForm(NamedTuple):
     """How a template begins and ends an answer.
 
-    header: the text before an answer; if a generation prompt lacks it, it is cut from the answer. tail: the text after
+    header: the text before an answer, cut from the answer if a generation prompt lacks it. tail: the text after
     the last answer, without the blank space at its very end, which is `blank`. end: what is trained instead of it: the
     first token that ends an answer or, without a tail, the marker of the next turn (GLM's "<|user|>"). eos: the
     tokenizer's end of text, at which every engine stops.
@@ -328,73 +327,72 @@ class Conversation:
     def rows(self) -> list[Row]:
         """One for all trained turns where they line up, and one for each that does not. Raises BadRecord where the
         template loses something of a trained turn."""
-        messages = self.messages
-        whole = self.render(messages)
-        together: list[tuple[int, int]] = []
+        messages, whole = self.messages, self.render(self.messages)
+        spans: list[tuple[int, int]] = []
         checked = 0
-        own: list[Row] = []
+        single: list[Row] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("weight", 1) == 0:
                 continue
-            prompt, written = self._turn(index)
+            prompt, completion = self._turn(index)
             for number in range(checked, index):
                 role, text = messages[number]["role"], (messages[number].get("content") or "").strip()
-                if role in ("system", "user") and not any(form in prompt for form in _forms(text)):
-                    raise BadRecord(_unwritten(f"the text of messages[{number}], from {role!r},"))
+                if role in ("system", "user") and not any(form in prompt for form in _spellings(text)):
+                    raise BadRecord(_not_rendered(f"the text of messages[{number}], from {role!r},"))
             checked = index
             if index == len(messages) - 1 and whole.startswith(prompt):
-                whole = prompt + written  # with its end of turn, which some templates leave to the next message
-            end = _end_in(whole, prompt, written, message)
+                whole = prompt + completion  # some templates leave the end of turn to the next message
+            end = _end_of_turn(whole, prompt, completion, message)
             if end is None:
-                own.append(Row(prompt + written, ((len(prompt), len(prompt) + len(written)),)))
+                single.append(Row(prompt + completion, ((len(prompt), len(prompt) + len(completion)),)))
             else:
-                together.append((len(prompt), end))
-        return own + ([Row(whole[: together[-1][1]], tuple(together))] if together else [])
+                spans.append((len(prompt), end))
+        return single + ([Row(whole[: spans[-1][1]], tuple(spans))] if spans else [])
 
     def _turn(self, index: int) -> tuple[str, str]:
-        """(prompt, written) of the assistant's turn `messages[index]`. Raises BadRecord."""
+        """Return (prompt, completion) of the assistant's turn `messages[index]`. Raises BadRecord."""
         before, message = self.messages[:index], self.messages[index]
         thinks = any(kind == "reasoning" for kind, _ in _texts(message))
-        through = self.render(self.messages[: index + 1])
+        rendered = self.render(self.messages[: index + 1])
         prompt = _try(self.render, before, add_generation_prompt=True) if before else None
-        parting = _parting(prompt, through) if prompt is not None else 0
-        if prompt is not None and parting < len(prompt):
+        begin = _common_length(prompt, rendered) if prompt is not None else 0
+        if prompt is not None and begin < len(prompt):
             bare = _try(self.render, before)
-            ask_at = _parting(prompt, bare) if bare is not None else len(prompt)  # where the generation prompt begins
-            if parting < ask_at:
-                # What came before is written otherwise once it is answered (gpt-oss drops earlier thoughts): the answer
-                # begins after the generation prompt, where that is written.
-                ask, head = prompt[ask_at:], through[: self._answer_begins(before, through)]
-                parting = head.rfind(ask) + len(ask) if ask and ask in head else 0
+            generation_at = _common_length(prompt, bare) if bare is not None else len(prompt)
+            if begin < generation_at:
+                # The answer changes the text before it (gpt-oss drops earlier thoughts), so look for the generation
+                # prompt in that text.
+                generation, context = prompt[generation_at:], rendered[: self._answer_begins(before, rendered)]
+                begin = context.rfind(generation) + len(generation) if generation and generation in context else 0
                 last_text = (before[-1].get("content") or "").strip()
-                if last_text and any(form[-20:] in head[parting:] for form in _forms(last_text)):
-                    parting = 0  # it is the prompt of an earlier turn
+                if last_text and any(form[-20:] in context[begin:] for form in _spellings(last_text)):
+                    begin = 0  # it is the prompt of an earlier turn
             elif thinks and _THOUGHT_CLOSED.search(prompt):
-                prompt = through[:parting]  # the template thinks where a request asks for it: that prompt is its own
-        if prompt is None or not parting:
-            # There is no prompt to compare with: render another answer and see where the two part.
-            parting = self._answer_begins(before, through)
-            prompt = through[:parting] if prompt is None else prompt
-        written = self._ended(index, through, through[parting:].removeprefix(self.form.header))
-        written = _to_first(self.form.eos, written)
-        lost = _lost(message, written)
-        if not lost and thinks and (_THOUGHT_CLOSED.search(prompt) or len(_THOUGHT_END.findall(written)) > 1):
-            lost = "reasoning"  # it comes after the template's own, so that an engine reads it as the answer
-        if lost:
-            raise BadRecord(_unwritten(f"{lost} in messages[{index}],"))
-        return prompt, written
+                prompt = rendered[:begin]  # with thoughts on, the template has another prompt
+        if prompt is None or not begin:
+            # No prompt to compare with: compare with the same conversation under another answer.
+            begin = self._answer_begins(before, rendered)
+            prompt = rendered[:begin] if prompt is None else prompt
+        completion = self._with_end(index, rendered, rendered[begin:].removeprefix(self.form.header))
+        completion = _to_first(self.form.eos, completion)
+        missing = _missing(message, completion)
+        if not missing and thinks and (_THOUGHT_CLOSED.search(prompt) or len(_THOUGHT_END.findall(completion)) > 1):
+            missing = "reasoning"  # an engine reads a second thought as the answer
+        if missing:
+            raise BadRecord(_not_rendered(f"{missing} in messages[{index}],"))
+        return prompt, completion
 
-    def _answer_begins(self, before: Messages, through: str) -> int:
-        """Where the text of an answer begins in `through`: two answers part there."""
+    def _answer_begins(self, before: Messages, rendered: str) -> int:
+        """Return where the answer begins in `rendered`: where the same conversation with another answer differs."""
         other = _try(self.render, [*before, {"role": "assistant", "content": PROBE}])
         if other is None:
             raise BadRecord("is rendered by the chat template in a way that does not show where an answer begins")
-        return min(_parting(other, through), other.rfind(PROBE))
+        return min(_common_length(other, rendered), other.rfind(PROBE))
 
-    def _ended(self, index: int, through: str, written: str) -> str:
-        """`written` with exactly one end of turn."""
+    def _with_end(self, index: int, rendered: str, completion: str) -> str:
+        """`completion` with exactly one end of turn."""
         form, stops = self.form, self.stops
-        body = written.rstrip() if form.tail else written
+        body = completion.rstrip() if form.tail else completion
         if form.tail and body.endswith(form.tail):
             return body.removesuffix(form.tail) + form.end
         calls = self.messages[index].get("tool_calls")
@@ -405,7 +403,7 @@ class Conversation:
         last = calls[-1]
         result = {"role": "tool", "content": PROBE, "tool_call_id": last["id"], "name": last["function"]["name"]}
         after = _try(self.render, [*self.messages[: index + 1], result])
-        marker = _MARKER.match(after[len(through) :]) if after and after.startswith(through) else None
+        marker = _MARKER.match(after[len(rendered) :]) if after and after.startswith(rendered) else None
         return body.removesuffix(form.blank) + (marker[1] if marker and stops(marker[1]) else form.end)
 
     def _closes(self, index: int, body: str) -> bool:
@@ -425,47 +423,47 @@ def _last(text: str) -> str:
     return last[0] if last else ""
 
 
-def _unwritten(what: str) -> str:
+def _not_rendered(part: str) -> str:
     return (
-        f"has {what} which the model's chat template does not write: nothing of it would be trained; remove it, or "
+        f"has {part} which the model's chat template does not write: nothing of it would be trained; remove it, or "
         "give the model a chat template that writes it"
     )
 
 
-def _end_in(whole: str, prompt: str, written: str, message: dict[str, Any]) -> int | None:
-    """Where in the text of the whole conversation the turn ends; None if it is written otherwise there. Earlier turns
-    may lack what only the last one begins with, an empty thought: then the rest of it counts."""
-    head = whole[len(prompt) : len(prompt) + min(8, len(written))] if whole.startswith(prompt) else ""
-    for at in range(len(written)) if head else ():
-        if written.startswith(head, at) and whole.startswith(rest := written[at:], len(prompt)):
-            return None if at and _lost(message, rest) else len(prompt) + len(rest)
+def _end_of_turn(whole: str, prompt: str, completion: str, message: dict[str, Any]) -> int | None:
+    """Return where the turn ends in the text of the whole conversation; None if that has another text for it. Earlier
+    turns may lack the empty thought with which the last one begins: then the rest of the turn counts."""
+    head = whole[len(prompt) : len(prompt) + min(8, len(completion))] if whole.startswith(prompt) else ""
+    for at in range(len(completion)) if head else ():
+        if completion.startswith(head, at) and whole.startswith(rest := completion[at:], len(prompt)):
+            return None if at and _missing(message, rest) else len(prompt) + len(rest)
     return None
 
 
-def _parting(one: str, other: str) -> int:
-    """Where two texts part, outside of a marker: "<think>" and "<tool_call>" part before the "<"."""
-    shared = os.path.commonprefix([one, other])
+def _common_length(first: str, second: str) -> int:
+    """The length of what two texts begin with, up to a whole marker: "<think>" and "<tool_call>" share no "<"."""
+    shared = os.path.commonprefix([first, second])
     within = re.search(r"<[^\s<>]*$", shared)
-    return within.start() if within and len(shared) < min(len(one), len(other)) else len(shared)
+    return within.start() if within and len(shared) < min(len(first), len(second)) else len(shared)
 
 
-def _lost(message: dict[str, Any], written: str) -> str | None:
-    """What of an assistant's message is not in what is written of it; None if all is."""
-    before, rest = "", written
+def _missing(message: dict[str, Any], completion: str) -> str | None:
+    """Return the part of an assistant's message that its completion lacks; None if it has all."""
+    before, rest = "", completion
     for kind, text in _texts(message):
-        form = next((form for form in _forms(text) if form in rest), None)
+        form = next((form for form in _spellings(text) if form in rest), None)
         if form is None:
             return kind
         skipped, _, rest = rest.partition(form)
         before += skipped
-    written = before + rest  # without the texts, which may name a function too
+    completion = before + rest  # without the texts, which may name a function too
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     for name, times in Counter(function["name"] for function in functions).items():
-        if written.count(name) < times:
+        if completion.count(name) < times:
             return f"a call of {name!r}"
     for function in functions:
         for leaf in _leaves(json.loads(function["arguments"])):
-            if not any(form in written for form in _forms(leaf)):
+            if not any(form in completion for form in _spellings(leaf)):
                 return f"the argument {leaf[:40]!r} of a call of {function['name']!r}"
     return None
 
@@ -479,7 +477,7 @@ def _texts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield ("text" if number == len(pieces) else "reasoning"), piece.strip()
 
 
-def _forms(text: str) -> Iterator[str]:
+def _spellings(text: str) -> Iterator[str]:
     """The ways in which templates write a text."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]

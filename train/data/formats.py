@@ -17,6 +17,7 @@ import orjson
 
 from train.data.messages import (
     MEDIA_REFUSES,
+    drop_padded_arguments,
     is_off,
     last_role,
     read_messages,
@@ -29,14 +30,14 @@ from train.data.records import BadRecord, Fields, NoAnswer, Record, Refuses, has
 
 SIDES = ("chosen", "rejected")
 OUTPUTS = ("preferred_output", "non_preferred_output")
-# As Anthropic's and OpenAssistant's texts have the turns of a conversation.
+# Marks of the turns in Anthropic's and OpenAssistant's texts.
 _DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \n]?")
 _MESSAGES_AS_TEXT = re.compile(r'\s*(?:\{\s*"(?:messages|conversations|role)"|\[\s*\{\s*"(?:role|from)")')
 _MORE = ("input", "context")
 _QUESTION = ("prompt", "question", "query", "instruction")
 _CONVERSATION = ("conversations", "conversation")
 MAX_ITEM_BYTES = 1 << 20
-"""Of it as JSON: whoever grades has 64 samples at once, each with its item."""
+"""Size of an item as JSON: a grading process has 64 samples at once, each with its item."""
 _THOUGHT = ("reasoning_content", "thinking")
 """Columns with the thought before an answer; `reasoning` is one that says "on" or "off" in public data."""
 
@@ -108,14 +109,18 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """name: in reports and for methods; several rows of the table may share one. needs: of each of these groups one key
-    has to have a value. refuses: keys that make a row unusable if
-    nothing reads them. marked: a mark of the answer has to be there. when: what else chooses the shape."""
+    """A row of the table.
+
+    name: in reports and for methods; several rows may share one. needs: of each of these groups one key has to have a
+    value. has: keys that have to be there, even if empty. refuses: keys that make a row unusable if nothing reads them.
+    marked: a mark of the answer has to be there. when: a further condition.
+    """
 
     name: str
     needs: tuple[tuple[str, ...], ...]
     read: Callable[[Fields], Record]
     refuses: Refuses = field(default_factory=lambda: _CHAT_REFUSES)
+    has: tuple[str, ...] = ()
     marked: bool = False
     when: Callable[[Record], bool] = lambda record: True
 
@@ -123,26 +128,27 @@ class Shape:
         """has: whether the record has a key."""
         if self.marked and not any(_is_mark(record.get(key)) for key in MARKS):
             return False
-        return all(any(map(has, group)) for group in self.needs) and self.when(record)
+        has_all = all(key in record for key in self.has) and all(any(map(has, group)) for group in self.needs)
+        return has_all and self.when(record)
 
 
 def convert(record: Any) -> Example:
-    """Raises BadRecord."""
+    """Convert a row of any known shape. Raises BadRecord."""
     shape = shape_of(record)
     with Fields(record, set(), refuses=shape.refuses) as fields:
-        example = Example(shape.name, shape.read(fields), fields.left)
+        example = Example(shape.name, shape.read(fields), fields.left_out)
     return example
 
 
 def shape_of(record: Any) -> Shape:
-    """The shape of a record, from its keys. Raises BadRecord when it has none we know."""
+    """Return the shape of a record, known by its keys. Raises BadRecord for one of no known shape."""
     if not isinstance(record, dict):
         raise BadRecord(f"is a {kind_of(record)}, expected a JSON object")
-    # First by keys that have a value: of a row of empty ones, the error says which.
+    # First by keys that have a value, then by empty ones too: reading such a row names the empty key.
     for has in (lambda key: has_value(record.get(key)), record.__contains__):
-        for row in SHAPES:
-            if row.fits(record, has):
-                return row
+        for shape in SHAPES:
+            if shape.fits(record, has):
+                return shape
     raise BadRecord(_no_shape(record))
 
 
@@ -163,7 +169,7 @@ def _no_shape(record: Record) -> str:
 
 
 def _chat(fields: Fields, turns: Any, name: str = "messages") -> Record:
-    messages = read_messages(with_system(turns, fields), fields.left, name)
+    messages = read_messages(with_system(turns, fields), fields.left_out, name)
     if messages[-1]["role"] != "assistant":
         raise BadRecord(f"the last message is from {messages[-1]['role']!r}; expected 'assistant'")
     return _checked(messages, fields)
@@ -173,7 +179,9 @@ def _checked(messages: list[Record], request: Fields) -> Record:
     """The chat record of messages and of the tools of their request. Raises BadRecord."""
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
         raise BadRecord("every assistant message has weight 0 (or train false), so there is nothing to learn")
-    return {"messages": messages, **read_tools(request)}
+    tools = read_tools(request)
+    drop_padded_arguments(messages, tools.get("tools", []))
+    return {"messages": messages, **tools}
 
 
 def _conversation(fields: Fields, names: tuple[str, ...]) -> Record:
@@ -242,7 +250,7 @@ def _document(fields: Fields) -> Record:
 
 def _prompt(fields: Fields) -> Record:
     """A conversation that the model answers while it trains. All further fields are the item, which a grader sees."""
-    messages = read_messages(with_system(fields.take("messages"), fields), fields.left)
+    messages = read_messages(with_system(fields.take("messages"), fields), fields.left_out)
     if any("weight" in message for message in messages):
         raise BadRecord("has a message with a 'weight'; nothing of a prompt is trained")
     tools = read_tools(fields)
@@ -283,7 +291,7 @@ def _openai_preference(fields: Fields) -> Record:
     inputs = fields.take("input")
     if not isinstance(inputs, dict):
         raise BadRecord(f"'input' is a {kind_of(inputs)}, expected an object with 'messages'")
-    with Fields(inputs, fields.left, "input") as request:
+    with Fields(inputs, fields.left_out, "input") as request:
         prompt = request.take("messages")
         return _preference(fields, prompt, "input.messages", [_output(fields, name) for name in OUTPUTS], request)
 
@@ -362,13 +370,13 @@ def _preference(
     """Two chats that train only their outputs, the preferred one first. request: has the tools, if not the row."""
     if not prompt:
         raise BadRecord("has no prompt: nothing that both outputs answer")
-    before = read_messages(with_system(prompt, fields), fields.left, name)
+    before = read_messages(with_system(prompt, fields), fields.left_out, name)
     if before[-1]["role"] == "assistant":
         raise BadRecord("the prompt ends with a message from 'assistant'; expected the turn that is answered")
     n_calls = sum(len(message.get("tool_calls", ())) for message in before)
     after = []
     for side, output in zip(SIDES if request is None else OUTPUTS, outputs, strict=True):
-        after.append(read_messages(output, fields.left, side, n_calls))
+        after.append(read_messages(output, fields.left_out, side, n_calls))
         for index, message in enumerate(after[-1]):
             if message["role"] not in ("assistant", "tool") or (index == 0 and message["role"] == "tool"):
                 raise BadRecord(f"{side}[{index}] is from {message['role']!r}; expected 'assistant'")
@@ -389,7 +397,7 @@ def _single(name: str, question: tuple[str, ...], answer: tuple[str, ...], **mor
 
 
 def _pair(read: Callable[[Fields], Record], *needs: tuple[str, ...], **more: Any) -> Shape:
-    return Shape("preference", (("chosen",), ("rejected",), *needs), read, REFUSES, **more)
+    return Shape("preference", (SIDES, *needs), read, REFUSES, has=SIDES, **more)
 
 
 TEXT = "text"
@@ -407,7 +415,7 @@ _CONVERSATIONS = (
     _single("input_output", ("input",), ("output",), when=lambda record: "instruction" not in record),
 )
 SHAPES: tuple[Shape, ...] = (
-    Shape("preference", (("input",), *((key,) for key in OUTPUTS)), _openai_preference, REFUSES),
+    Shape("preference", (("input",), OUTPUTS), _openai_preference, REFUSES, has=OUTPUTS),
     # TRL's implicit prompts, Anthropic's dialogues; answers to a prompt (TRL, orca, alpaca) or to a conversation
     # (ShareGPT); texts that begin alike.
     _pair(lambda fields: _whole(fields, _sides(fields)), when=_are_conversations),

@@ -59,11 +59,11 @@ TURN_REFUSES: Refuses = {
 }
 
 
-def read_messages(turns: Any, left: set[str], name: str = "messages", n_calls: int = 0) -> list[Record]:
+def read_messages(turns: Any, left_out: set[str], name: str = "messages", n_calls: int = 0) -> list[Record]:
     """Messages with only what training reads: calls have ids, results belong to calls. Raises BadRecord.
 
     Args:
-        left: as `Fields` has it.
+        left_out: as `Fields` has it.
         name: where the turns are in the row.
         n_calls: how many calls the messages before these have.
     """
@@ -77,7 +77,7 @@ def read_messages(turns: Any, left: set[str], name: str = "messages", n_calls: i
         where = f"{name}[{index}]"
         if not isinstance(turn, dict):
             raise BadRecord(f"{where} is a {kind_of(turn)}, expected an object with 'role' and 'content'")
-        with Fields(turn, left, where, TURN_REFUSES) as fields:
+        with Fields(turn, left_out, where, TURN_REFUSES) as fields:
             message = _message(fields, where, n_calls)
         if message["role"] == "tool":
             _find_call(message, unanswered, where)
@@ -151,10 +151,10 @@ def _message(fields: Fields, where: str, calls_before: int) -> Record:
     elif role == "tool" and isinstance(content, dict):
         content = json.dumps(content, ensure_ascii=False)
     else:
-        content = _text(content, fields.left, f"{where}.content")
+        content = _text(content, fields.left_out, f"{where}.content")
     if calls:
         message["tool_calls"] = [
-            _call(call, fields.left, where, calls_before + number) for number, call in enumerate(calls, 1)
+            _call(call, fields.left_out, where, calls_before + number) for number, call in enumerate(calls, 1)
         ]
     if role == "assistant" and (refusal := fields.text("refusal")):
         if content:
@@ -182,14 +182,14 @@ def _weight(fields: Fields, role: str, where: str) -> int | None:
     return None if weight is None or role != "assistant" else int(weight)
 
 
-def _text(content: Any, left: set[str], where: str) -> str | None:
+def _text(content: Any, left_out: set[str], where: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise BadRecord(f"{where} is a {kind_of(content)}, expected a string or a list of text parts")
     texts = []
     for index, part in enumerate(content):
-        with Fields(part if isinstance(part, dict) else {}, left, f"{where}[{index}]") as fields:
+        with Fields(part if isinstance(part, dict) else {}, left_out, f"{where}[{index}]") as fields:
             kind = fields.take("type")
             text = fields.take("refusal" if kind == "refusal" else "text")
         if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
@@ -210,12 +210,12 @@ def _calls_in(fields: Fields, role: str, where: str) -> list[Any]:
     return listed(_json(calls, f"{where}.{key}") if isinstance(calls, str) else calls)
 
 
-def _call(call: Any, left: set[str], where: str, number: int) -> Record:
+def _call(call: Any, left_out: set[str], where: str, number: int) -> Record:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRecord(f"{where} has a call without a 'name'; expected {{'name': text, 'arguments': {{…}}}}")
     merged = {key: value for key, value in call.items() if key != "function"} | function
-    with Fields(merged, left, f"{where}.tool_calls") as fields:
+    with Fields(merged, left_out, f"{where}.tool_calls") as fields:
         name, identity, _ = (fields.take(key) for key in ("name", "id", "type"))
         arguments = _arguments(fields.take(*_ARGUMENTS), name, where)
     return {
@@ -225,16 +225,30 @@ def _call(call: Any, left: set[str], where: str, number: int) -> Record:
     }
 
 
-def _arguments(given: Any, name: str, where: str) -> str:
+def _arguments(value: Any, name: str, where: str) -> str:
     """The JSON text of an object of arguments, also of one that was encoded twice. Raises BadRecord."""
     where, text = f"{where}, arguments of {name[:60]!r}", None
-    while isinstance(given, str) and given.strip():
-        text, given = given, _json(given, where)
-    if not has_value(given):
+    while isinstance(value, str) and value.strip():
+        text, value = value, _json(value, where)
+    if isinstance(value, str) or not has_value(value):
         return "{}"
-    if not isinstance(given, dict):
-        raise BadRecord(f"{where}: {quoted(given)} is not an object; expected the arguments by name")
-    return text or json.dumps(_without_null(given), ensure_ascii=False)
+    if not isinstance(value, dict):
+        raise BadRecord(f"{where}: {quoted(value)} is not an object; expected the arguments by name")
+    return text or json.dumps(value, ensure_ascii=False)
+
+
+def drop_padded_arguments(messages: list[Record], tools: list[Record]) -> None:
+    """Drop null arguments that no tool defines: tables pad each call with the columns of all others."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+        arguments, properties = (
+            loads(function["arguments"].encode()),
+            schemas.get(function["name"], {}).get("properties"),
+        )
+        defined = properties if isinstance(properties, dict) else {}
+        kept = {key: value for key, value in arguments.items() if value is not None or key in defined}
+        if kept != arguments:
+            function["arguments"] = json.dumps(kept, ensure_ascii=False)
 
 
 def _find_call(message: Record, unanswered: list[Record], where: str) -> None:
@@ -291,7 +305,7 @@ def _tool(tool: Any, where: str) -> Record:
 
 
 def _without_null(value: Any) -> Any:
-    """A tool or the arguments of a call without the null keys with which tables pad them."""
+    """A tool's definition without the null keys with which tables pad it."""
     if isinstance(value, dict):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value

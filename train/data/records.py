@@ -1,14 +1,17 @@
-"""Cuts a data file into its examples, parses each, and names what is wrong with it in the words of whoever wrote it.
+"""Cuts a data file into its examples, parses each, and reports its errors in terms of the original file.
 
 A hostile file costs no more than a good one: lines are read with a limit, each is parsed alone, and the size of a JSON
-array, which is parsed whole, is bounded. A file of another kind is named, with the one command that makes JSON lines of
-it.
+array, which is parsed whole, is bounded. The error for a file of another format has the command that converts it to
+JSON lines.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import orjson
@@ -45,6 +48,7 @@ _TURNS = ("messages", "conversations", "conversation")
 
 # A string, which stays as it is, or a bare NaN. Possessive: linear in the text.
 _STRING_OR_NAN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\bNaN\b', re.DOTALL)
+_ESCAPED_COLON = re.compile(rb"\\u003a", re.IGNORECASE)
 _PYTHON = re.compile(r"'|None\b|True\b|False\b")
 _PYTHON_TO_JSON = (
     'python3 -c "import ast, json, sys; [print(json.dumps(ast.literal_eval(l))) for l in sys.stdin]"'
@@ -53,23 +57,23 @@ _PYTHON_TO_JSON = (
 
 
 class BadRecord(Exception):
-    """Why one record cannot be used; the text is shown beside its line number."""
+    """One record cannot be used; the text, which has the reason, is shown with its line number."""
 
 
 class NoAnswer(BadRecord):
-    """A text that is to be trained is empty."""
+    """A text to train on is empty."""
 
 
 class BadFile(BadRecord):
-    """What is wrong with the whole file; nothing after it is read."""
+    """The whole file cannot be used; reading stops here."""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
 Line = tuple[int, bytes | BadRecord]
-"""One example of a file: the number of its line, or of the element of an array, and its bytes; or why they cannot be
-read."""
+"""One example of a file: the number of its line, or of the element of an array, and its bytes or the error of reading
+them."""
 
 
 def parse(raw: bytes) -> Any:
@@ -77,7 +81,7 @@ def parse(raw: bytes) -> Any:
     record = loads(raw)
     for key in _TURNS if isinstance(record, dict) else ():
         if isinstance(text := record.get(key), str) and text.lstrip().startswith("["):
-            record[key] = loads(text.encode())  # as tables keep it
+            record[key] = loads(text.encode())  # tables store it as text
     return {"messages": record} if _is_conversation(record) else record
 
 
@@ -90,8 +94,8 @@ def _is_conversation(value: Any) -> bool:
 
 
 def examples(file: BinaryIO) -> Iterator[Line]:
-    """Those of JSONL or of a JSON array; a BadRecord in place of what is too big, a BadFile in place of a file that is
-    none of them."""
+    """Yield the examples of JSONL or of a JSON array: a BadRecord for one that is too big, a BadFile where no more can
+    be read."""
     try:
         file.seek(0)
         if foreign := foreign_file(file):
@@ -109,15 +113,16 @@ def examples(file: BinaryIO) -> Iterator[Line]:
     file.seek(0)
     for number, line in enumerate(iter(lambda: file.readline(MAX_EXAMPLE_BYTES + 1), b""), 1):
         if len(line) > MAX_EXAMPLE_BYTES:
-            yield number, BadFile(f"is longer than {MAX_EXAMPLE_BYTES} bytes, the limit for one example")
+            limit = f"is longer than {MAX_EXAMPLE_BYTES} bytes, the limit for one example"
+            yield number, BadFile(f"{limit}; the lines after it were not checked")
             return
         if raw := _bare(line):
             yield number, raw
 
 
 def _array(file: BinaryIO) -> list[Any] | None:
-    """The elements of a file that is one JSON array; None of lines. Raises BadRecord for an array that cannot be read
-    and for values over several lines."""
+    """The elements of a file that is one JSON array; None for lines. Raises BadRecord for an array that cannot be read
+    and for objects over several lines."""
     first = b""
     while not first and (line := file.readline(MAX_EXAMPLE_BYTES + 1)):
         first = _bare(line)
@@ -125,9 +130,12 @@ def _array(file: BinaryIO) -> list[Any] | None:
         value = parse(first)
     except BadRecord as bad:
         if first[:1] == b"{" and len(first) <= MAX_EXAMPLE_BYTES and "unexpected end of data" in str(bad):
+            with suppress(BadRecord):
+                parse(_bare(file.readline(MAX_EXAMPLE_BYTES + 1)))
+                return None  # one broken line before others
             raise BadRecord(
-                "line 1 ends within an object; expected a whole example on each line (for objects over several lines: "
-                "jq -c . FILE > train.jsonl)"
+                "the first line ends within an object, so no other was checked; expected a whole example on each line "
+                "(for objects over several lines: jq -c . FILE > train.jsonl)"
             ) from None
         if not first.startswith(b"["):
             return None
@@ -151,8 +159,8 @@ def _bare(raw: bytes) -> bytes:
 
 
 def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
-    """What a file is that cannot be JSON lines or a JSON array, and the command that converts it; None for all others.
-    Leaves the file at its beginning."""
+    """Return the kind of a file that is neither JSON lines nor a JSON array, and the command that converts it; None for
+    all others. Leaves the file at its beginning."""
     head = file.read(4096)
     file.seek(0)
     for beginning, kind, command in _BEGINNINGS:
@@ -170,7 +178,7 @@ def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
 
 
 def loads(raw: bytes) -> Any:
-    """The JSON value of a text: UTF-8, at most MAX_DEPTH levels, NaN as null. Raises
+    """The JSON value of a text: UTF-8, at most MAX_DEPTH levels, no key twice in an object, NaN as null. Raises
     BadRecord."""
     try:
         value = orjson.loads(raw)
@@ -183,7 +191,18 @@ def loads(raw: bytes) -> Any:
     # Walking is not cheap, but few records have enough brackets to be too deep.
     if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
+    # orjson keeps the last of two equal keys. Each key has a colon, so a value that lost one is written with fewer; a
+    # colon that is escaped in a string may hide that.
+    if raw.count(b":") != orjson.dumps(value).count(b":") or _ESCAPED_COLON.search(raw):
+        json.loads(raw, object_pairs_hook=_refuse_twice)
     return value
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
+    """Raises BadRecord for an object that has a key twice."""
+    if len(dict(pairs)) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise BadRecord(f"has the key {key[:60]!r} twice in one object; only one of the two values can be meant")
 
 
 def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
@@ -238,13 +257,13 @@ class Fields:
     """One object of a row, in a `with`: a field that nothing takes within it is refused or reported as left out.
 
     Args:
-        left: gets the names of fields that are left out: `source`, `messages[].id`.
+        left_out: gets the names of fields that are left out: `source`, `messages[].id`.
         where: the object's place in the row: `messages[3]`; "" for the row itself.
         refuses: by key, which of its values make the row unusable, and why.
     """
 
-    def __init__(self, record: Record, left: set[str], where: str = "", refuses: Refuses | None = None):
-        self.record, self.left, self.unread, self._refuses = record, left, dict(record), refuses or {}
+    def __init__(self, record: Record, left_out: set[str], where: str = "", refuses: Refuses | None = None):
+        self.record, self.left_out, self.unread, self._refuses = record, left_out, dict(record), refuses or {}
         self._prefix, self._path = (f"{where} ", re.sub(r"\[\d+\]", "[]", f"{where}.")) if where else ("", "")
 
     def __enter__(self) -> Fields:
@@ -253,10 +272,10 @@ class Fields:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.refuse()
-            self.left.update(f"{self._path}{key}" for key, value in self.unread.items() if has_value(value))
+            self.left_out.update(f"{self._path}{key}" for key, value in self.unread.items() if has_value(value))
 
     def refuse(self) -> None:
-        """Raises BadRecord for a field that nothing took and that the object must not have."""
+        """Raises BadRecord for an unread field that the object must not have."""
         for key, value in self.unread.items():
             if key in self._refuses and self._refuses[key][0](value):
                 raise BadRecord(f"{self._prefix}has {key!r}: {self._refuses[key][1]}")

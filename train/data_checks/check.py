@@ -14,10 +14,11 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 import orjson
 
 from train.data.formats import TEXT, Example, convert, shape_of
-from train.data.records import BadFile, BadRecord, NoAnswer, Record, examples, parse
+from train.data.records import BadFile, BadRecord, Line, NoAnswer, Record, examples, parse
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.
@@ -38,6 +39,7 @@ MAX_LEFT_OUT, _MAX_NAME = 30, 60
 # Examples whose tokens are counted, from the first on; those after them are estimated, corrected by what the first say.
 COUNTED_EXAMPLES = 2000
 
+_SHAPE_EXAMPLES = 100  # the first ones, which tell the shape of a file
 _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
@@ -80,27 +82,36 @@ class DataReport:
 
 
 def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[tuple[int, str, Example | BadRecord]]:
-    """(line, shape of the file, example or why it cannot be used) of every example. The shape of the first is that of
-    all: a record of another shape is unusable, and so is a file of a shape that the method does not take, as `refuses`
-    says. Raises OSError."""
-    shape = ""
+    """Yield (line, shape of the file, example or why it cannot be used) for every example. The file has the most common
+    shape of its first examples, if possible one that the method takes (`refuses`). A record of another shape is
+    unusable, and so is a file whose shape the method refuses. Raises OSError."""
     with open(path, "rb") as file:
-        for line, raw in examples(file):
-            found: Example | BadRecord
+        shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
+        for line, raw in examples(file):  # read again: the first ones may take 1.6 GiB together
+            result: Example | BadRecord
             try:
                 if isinstance(raw, BadRecord):
                     raise raw
                 own = shape_of(record := parse(raw)).name
-                if not shape and refuses and (refusal := refuses(own)):
-                    raise BadFile(refusal)
                 shape = shape or own
+                if refuses and (refusal := refuses(shape)):
+                    raise BadFile(refusal)
                 if own != shape:
                     ends = " (its last message is from the user)" if own == "prompt" else ""
-                    raise BadRecord(f"has the shape {own!r}{ends}; the file's first example is {shape!r}")
-                found = convert(record)
+                    raise BadRecord(f"has the shape {own!r}{ends}; most of the file's first examples are {shape!r}")
+                result = convert(record)
             except BadRecord as bad:
-                found = bad
-            yield line, shape or "empty", found
+                result = bad
+            yield line, shape or "empty", result
+
+
+def _usual_shape(first: Iterable[Line], refuses: Refuses | None) -> str:
+    shapes: Counter[str] = Counter()
+    for _, raw in first:
+        with suppress(BadRecord):
+            if not isinstance(raw, BadRecord):
+                shapes[shape_of(parse(raw)).name] += 1
+    return max(shapes, key=lambda shape: (not (refuses and refuses(shape)), shapes[shape]), default="")
 
 
 def check_training_file(
@@ -110,7 +121,7 @@ def check_training_file(
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     refuses: Refuses | None = None,
-    visit: Callable[[int, Example | BadRecord, list[list[int]]], None] = lambda line, found, rows: None,
+    visit: Callable[[int, Example | BadRecord, list[list[int]]], None] = lambda line, result, rows: None,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
@@ -121,20 +132,20 @@ def check_training_file(
     """
     report, private = DataReport(), partial(os.open, mode=0o600)
     with open(chat_path, "wb", opener=private) if chat_path else nullcontext() as output:
-        for line, shape, found in read_examples(path, refuses):
+        for line, shape, result in read_examples(path, refuses):
             report.shape, rows = shape, list[list[int]]()
-            if isinstance(found, Example):
+            if isinstance(result, Example):
                 try:
-                    rows = _rows(report, found.record, count, counted)
-                    _add(report, found, rows)
+                    rows = _rows(report, result.record, count, counted)
+                    _add(report, result, rows)
                     if output:
-                        output.write(orjson.dumps(found.record) + b"\n")
+                        output.write(orjson.dumps(result.record) + b"\n")
                 except BadRecord as bad:
-                    found = bad
-            visit(line, found, rows)
-            if isinstance(found, BadRecord):
-                report.add_error(line, str(found))
-                if isinstance(found, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
+                    result = bad
+            visit(line, result, rows)
+            if isinstance(result, BadRecord):
+                report.add_error(line, str(result))
+                if isinstance(result, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
     _summarise(report)
     if chat_path and not report.ok:
@@ -219,9 +230,9 @@ def report_findings(
     with open(path, "rb") as file:
         sha256, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
     validation = Texts()
-    for line, _, found in read_examples(against, refuses) if against else ():
-        if isinstance(found, Example):
-            validation.add(line, grams(_texts_of(found.record)[0]))
+    for line, _, result in read_examples(against, refuses) if against else ():
+        if isinstance(result, Example):
+            validation.add(line, grams(_texts_of(result.record)[0]))
     needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
     checks: dict[str, dict[str, Any]] = {
         check: {"count": 0, "kinds": Counter(), "first": []} for check in NAMES if needed.get(check, True)
@@ -234,12 +245,12 @@ def report_findings(
         if len(checks[check]["first"]) < _MOST_SHOWN:
             checks[check]["first"].append({"line": line, **detail})
 
-    def visit(line: int, found: Example | BadRecord, rows: list[list[int]]) -> None:
-        if isinstance(found, NoAnswer):
+    def visit(line: int, result: Example | BadRecord, rows: list[list[int]]) -> None:
+        if isinstance(result, NoAnswer):
             return flag("empty", line)
-        if isinstance(found, BadRecord):
-            return flag("bad_lines", line, reason=str(found)[:MAX_REASON_CHARACTERS])
-        record, longest = found.record, max(map(max, rows))
+        if isinstance(result, BadRecord):
+            return flag("bad_lines", line, reason=str(result)[:MAX_REASON_CHARACTERS])
+        record, longest = result.record, max(map(max, rows))
         lengths.append(sum(map(sum, rows)))
         if max_tokens is not None and longest > max_tokens and "text" not in record:
             flag("too_long", line, tokens=longest)
@@ -268,7 +279,7 @@ def report_findings(
             check["kinds"] = dict(kinds.most_common())
     return {
         "object": "file.check",
-        "file": {"file": name, "bytes": size, "sha256": sha256, "shape": data.shape if n_examples else None},
+        "file": {"file": name, "bytes": size, "sha256": sha256, "shape": None if data.shape == "empty" else data.shape},
         "examples": n_examples,
         "usable": 0 < len(lengths) == n_examples,
         "checks": checks,

@@ -51,9 +51,9 @@ MOST_BROKEN = 3
 """If this many calls end without a result before any returns, the request makes no more of them: otherwise a job's
 devices would wait two minutes for each of its answers."""
 START_S = 60.0
-"""For the worker, which imports packages for a second or more, to fork a child."""
+"""Seconds for the worker, which imports packages for a second or more, to fork a child."""
 RETRY_S = 1.0
-"""Before the one retry: the ended worker is reaped meanwhile, and a machine without memory may have some."""
+"""Seconds before the one retry: the ended worker is reaped, and a machine may have free memory again."""
 _RESULT_BYTES = 256 << 10  # of one sample
 _REAPED_S = 0.1  # after which it is known whether the worker has ended
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -214,7 +214,7 @@ class GraderHosts:
                 socket.send_fds(control, [json.dumps(message).encode()], [theirs.fileno()])
             except OSError as error:
                 mine.close()
-                raise WorkerBroke(f"the process that grades ended: {error}") from None
+                raise WorkerBroke(f"the grading process ended: {error}") from None
         reader, writer = await asyncio.open_unix_connection(sock=mine, limit=_RESULT_BYTES)
         child, results = None, []
         try:
@@ -229,14 +229,14 @@ class GraderHosts:
             return results
         except TimeoutError:
             if child is None:
-                raise WorkerBroke(f"no process that grades started within {START_S:g} s") from None
+                raise WorkerBroke(f"no grading process started within {START_S:g} s") from None
             raise ForkBroke(f"it took longer than {bounds.time_s:g} s") from None
         except asyncio.LimitOverrunError:
             raise ForkBroke(f"its result is larger than {_RESULT_BYTES >> 10} KiB") from None
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
             await asyncio.sleep(_REAPED_S)
             if child is None or worker.returncode is not None:
-                raise WorkerBroke(f"the process that grades ended: {error}") from None
+                raise WorkerBroke(f"the grading process ended: {error}") from None
             limits = f"it may use {bounds.memory_bytes >> 30} GiB of memory and {bounds.cpu_s:g} s of CPU"
             raise ForkBroke(f"its process ended without a result; {limits}") from None
         finally:

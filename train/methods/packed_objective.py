@@ -61,7 +61,7 @@ class PackedObjective(nn.Module):
         scale = batch["scale"]
         with torch.no_grad():
             if self._counts_hits and scale:
-                # Of an example's first sequence, which is what an answer should be.
+                # Count only an example's first sequence, the desired answer.
                 right = torch.cat(right.split(sizes)[:: self._sequences])
                 # `new_full`: `new_tensor` copies from the host, which waits for the whole forward pass.
                 self._hits.append(torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]))

@@ -1,14 +1,14 @@
 """Tensor parallelism: which ranks share a model, and how DeepSpeed's AutoTP is told to cut it. No collectives here.
 
 A world of N ranks is a grid of N / T groups of T neighbouring ranks (DeepSpeed's own order): the ranks of a group read
-the same examples and hold slices of the same matrices; the ranks in one place of every group hold the same slices,
+the same examples and hold slices of the same matrices; ranks at the same place in their groups hold the same slices,
 which ZeRO shares out among them.
 
     rank            0    1    2    3         T = 2
     data rank       0    0    1    1         which micro-batches it computes
     tensor rank     0    1    0    1         which slices it holds
 
-Cut are the matrices that the model's own plan names (transformers' `base_model_tp_plan`): "colwise" ones by rows of the
+AutoTP cuts the matrices in the model's own plan (transformers' `base_model_tp_plan`): "colwise" ones by rows of the
 weight, "rowwise" ones by columns. Embeddings, output head and norms are whole on every rank.
 """
 

@@ -164,8 +164,8 @@ def resolve(
     # links and for models that one device cannot hold.
     fields["tensor_parallel"] = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
     fields["sequence_parallel"] = given.integer("sequence_parallel", 1, max(1, max_devices), auto=1)
-    # LoRA above a size where the optimizer's 12 bytes per parameter hurt, and where something is asked for that
-    # adapters alone have.
+    # LoRA above a size where the optimizer's 12 bytes per parameter hurt, or if a setting is given that
+    # only adapters have.
     small = model.shape.n_parameters < LORA_FROM_PARAMETERS and not model.quantised
     fields["full"] = given.choice("full", auto=small and not any(map(given.is_set, OF_LORA)))
     widest = min(1024, model.shape.hidden or 1024)  # a rank beyond the model's width trains more than all weights would
@@ -214,9 +214,9 @@ def _check_together(given: Given, model: ModelStats, fields: dict[str, Any]) -> 
         ("tensor_parallel", slices % tensor, f"a divisor of {slices}: heads, key-value heads and MLP are cut evenly"),
         ("full", full and model.quantised, "false: the model's weights are quantised, so only adapters are trained"),
         ("full", full and of_lora, f"false with {of_lora}, which adapters alone have, or none of these"),
-        # It would be published merged, a hundred times as large: only where that is asked for in words.
+        # It would be published merged, a hundred times as large: only on explicit request.
         ("lora_rank", beyond, f"at most {most} ([serve] adapter_max_rank), or more with lora_publish 'merged'"),
-        # Ranks of a group would drop other inputs than one.
+        # Ranks of a group would drop different inputs.
         ("lora_dropout", fields["lora_dropout"] and ranks_of_row(fields) > 1, "0 with tensor or sequence parallelism"),
         (
             "lora_publish",

@@ -221,8 +221,8 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     offloaded = host = 0
     if fields["offload"] != "none":
         offloaded = optimizer
-        # The processor's step works with gradients: in ZeRO-3 as they arrive and those of the step, in ZeRO-1 and 2
-        # those of the step and the new weights, in fp32 also those that are accumulated there.
+        # Bytes per parameter of a step on the CPU. ZeRO-3: arriving gradients and the step's gradients. ZeRO-1 and 2:
+        # the step's gradients and the new weights, in fp32 also the accumulated gradients.
         step = 8 if stage == 3 else 4 + element + (4 if fields["precision"] == "fp32" else 0)
         host = optimizer + step * trained // ranks
         if stage < 3:  # the largest parameter, on both sides

@@ -160,4 +160,8 @@ def _report_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
         emit("message", level="warn", text=text)
     if train.n_truncated or train.n_dropped:
         text = f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} were "
-        emit("message", level="warn", text=text + "left out because nothing to learn was left of them")
+        text += "left out because nothing to learn was left of them"
+        if method.rolls_out:
+            text = f"{train.n_dropped} prompts were left out: they have more than the {train.capacity} tokens that "
+            text += f"max_completion_tokens leaves of max_length {spec.max_length}"
+        emit("message", level="warn", text=text)

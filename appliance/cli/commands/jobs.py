@@ -298,4 +298,4 @@ def plan_job(session: Session, args: Namespace) -> None:
             session.client.delete(file_path(body["training_file"]))
     session.show(plan)
     if not plan["fits"]:
-        raise CommandFailed("it does not fit")
+        raise CommandFailed("no layout of this job fits; the plan shows what would fit")

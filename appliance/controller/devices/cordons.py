@@ -1,6 +1,6 @@
-"""Cordons: devices that their holders must leave and that get no new holders, kept in the store until lifted; lost
-nodes, whose devices users see until the nodes return or an admin forgets them (the scheduler never does); and the watch
-that cordons devices which fail.
+"""Cordons: devices that their holders must leave and that get no new holders, kept in the store until lifted. Lost
+nodes: users see their devices until a node returns or an admin forgets it; the scheduler never sees them. The watch
+cordons failing devices.
 
 A device is a row of `Scheduler.status`.
 """
@@ -239,7 +239,7 @@ class DeviceWatch:
             self._nudge()
 
     def _straggling(self, now_s: float) -> dict[str, Fault]:
-        """Of the GPUs that a job has held for `slow_for_s`."""
+        """Faults of slow GPUs, by device id, among those that a job has held for `slow_for_s`."""
         before, self._held, found = self._held, {}, dict[str, Fault]()
         for job in jobs.list_unfinished(self._db, " AND phase = 'running'"):
             devices, since_s = before.get(job.id, ([], 0.0))

@@ -260,7 +260,7 @@ def dataset_of(report: DataReport) -> auto.DatasetStats:
 def box_facts(context: ControllerContext) -> BoxFacts:
     now = context.scheduler.status()
     memory, home = now["memory"], now["devices"][0]
-    # An engine or a job is on devices of home's kind.
+    # Engines and jobs use only devices of the first device's kind.
     devices = [device for device in now["devices"] if device["kind"] == home["kind"]]
     return BoxFacts(
         devices=len(devices),
@@ -284,7 +284,7 @@ def refuse_without_validation(resolved: dict[str, Any]) -> None:
 
 
 def cut_warning(method: Method, dataset: auto.DatasetStats, resolved: dict[str, Any]) -> list[str]:
-    """Of examples of a counted dataset that max_length cuts; prompts and documents are never cut."""
+    """A warning if max_length cuts examples of a counted dataset; prompts and documents are never cut."""
     longest, most = dataset.longest_example_tokens, resolved["max_length"]
     if longest <= most or method.rolls_out or dataset.documents:
         return []

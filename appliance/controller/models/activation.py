@@ -65,15 +65,15 @@ async def switch(context: ControllerContext, row: ModelRow, version: str, why: s
 log = logging.getLogger("appliance.controller")
 
 ERROR_CHANCE = 0.001
-"""Roll back when chance would produce as many canary errors less often than this: far below 5 %, for there are many
-looks."""
+"""Roll back when chance would produce as many canary errors less often than this: far below 5 %, because counts are
+checked often."""
 SLOWER_FACTOR = 1.5
 SLOWER_SLACK_S = 0.005
 """How much higher the 95th percentile may be than the other version's: a factor, and seconds of tolerance."""
 
 
 class Canaries:
-    """All canaries of a box. Whatever ends one holds its model's `lock`."""
+    """All canaries of a box. Code that ends a canary holds its model's `lock`."""
 
     def __init__(self, context: ControllerContext):
         self._context, self._db = context, context.db
@@ -86,7 +86,7 @@ class Canaries:
                 self._context.background.once(f"canary: {row.model}", partial(self._look_at, row.model, now_s))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in {row.name for row in CANARIES.list_all(self._db, "state != 'running'")} - served:
-            self._context.model_ops.let_go(name)  # not before: an engine that starts would hold its version again
+            self._context.model_ops.let_go(name)  # only now: a starting engine would hold its version again
 
     async def _look_at(self, name: str, now_s: float) -> None:
         # NotFound: the model may be deleted meanwhile.
@@ -120,7 +120,7 @@ class Canaries:
             text = f"{running.version} is the canary of {name}; promote it or roll it back first."
             raise Conflict(text, "version", "canary_running")
         self._check_room(model, stored)
-        created_s = time.time() if running is None else running.created_s  # with other settings: the counts are kept
+        created_s = time.time() if running is None else running.created_s  # new settings keep the counts
         row = CanaryRow(name, version, model.active_version or "", created_s=created_s, **settings)
         CANARIES.put(db, row)
         self._context.scheduler.loop.reset_failures(row.name)
@@ -132,7 +132,7 @@ class Canaries:
         """Make the canary the active version. Raises Conflict if there is none, or if the swap failed; it then stays a
         canary."""
         row = self._running(model.id)
-        compared = self._compared(row)  # before the swap, which makes both versions one
+        compared = self._compared(row)  # before the swap, after which both names mean one version
         why = f"promotes {row.version}: {reason}"
         await change(self._context, model, row.version, caller, "model.promote", why)
         self._end(row, "promoted", caller, reason, compared)
@@ -180,7 +180,7 @@ class Canaries:
         }
 
     def _loads(self, row: CanaryRow) -> dict[str, VersionLoad]:
-        """Counts of gateways for the canary and for the version before it."""
+        """The gateways' counts of requests to the canary and to the version before it."""
         load = self._context.bus.load().canaries.get(row.model)
         counted = load.versions if load is not None and load.since_s == row.created_s else {}
         return {version: counted.get(version, VersionLoad()) for version in (row.version, row.before)}
@@ -230,7 +230,7 @@ class Decision(NamedTuple):
 
 
 def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> Decision:
-    """new, old: counts of the canary and of the version before it. The first rule that finds something decides."""
+    """new, old: counts of the canary and of the version before it. The first rule that matches decides."""
     sides = ((row.version, new), (row.before, old))
     counts = ", ".join(f"{name} failed {load.errors} of {load.requests} requests" for name, load in sides)
     if chance_of_errors(new, old) < ERROR_CHANCE:
@@ -262,11 +262,11 @@ def p95_s(counts: Mapping[int, int]) -> float | None:
 
 
 def chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
-    """The chance of at least as many errors of `new`, if all errors fell on requests at random: Fisher's exact test,
-    or 1 where `new` fails no more often than `old`."""
+    """The chance of at least as many errors of `new`, if errors hit requests at random (Fisher's exact test);
+    1 if `new` fails no more often than `old`."""
     requests, errors = new.requests + old.requests, new.errors + old.errors
     if not old.requests or new.errors * requests <= errors * new.requests:
         return 1.0
-    from scipy.stats import hypergeom  # takes a second, of boxes with canaries alone
+    from scipy.stats import hypergeom  # takes a second; only boxes with canaries need it
 
     return float(hypergeom.sf(new.errors - 1, requests, errors, new.requests))

@@ -86,8 +86,8 @@ async def register(
     adapter: dict[str, Any] | None,
     serves: bool = True,
 ) -> dict[str, Any]:
-    """Create the rows of a version whose bytes are in place: the model, the version, and the deployment. Whoever may
-    use the base of an adapter may use the adapter too, until that is changed.
+    """Create the rows of a version whose bytes are in place: the model, the version, and the deployment. All
+    owners who may use the base of an adapter may use the adapter too, until that is changed.
 
     Args:
         source: where its files came from.
@@ -109,7 +109,7 @@ async def register(
     now_s = time.time()
     version = VersionRow(imported.name, imported.version, source, imported.bytes, now_s, str(imported.path), meta=meta)
     why, code = "", "model_exists"
-    if serves and made_by_jobs(db, imported.name):  # what jobs make never answers with what was imported
+    if serves and made_by_jobs(db, imported.name):  # a job's model never answers with imported weights
         why = f"{shown(imported.name)} is the name of a model that jobs make; import this one with --name, by another."
     elif not serves and models.find(db, imported.name) is None:
         why, code = f"{shown(imported.name)} was deleted during the import", "model_not_found"
@@ -152,8 +152,8 @@ async def register(
 
 
 def to_delete(db: Database, name: str) -> tuple[ModelRow, VersionRow | None]:
-    """The model and version of a name to delete; without a version the whole model, also one of whose versions none
-    answers (its job may have failed after it published some). Raises NotFound."""
+    """The model and version of a name to delete; without a version the whole model, even if no version of
+    it answers (its job may have failed after publishing some). Raises NotFound."""
     if (model := models.find(db, name)) is not None:
         return model, None
     resolved = known_model(db, name)

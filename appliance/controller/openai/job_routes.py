@@ -45,9 +45,9 @@ from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, UnsupportedModel
 
-# A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
+# If a job fails on its data, its last events are one for each bad line that the report lists, and one for the failure.
 _ERROR_EVENTS = 200
-# OpenAI has no "paused" or "suspended"; the events say which it is and why.
+# OpenAI has no "paused" or "suspended"; the events have the phase and the reason.
 _STATUS_OF_PHASE = {"validating": "validating_files", "suspended": "queued"}
 _OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _WORKED_OUT = ("n_epochs", "batch_size")
@@ -124,7 +124,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.get("/{job_id}/errors")
     def errors(job_id: str, caller: Caller) -> dict[str, Any]:
-        """What was wrong with the job's data, by line; none if it was not that."""
+        """Errors in the job's data, by line; empty if it did not fail on its data."""
         JOBS.known(db, job_id, caller)
         events = JOB_EVENTS.page(db, {"job_id": job_id}, limit=_ERROR_EVENTS).data
         return storage.errors_object(*settings.lines_of(reversed(events)))

@@ -1,4 +1,4 @@
-"""Makes fine-tuning jobs of requests, checked as far as possible before the data is converted: first the request's own
+"""Creates jobs from requests, checked as far as possible before the data is converted: first the request's own
 fields (`JobCreate`, `training_of`), then what it names (`insert_job`)."""
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     counted, names = data["training_file"].report or {}, ("n_examples", "n_rows", "n_tokens_estimate")
     of_upload = DataReport(**{name: counted[name] for name in (*names, "longest_example_tokens") if name in counted})
     try:
-        # Only to refuse errors while the client waits; the values are computed again from the checked data.
+        # Only to report errors while the client waits; validation computes the values again from the checked data.
         dataset = settings.dataset_of(of_upload)
         resolved = settings.SettingsRequest(context, base, method, training.hyperparameters, dataset, bounds).resolve()
         if body.validation_file is None:
@@ -319,7 +319,7 @@ def _name_refused(name: str, why: str) -> Conflict:
 
 
 def _gate(context: ControllerContext, gate: Gate, caller: Principal) -> dict[str, Any]:
-    """As `JobRow.gate` has it. Raises ApiError."""
+    """The new job's `JobRow.gate`. Raises ApiError."""
     if not caller.may(INFERENCE):  # the box asks models for it
         raise Forbidden(INFERENCE)
     if evals.find(context.db, gate.eval_id, viewer=caller.viewer) is None:
@@ -334,7 +334,7 @@ def _gate(context: ControllerContext, gate: Gate, caller: Principal) -> dict[str
 def _judge(
     context: ControllerContext, training: Training, student: Resolved, resolved: dict[str, Any], caller: Principal
 ) -> dict[str, Any]:
-    """Who judges the answers of a method that learns from the model's own. Raises ApiError."""
+    """The judge for a method that trains on the model's own answers. Raises ApiError."""
     kind = training.method.judged_by
     judge, param = training.block[kind], training.path(kind)
     if kind == "teacher":

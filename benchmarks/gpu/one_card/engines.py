@@ -28,7 +28,7 @@ from tests.e2e.engine_support import Box, client, greedy_ids, stream_ids
 
 KIND = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 MIB = 2**20
-# As large as kernels want it: heads of 64, several KV heads, 30 MB.
+# Large enough for the kernels: heads of 64, several KV heads; 30 MB of weights.
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,

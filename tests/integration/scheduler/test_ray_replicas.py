@@ -64,14 +64,14 @@ def killed(monkeypatch) -> list[Handle]:
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("killed by the memory monitor")])
-async def test_whatever_ray_says_of_a_death_is_one(error) -> None:
+async def test_each_error_of_a_dead_actor_raises_supervisor_died(error) -> None:
     supervisor = Supervisor(actor(work=raising(error)), "r")
     with pytest.raises(SupervisorDied):
         await supervisor.call("work")
     assert supervisor.over
 
 
-async def test_one_that_cannot_be_reached_now_may_be_asked_again() -> None:
+async def test_unreachable_supervisor_can_be_called_again() -> None:
     answers = iter([raising(ActorUnavailableError("lost the connection", None)), lambda: 1])
     supervisor = Supervisor(actor(work=lambda: next(answers)()), "r")
     with pytest.raises(SupervisorDied):
@@ -99,7 +99,7 @@ async def test_supervisor_that_dies_ends_calls_that_ray_does_not_answer(killed) 
 
 
 @in_virtual_time
-async def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
+async def test_supervisor_that_has_not_started_is_not_killed(killed) -> None:
     begun = asyncio.Event()
 
     async def work() -> int:
@@ -135,7 +135,7 @@ async def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
         (RankFailed(0, "raised InvalidTrainingData", retryable=False), "input"),
     ],
 )
-async def test_whose_fault_an_error_is(error, blame) -> None:
+async def test_error_has_its_blame(error, blame) -> None:
     assert blame_of(error) == blame
     for raised in (error, RayTaskError("work", "traceback", error).as_instanceof_cause()):
         with pytest.raises(EffectFailed) as failed, errors_as_failures():
@@ -179,7 +179,7 @@ async def two(monkeypatch):
             engine.watcher.cancel()
 
 
-async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two):
+async def test_stopped_supervisor_keeps_its_last_observed_state(two):
     found, supervisors = two
     before = await found.observe_replicas()
     assert [(replica.state, replica.answered) for replica in before] == [("open", True)] * 2
@@ -199,14 +199,14 @@ async def test_stop_everything_names_the_engine_that_did_not_stop(two, monkeypat
     assert "r1" in record.getMessage() and "Ray still lists its actor" in record.getMessage()
 
 
-async def test_one_that_serves_another_version_than_gateways_know_is_told_to_them(two):
+async def test_observe_corrects_a_version_that_gateways_have_wrong(two):
     found, opened = two[0], AsyncMock()
     found._routing = SimpleNamespace(version=lambda replica_id: "v0" if replica_id == "r0" else "v1", open=opened)
     assert {replica.state for replica in await found.observe_replicas()} == {"open"}
     opened.assert_called_once_with("r0", "m", "v1", "/r")
 
 
-async def test_one_that_nobody_knows_yet_is_waited_for(two):
+async def test_observe_fails_until_an_unknown_engine_answers(two):
     """After a restart of the controller its devices would look free."""
     found, supervisors = two
     supervisors[0].stopped = True

@@ -25,12 +25,12 @@ MARKED = (
     BEGIN + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
     "{% else %}{{ m['content'] }}{% endif %}" + END
 )
-# As Qwen 3's: the last answer alone has its thought, which is empty if it has none.
+# Like Qwen 3's template: only the last answer has its thought, empty if the message has none.
 FORGETFUL = (
     BEGIN + "{% if m['role'] == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n"
     "{% endif %}{{ m['content'] }}" + END
 )
-# As the distilled R1's: the generation prompt opens a thought, which the template never writes.
+# Like the distilled R1's template: the generation prompt opens a thought, which the template never writes.
 OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 STRICT = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('incomplete') }}{% endif %}" + CHATML
 NO_PROMPT = BEGIN + "{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -209,8 +209,10 @@ def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
     assert ids[: len(prompt)].tolist() == prompt.tolist()
     assert mask.tolist() == [n >= len(prompt) for n in range(len(ids))]
     assert words.decode(ids[len(prompt) :]) == "the quick brown fox<|im_end|>"
-    found = trained_texts(encoder, {"messages": [QUESTION, answer] * 2})
-    assert [text for _, text in found] == ["the quick brown fox<|im_end|>"] * 2
+    talk = [QUESTION, answer] * 2
+    for (ids, mask), end in zip(encoder.encode({"messages": talk}), (1, 3), strict=True):
+        prompt = encoder.prompt({"messages": talk[:end]}).tolist()
+        assert ids[~mask].tolist() == prompt and words.decode(ids[mask]) == "the quick brown fox<|im_end|>"
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -76,8 +76,8 @@ def test_compare_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
     del tensors["model.norm.weight"]
     tensors["v_head.summary.weight"] = torch.zeros(1, 32)
     tensors["lm_head.weight"] = torch.zeros(301, 32)
-    tensors["module.model.layers.0.mlp.up_proj.weight"] = torch.zeros(64, 32)  # whose name is another's
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # which transformers ignores
+    tensors["module.model.layers.0.mlp.up_proj.weight"] = torch.zeros(64, 32)  # names an existing tensor
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # ignored by transformers
     save_file(tensors, tmp_path / "model.safetensors")
     assert remarks(tmp_path) == {
         "missing": ["model.norm.weight"],

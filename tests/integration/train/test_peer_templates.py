@@ -15,7 +15,7 @@ from train.data.records import BadRecord
 (_ROOT,) = importlib.util.find_spec("trl").submodule_search_locations
 TEMPLATES = Path(_ROOT) / "chat_templates"
 FAMILIES = sorted(path.stem.removesuffix("_training") for path in TEMPLATES.glob("*_training.jinja"))
-# The token at which an engine of the family ends an answer, and a turn of calls where that is another one.
+# Tokens at which an engine of the family ends an answer and, if different, a turn of tool calls.
 ENDS = {
     "cohere": ("<|END_OF_TURN_TOKEN|>",),
     "cohere2": ("<|END_OF_TURN_TOKEN|>",),

@@ -1,6 +1,7 @@
 """DPO, KTO and ORPO compute what TRL does, however a step is split, and refuse what cannot be compared."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from train.model.model import load_model, load_tokenizer
 from train.plan import estimate
 from train.plan.errors import SnapshotMismatch
 from train.trainer import train as training
-from train.trainer.worker import prepare
+from train.trainer.worker import _report_data, prepare
 
 DPO, KTO, ORPO = map(method_of, ("dpo", "kto", "orpo"))
 # TRL 1.16.0's DPOTrainer on the model and pairs below: batches of four in order, AdamW at 1e-3, beta 0.1.
@@ -227,6 +228,10 @@ def test_pairs_that_a_cut_leaves_without_an_output_are_dropped(tmp_path):
     long = {"prompt": "a" * 60, "chosen": "b", "rejected": "c"}
     tokens, _ = opened(tmp_path, [good, long], 48)
     assert (tokens.n_examples, tokens.n_dropped) == (1, 1)
+    warnings: list[str] = []
+    spec = replace(host_spec(tmp_path), method="dpo", max_length=48)
+    _report_data(lambda _, level, text: warnings.extend([text] * (level == "warn")), spec, tokens)
+    assert len(warnings) == 1 and "1 were left out" in warnings[0]
     ids, other = np.arange(9, dtype=np.int32), np.arange(1, 10, dtype=np.int32)
     for pair, reason in (([(ids[:4], ids[:4] > 2), (ids, ids > 6)], "non-preferred"), ([(ids, ids > 2)] * 2, "same")):
         with pytest.raises(BadRecord, match=reason):

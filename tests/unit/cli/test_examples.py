@@ -37,7 +37,7 @@ def client(box: ControlledBox) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def finish(box: ControlledBox) -> Callable[[float | None], None]:
-    """Ends the newest job well, with this validation loss; with None it fails."""
+    """The newest job succeeds with this validation loss; with None it fails."""
 
     def finish(loss: float | None) -> None:
         box.settle()
@@ -61,7 +61,7 @@ def finish(box: ControlledBox) -> Callable[[float | None], None]:
 
 
 class Trial:
-    """As much of Optuna's as the objective uses: it takes the lowest value of each range."""
+    """The part of Optuna's Trial that the objective uses; it suggests the lowest value of each range."""
 
     def __init__(self) -> None:
         self.user_attrs: dict[str, Any] = {}

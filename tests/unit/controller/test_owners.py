@@ -271,7 +271,7 @@ def test_route_without_scope_does_not_start():
         make_router("/v1/toys").get("")(lambda: {})
 
 
-async def test_anothers_object_is_answered_for_as_one_that_nobody_has(control: Control, people: People):
+async def test_object_of_another_owner_answers_like_a_missing_one(control: Control, people: People):
     nobody = {kind: value[:-6] + "Nobody" for kind, value in people.objects.items()}
     nobody["response"] = name(0xABCDEF)
     for (method, path), what in judged(control):
@@ -299,7 +299,7 @@ async def test_a_persons_second_key_sees_what_the_first_one_made(control: Contro
                 assert "not_found" not in answer.text, (method, url, answer.text)
 
 
-async def test_names_of_anothers_model_checkpoint_and_version_mean_nothing(control: Control, people: People):
+async def test_names_of_another_owners_models_are_unknown(control: Control, people: People):
     model = people.objects["model"]
     for named in (model, people.objects["checkpoint"], f"{model}@step-1"):
         assert (await call(control, people.bob, "GET", f"/v1/models/{named}")).status_code == 200
@@ -315,7 +315,7 @@ async def test_names_of_anothers_model_checkpoint_and_version_mean_nothing(contr
     assert row.errors.data[0].code == "model_not_found"
 
 
-async def test_lists_hold_ones_own_alone(control: Control, people: People):
+async def test_lists_hold_only_the_owners_objects(control: Control, people: People):
     for (method, path), what in judged(control):
         if what != LIST:
             continue
@@ -338,7 +338,7 @@ async def test_lists_hold_ones_own_alone(control: Control, people: People):
 # --- sharing
 
 
-async def test_a_model_is_shared_by_its_owner_and_no_longer(control: Control, people: People):
+async def test_owner_shares_and_unshares_a_model(control: Control, people: People):
     model = people.objects["model"]
     path = f"/v1/models/{model}"
 
@@ -377,7 +377,7 @@ async def test_list_of_models_of_a_key_narrows_and_gives_nothing(control: Contro
 # --- usage
 
 
-async def test_usage_is_of_ones_own_keys_and_jobs_alone(control: Control, people: People):
+async def test_usage_covers_only_the_owners_keys_and_jobs(control: Control, people: People):
     for number, row in enumerate(sorted(keys.list_all(control.db), key=lambda row: row.name), 1):
         spent = {"key": row.id, "model": f"asked-by-{row.owner}", "version": "v1", "requests": number}
         usage.add(control.db, [spent | {"errors": 0, "prompt_tokens": 10, "completion_tokens": 0}], 36e5)

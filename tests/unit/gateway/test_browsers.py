@@ -96,7 +96,7 @@ async def test_the_page_is_sent_without_a_key_and_without_a_table(start_box: Sta
     assert "set-cookie" not in answer.headers
 
 
-async def test_nothing_else_is_below_it(box: Box) -> None:
+async def test_other_paths_below_the_page_are_unknown(box: Box) -> None:
     beside = SCRIPT.replace("app.js", "../site.py")
     for target in ("/ui/app.js", "/uix", "/ui/../admin/v1/status", "/ui/..%2f..%2fsite.py", beside):
         answer = await box.ask("GET", target, key=None)
@@ -121,7 +121,7 @@ BY_PAGE = SENT + TOLD + SAME
 
 
 def begin(box: Box, key: str = KEY, *, for_s: float = 60.0) -> None:
-    """A login of this key is in the table."""
+    """Put a login of this key into the table."""
     box.limit(key, sessions={digest(f"{COOKIE}.{HALF}"): {"id": LOGIN, "until_s": time.time() + for_s}})
 
 
@@ -136,7 +136,7 @@ async def read_box(start_box: Start) -> Box:
     return box
 
 
-async def test_it_is_its_key_with_the_keys_scopes(read_box: Box) -> None:
+async def test_login_has_the_scopes_of_its_key(read_box: Box) -> None:
     answer = await read_box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)
     assert answer.status == 200
     seen = read_box.controller.requests[0].headers
@@ -166,7 +166,7 @@ FORGED = {
 
 @pytest.mark.parametrize(("method", "headers"), FORGED.values(), ids=list(FORGED))
 @pytest.mark.parametrize("target", ["/admin/v1/keys", "/v1/chat/completions"])
-async def test_nobody_else_acts_with_it(start_box: Start, method: str, headers: str, target: str) -> None:
+async def test_forged_requests_cannot_use_a_login(start_box: Start, method: str, headers: str, target: str) -> None:
     box = await start_box()
     controller, engine = await box.control(LISTS), await box.engine("e0")
     box.serve("m", "e0")
@@ -188,7 +188,7 @@ async def test_the_page_itself_may_change_things(read_box: Box) -> None:
     assert (await read_box.ask("GET", "/admin/v1/keys", key=None, headers=SENT + TOLD)).status == 200
 
 
-async def test_its_end_comes_by_the_clock_and_with_its_key(read_box: Box) -> None:
+async def test_login_ends_on_time_and_with_its_key(read_box: Box) -> None:
     for for_s, limits, status in ((-1, {}, 401), (60, {}, 200), (60, {"expires_s": 1000.0}, 401)):
         read_box.limit(KEY, **limits)
         begin(read_box, for_s=for_s)
@@ -199,7 +199,7 @@ async def test_its_end_comes_by_the_clock_and_with_its_key(read_box: Box) -> Non
 
 
 @pytest.mark.parametrize("whose", ["login", "key", "another's login"])
-async def test_what_it_has_asked_ends_with_it(start_box: Start, whose: str) -> None:
+async def test_ended_login_aborts_its_open_requests(start_box: Start, whose: str) -> None:
     box = await start_box()
     controller = await box.control(hangs)
     begin(box)
@@ -216,7 +216,7 @@ async def test_what_it_has_asked_ends_with_it(start_box: Start, whose: str) -> N
     assert box.state.metrics.events["revoked_in_flight"] == 1
 
 
-async def test_who_ends_it_is_answered(start_box: Start) -> None:
+async def test_request_that_ends_its_own_login_is_answered(start_box: Start) -> None:
     box = await start_box()
 
     async def ends(request: UpstreamRequest, reply: Reply) -> None:
@@ -230,7 +230,7 @@ async def test_who_ends_it_is_answered(start_box: Start) -> None:
     assert head.startswith("HTTP/1.1 200 ") and head.count(f"set-cookie: {LOGIN}=; Max-Age=0;") == 2
 
 
-async def test_the_controllers_half_becomes_cookies_of_the_pages_paths(start_box: Start) -> None:
+async def test_login_cookie_is_set_for_both_paths_of_the_page(start_box: Start) -> None:
     box = await start_box()
     cookie = f"x-appliance-cookie: {LOGIN}={COOKIE}; Max-Age=60\r\nset-cookie: a=b\r\n"
     await box.control(gives({"id": LOGIN}, headers=cookie))
@@ -243,7 +243,7 @@ async def test_the_controllers_half_becomes_cookies_of_the_pages_paths(start_box
     ]
 
 
-async def test_the_way_to_a_login_provider_needs_no_key_and_is_nobodys(start_box: Start) -> None:
+async def test_oidc_routes_need_no_key_and_act_as_the_gateway(start_box: Start) -> None:
     box = await start_box()
     controller = await box.control(LISTS)
     forged = SAME + "X-Appliance-Key-Id: key_admin\r\nX-Appliance-Scopes: admin\r\n"
@@ -264,7 +264,7 @@ async def test_the_way_to_a_login_provider_needs_no_key_and_is_nobodys(start_box
     assert (await wire.response()).status == 200
 
 
-async def test_nothing_else_is_open(read_box: Box) -> None:
+async def test_routes_near_oidc_need_a_key(read_box: Box) -> None:
     for method, target in (
         ("POST", "/admin/v1/oidc"),
         ("DELETE", "/admin/v1/oidc/begin"),

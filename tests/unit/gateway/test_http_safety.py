@@ -92,7 +92,7 @@ async def test_heads_are_bounded(box: Box) -> None:
         assert (response.status, response.error["code"]) == (431, "bad_http_request")
 
 
-async def test_bodies_are_bounded_announced_or_not(start_box: Start) -> None:
+async def test_body_over_the_limit_is_refused_with_or_without_length(start_box: Start) -> None:
     box = await start_box(limits={"inference_body_bytes": 1000, "control_body_bytes": 500}, engine=answer_chat)
     await box.control(hangs)
     for target, limit in ((URL, 1000), ("/v1/fine_tuning/jobs", 500)):

@@ -39,7 +39,7 @@ def test_eight_h100_behind_a_switch_are_named_with_memory_and_peers(monkeypatch)
     assert machine.users == 0, "NVML stays open in no process that only looked"
 
 
-def test_plans_do_not_count_on_what_the_driver_keeps_of_a_gpus_memory(monkeypatch):
+def test_device_memory_excludes_the_drivers_reserve(monkeypatch):
     four_4090().install(monkeypatch)
     assert {device.memory_bytes for device in discovery.discover_devices("auto")} == {24_217 * 2**20}
     ask = pynvml.nvmlDeviceGetMemoryInfo
@@ -53,7 +53,7 @@ def test_plans_do_not_count_on_what_the_driver_keeps_of_a_gpus_memory(monkeypatc
     assert {device.memory_bytes for device in discovery.discover_devices("auto")} == {24_564 * 2**20}
 
 
-def test_gpus_of_wsl2_which_no_process_takes_for_such_are_refused(monkeypatch):
+def test_wsl2_gpus_are_refused(monkeypatch):
     machine = replace(four_4090(), control=False).install(monkeypatch)
     with pytest.raises(DevicesRefused, match=r"4 NVIDIA GPUs \(NVIDIA GeForce RTX 4090\).*WSL2.*\[box\] devices"):
         discovery.discover_devices("auto")
@@ -145,7 +145,7 @@ def at(second: float, **told) -> Reading:
     ]
     + [(xid, "") for xid in (13, 31, 32, 43, 45, 63, 69, 80, 94, 154)],
 )
-def test_an_xid_of_the_hardware_is_a_fault_one_of_an_application_is_not(xid, says):
+def test_only_hardware_xids_are_faults(xid, says):
     fault = fault_of(xid)
     assert says in fault and (str(xid) in fault) is bool(says)
 
@@ -153,7 +153,7 @@ def test_an_xid_of_the_hardware_is_a_fault_one_of_an_application_is_not(xid, say
 def test_memory_errors_count_from_where_the_watch_began():
     assert judged(at(1, ecc_uncorrected=3), at(6, ecc_uncorrected=3)) == {}
     assert judged(at(1, ecc_uncorrected=3), at(6, ecc_uncorrected=4)) == {"n0/0": "had 1 uncorrected memory error"}
-    assert judged(at(1), at(6, ecc_uncorrected=9)) == {}, "it did not tell before: nothing to compare with"
+    assert judged(at(1), at(6, ecc_uncorrected=9)) == {}, "no earlier count to compare with"
 
 
 def test_heat_must_last():
@@ -170,7 +170,7 @@ def test_heat_must_last():
     [({0}, 300, {"n0/0"}), ({0}, 295, set()), ({0, 1}, 300, set()), ({0, 1, 2}, 300, set())],
     ids=["one", "not yet", "half of them", "most"],
 )
-def test_slowness_of_few_cordons_them(slow, lasts_s, cordoned):
+def test_slow_devices_are_cordoned_if_they_are_few(slow, lasts_s, cordoned):
     def history(device: int) -> tuple[Reading, ...]:
         why = ("power_brake",) if device in slow else ("power_cap",)
         return tuple(Reading(f"n0/{device}", float(at_s), throttled=why) for at_s in range(0, lasts_s + 1, 5))
@@ -178,7 +178,7 @@ def test_slowness_of_few_cordons_them(slow, lasts_s, cordoned):
     assert set(failing({f"n0/{device}": history(device) for device in range(4)}, CONFIG)) == cordoned
 
 
-def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
+def test_readings_have_all_that_the_driver_reports(monkeypatch):
     machine = Machine([eight_h100().gpus[0], four_4090().gpus[1]]).install(monkeypatch)
     readings = readings_of(2)
     first, second = readings.read()
@@ -201,7 +201,7 @@ def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
     }
 
 
-def test_a_gpu_that_tells_how_far_its_limit_is_is_known_to_be_too_hot(monkeypatch):
+def test_slowdown_temperature_follows_from_the_reported_margin(monkeypatch):
     machine = eight_h100()
     gpu = machine.gpus[0]
     gpu.margin_c = 44
@@ -215,7 +215,7 @@ def test_a_gpu_that_tells_how_far_its_limit_is_is_known_to_be_too_hot(monkeypatc
     assert [(one.temperature_c, one.slowdown_c, one.lost) for one in read()] == [(88, None, "")]
 
 
-def test_a_gpu_that_is_let_go_is_not_held_open_and_no_xid_of_the_others_is_missed(monkeypatch):
+def test_skipped_gpu_is_closed_and_no_xid_of_others_is_lost(monkeypatch):
     """`nvidia-smi --gpu-reset` refuses a GPU that any process has open, a monitoring one too."""
     machine = eight_h100().install(monkeypatch)
     pynvml.nvmlInit()  # by a library of this process, such as torch
@@ -231,13 +231,13 @@ def test_a_gpu_that_is_let_go_is_not_held_open_and_no_xid_of_the_others_is_misse
     assert len(readings.read()) == 8 and machine.opened == set(range(8))
 
 
-async def test_readings_of_two_looks_at_once_are_whole_for_both(monkeypatch):
+async def test_two_concurrent_reads_are_both_complete(monkeypatch):
     eight_h100().install(monkeypatch)
     readings = readings_of(8)
     assert [len(found) for found in await asyncio.gather(readings.look(), readings.look())] == [8, 8]
 
 
-async def test_a_driver_that_hangs_takes_one_thread_however_often_it_is_asked(monkeypatch):
+async def test_hanging_driver_takes_one_thread_for_all_reads(monkeypatch):
     machine = eight_h100().install(monkeypatch)
     readings = readings_of(8)
     assert len(await readings.look()) == 8

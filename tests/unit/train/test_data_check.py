@@ -78,7 +78,7 @@ def test_check_writes_examples_of_another_shape_as_chats(tmp_path, array):
         (b"a\tb\n1\t2\n", "sep='\\t'"),
         (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "deeper than 64"),
         (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is not valid JSON"),
-        (b'{"messages": "' + b"a" * 5000 + b'"}', "longer than 1000 bytes"),
+        (b'{"messages": "' + b"a" * 5000 + b'"}', "lines after it were not checked"),
         (b'[{"a": 1}] x', "is not valid JSON"),
         (b'{"messages": "\x81"}', "iconv -f ENCODING -t utf-8"),
         ('{"messages": "你是谁"}'.encode("gbk"), "gb18030"),
@@ -88,6 +88,8 @@ def test_check_writes_examples_of_another_shape_as_chats(tmp_path, array):
         ("{\u201cprompt\u201d: 1}".encode(), "curly quotes"),
         (b'{"prompt": "a"},\n{"prompt": "b"},\n', "a comma follows"),
         (b'{"prompt": "a"}{"prompt": "b"}\n', "several JSON values on one line"),
+        (b'{"prompt": "a", "completion": "b", "prompt": "c"}', "the key 'prompt' twice"),
+        (b'{"prompt": "a", "completion": "b", "pr\\u003ampt": "::", "pr:mpt": 1}', "the key 'pr:mpt' twice"),
         (b'{"data": [{"prompt": "a", "completion": "b"}]}', "jq -c '.data[]'"),
     ],
 )
@@ -126,6 +128,11 @@ def test_objects_over_several_lines_are_one_error(tmp_path):
     assert [line for line, _ in report.errors] == [1] and "jq -c . FILE" in report.errors[0][1]
 
 
+def test_check_of_a_broken_first_line_reads_the_others(tmp_path):
+    report = check_training_file(write(tmp_path / "f.jsonl", '{"messages": [', *[GOOD] * 3))
+    assert ([line for line, _ in report.errors], report.n_examples) == ([1], 3)
+
+
 @pytest.mark.parametrize("sep", ["lines", "array", "one"])
 def test_bare_lists_of_messages_are_chats(tmp_path, sep):
     turns = GOOD["messages"]
@@ -145,12 +152,17 @@ PROMPT = PAIR["input"]
 
 @pytest.mark.parametrize("method", [None, "supervised", "dpo", "reinforcement"])
 @pytest.mark.parametrize("odd", [PAIR, PROMPT], ids=["pair", "prompt"])
-def test_check_of_several_shapes_refuses_lines_unlike_the_first(tmp_path, odd, method):
+def test_check_of_several_shapes_refuses_lines_unlike_most(tmp_path, odd, method):
     source = write(tmp_path / "f.jsonl", odd, odd, *[GOOD] * 10)
     how = {} if method is None else {"refuses": METHODS[method].refuses}
     report = check_training_file(source, chat_path=tmp_path / "out", **how)
-    mine = {None: odd, "dpo": PAIR, "reinforcement": PROMPT}.get(method)
-    assert [line for line, _ in report.errors] == (list(range(3, 13)) if mine is odd else [1])
+    mine = {"dpo": PAIR, "reinforcement": PROMPT}.get(method)
+    if mine is odd:
+        assert [line for line, _ in report.errors] == list(range(3, 13))
+    elif (method, odd) in (("dpo", PROMPT), ("reinforcement", PAIR)):
+        assert [line for line, _ in report.errors] == [1] and report.shape == "chat", "of the whole file"
+    else:
+        assert [line for line, _ in report.errors] == [1, 2] and report.n_examples == 10, report.errors
     assert not (tmp_path / "out").exists() and not report.ok
 
 

@@ -79,6 +79,7 @@ def test_report_has_the_shape_of_pairs_and_counts_keys_that_are_left_out(tmp_pat
     pairs = write(tmp_path / "p.jsonl", {"prompt": "Who?", "chosen": "I", "rejected": ""})
     report = checked(pairs)
     assert lines(report, "empty") == [1] and report["file"]["shape"] == "preference"
+    assert checked(write(tmp_path / "b.jsonl", "{no json"))["file"]["shape"] is None
     row = chat("Who is it?", "It is the nightingale.")
     path = write(tmp_path / "f.jsonl", {**row, "source": "x"}, {**row, "source": None, "id": 3})
     assert checked(path)["keys_left_out"] == {"id": 1, "source": 1}

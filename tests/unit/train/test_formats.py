@@ -124,17 +124,18 @@ def test_left_out_names_keys_of_parts_and_calls():
 def test_parse_makes_a_record_of_a_bare_list_of_messages():
     assert parse(json.dumps({"messages": json.dumps([ASK, ANSWER])}).encode()) == {"messages": [ASK, ANSWER]}
     assert parse(b'{"a": NaN, "b": ["NaN", NaN]}') == {"a": None, "b": ["NaN", None]}
+    assert parse(b'{"a": "NaN: \\u003a"}') == {"a": "NaN: :"}
 
 
 def test_padded_keys_of_tools_and_arguments_are_dropped():
     schema = {"type": "object", "properties": {"line": {"type": "integer"}, "crane": None}, "required": None}
     tool = {"name": "gauge", "input_schema": json.dumps(schema)}
-    calls = {"role": "assistant", "tool_calls": [{"name": "gauge", "input": {"line": 3, "crane": None}}]}
+    calls = {"role": "assistant", "tool_calls": [{"name": "gauge", "input": {"line": None, "crane": None}}]}
     turns = [ASK, calls, {"role": "tool_response", "content": "1"}, ANSWER]
     made = convert({"messages": turns, "tools": [tool]}).record
     parameters = {"type": "object", "properties": {"line": {"type": "integer"}}}
     assert made["tools"][0]["function"] == {"name": "gauge", "parameters": parameters}
-    assert made["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"line": 3}'
+    assert made["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"line": null}'
 
 
 @pytest.mark.parametrize("given", [json.dumps('{"line": 3}'), {"line": 3}, '{"line": 3}'])
@@ -142,6 +143,12 @@ def test_padded_keys_of_tools_and_arguments_are_dropped():
 def test_arguments_under_every_name_are_an_object(given, key):
     made = read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", key: given}]}])
     assert made[1]["tool_calls"] == [call("call_1", 3)]
+
+
+@pytest.mark.parametrize("given", [None, "", " ", "null", "{}"])
+def test_arguments_that_are_empty_are_an_empty_object(given):
+    made = read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", "arguments": given}]}])
+    assert made[1]["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
 @pytest.mark.parametrize("given", [[1], "[1]", "{a: 1}"])
