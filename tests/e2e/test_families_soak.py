@@ -71,7 +71,7 @@ NOT_SERVED = {
     "deepseek_v2": "Head dimension 48 is not supported",  # vLLM's latent attention on the CPU
     "deepseek_v3": "e_score_correction_bias",
 }
-NOT_TUNED = {"gemma2": "softcap"}
+NOT_TUNED = {"gemma2": "caps its attention logits"}
 # Which experts answer turns on the last digit of bfloat16.
 TOLERANCE_NATS = {"mixtral": 0.3}
 PROMPT = [5, 17, 40, 71, 9, 33, 28, 64, 12, 90]

@@ -66,7 +66,7 @@ def main() -> None:
     path, arch = Path(sys.argv[1]), sys.argv[2]
     Bounds(CPU_S, MEMORY_BYTES).hold()
     try:
-        tensors = compare(path, arch)
+        tensors = compared(path, arch)
         answer = {"tensors": tensors, "tokenizer": read(path, tensors["rows"])}
     except Unfit as error:
         answer = {"unfit": str(error)[:400]}
@@ -74,6 +74,17 @@ def main() -> None:
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def compared(path: Path, arch: str) -> dict[str, Any]:
+    """As `compare`; where the comparison itself fails, nobody knows, and nothing is refused. Raises Unfit."""
+    try:
+        return compare(path, arch)
+    except (Unfit, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried
+        reason = f"transformers failed to compare them: {type(error).__name__}: {str(error)[:200]}"
+        return {"unchecked": reason, "renamed": {}, "rows": 0}
 
 
 def compare(path: Path, arch: str) -> dict[str, Any]:
@@ -102,11 +113,7 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
     named = {module: name for name, module in model.named_modules()}
     report = {"unchecked": "", "rows": rows, "head": named.get(head, ""), "embedding": named.get(embedding, "")}
     tied = dict(model.all_tied_weights_keys)
-    try:
-        differs = _loaded(model, tensors, is_whole=is_whole)
-    except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried; that refuses nothing
-        reason = f"transformers failed to compare them: {type(error).__name__}: {str(error)[:200]}"
-        return {"unchecked": reason, "renamed": {}, "rows": rows}
+    differs = _loaded(model, tensors, is_whole=is_whole)
     report |= differs | {"plain": quantised and not any(differs.values())}
     for target, source in tied.items():
         if target in shapes and source not in shapes:
@@ -215,16 +222,20 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     """What the tokenizer of transformers makes of the files, for an embedding of so many rows, 0 for unknown.
 
     added: its added tokens and their ids. special: the token and id of each role. beyond: [token, id] without a row in
-    the embedding. begins: whether every text begins with the BOS token. differs: a text
-    that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
-    PreTrainedTokenizerFast. generation: why generation_config.json cannot be read, "" if it can. Raises Unfit.
+    the embedding. begins: whether every text begins with the BOS token. differs: a text that its class reads otherwise
+    than tokenizer.json, "" without. mended: whether it does not as PreTrainedTokenizerFast. generation: why
+    generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
         raise Unfit(f"the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
     file, report = path / "tokenizer.json", {"differs": "", "class": type(tokenizer).__name__, "mended": False}
-    plain = Tokenizer.from_file(str(file)) if file.is_file() else None
+    try:
+        plain = Tokenizer.from_file(str(file)) if file.is_file() else None
+    except Exception as error:  # noqa: BLE001 - the library raises it bare; the class above has not read this file
+        print(f"nothing to compare the tokenizer with: {error}", file=sys.stderr)
+        plain = None
     if plain is not None and (text := _differs(tokenizer, plain)):
         report["differs"] = text
         # As tokenizer_config.json would name it: of some families, transformers takes a class of its own all the same.

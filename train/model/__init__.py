@@ -1,4 +1,4 @@
-"""Builds the trained model: attention over packed rows, adapters, loss, learning rate, tensor parallelism.
+"""Builds the trained model: attention over packed rows, adapters, quantised layers, tensor parallelism.
 
 Never: Writes files or runs a step loop.
 Begin with model.py.

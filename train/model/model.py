@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, get_peft_model, inject_adapter_in_model, set_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.utils import load_peft_weights
+from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import (
     AutoConfig,
@@ -72,18 +72,13 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
             )
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
-    if not getattr(model, "_supports_sdpa", False):
-        # Nor where the model takes other implementations: those with attention sinks (gpt-oss), which packed attention
-        # would leave out without a word. What else it leaves out, it refuses itself.
-        raise UnsupportedModel(
-            f"{model.config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as "
-            "models with attention sinks), which packed attention does"
-        )
+    _refuse_unsupported(model)
     if _is_quantised(model.config):
         # compressed-tensors and what it imports take seconds, and few jobs need them.
         from train.model.quantised import keep_quantised  # noqa: PLC0415
 
         keep_quantised(model)
+    _choose_experts(model)
     if spec.base_adapter is not None and not empty:
         merge_into(model, spec.base_adapter)
     model.config.use_cache = False
@@ -204,17 +199,30 @@ def config_json(config: LoraConfig, base_model: str) -> bytes:
     return json.dumps(fields, indent=2, default=str, sort_keys=True).encode()
 
 
+@torch.no_grad()
 def merge_into(model: PreTrainedModel, directory: str) -> None:
-    """Add the stored LoRA adapter to the weights of `model`, in place. Raises UnsupportedModel for an adapter that does
-    not belong to this model."""
-    try:
-        adapted = get_peft_model(model, PeftConfig.from_pretrained(directory))
-        stored: Any = set_peft_model_state_dict(adapted, load_peft_weights(directory, device=HOST_MEMORY))
-    except (ValueError, RuntimeError) as error:
-        raise UnsupportedModel(f"the adapter {directory} does not fit the model: {error}") from error
-    if unknown := stored.unexpected_keys:
-        raise UnsupportedModel(f"{unknown[0]} of the adapter {directory} does not fit the model it is merged into")
-    adapted.merge_and_unload()
+    """Add the stored adapter's scaling * B @ A to the weights of `model`, in float32, in place. (Not peft's own
+    merge: it imports modules and matches expressions that the adapter's configuration, which is foreign, names.)
+
+    Raises UnsupportedModel when it does not belong to this model or is of a kind that is more than B @ A.
+    """
+    config = PeftConfig.from_pretrained(directory)
+    if not isinstance(config, LoraConfig) or config.use_dora or config.bias != "none" or config.modules_to_save:
+        raise UnsupportedModel(f"the adapter {directory} is not plain LoRA and cannot be merged")
+    tensors = load_peft_weights(directory, device=HOST_MEMORY)
+    weights = dict(model.named_parameters())
+    for name in sorted(tensors):
+        module, part, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
+        if not part:
+            continue
+        weight, up = weights.get(f"{module}.weight"), tensors.get(name.replace(".lora_A.", ".lora_B."))
+        down = tensors[name]
+        if weight is None or up is None or weight.shape != (up.shape[0], down.shape[1]):
+            raise UnsupportedModel(f"{name} of the adapter {directory} does not fit the model it is merged into")
+        rank = down.shape[0]
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, module), config.lora_alpha)
+        scaling = alpha / (rank**0.5 if config.use_rslora else rank)
+        weight.copy_(weight.float() + scaling * (up.float() @ down.float()))
 
 
 # --- what a model is
@@ -230,3 +238,29 @@ def keeps_state(model: PreTrainedModel) -> bool:
 def checkpoint_name(name: str) -> str:
     """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
     return name.replace(".base_layer.", ".")
+
+
+def _choose_experts(model: PreTrainedModel) -> None:
+    """Take the plain computation where torch's grouped matrix product, transformers' default, refuses: it wants rows of
+    whole 16 bytes. (Not those of a convolution, which has three dimensions too.)"""
+    experts = [p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
+    uneven = any(p.shape[-1] * p.element_size() % 16 for p in experts)
+    if uneven and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel where packed attention would leave out something without a word."""
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnsupportedModel(f"{config.model_type} caps its attention logits, which packed attention does not")
+    if getattr(config, "index_topk", None):  # of some families nothing but the mask says so, which is not read
+        raise UnsupportedModel(
+            f"{config.model_type} attends to the tokens that an indexer picks (DeepSeek's sparse attention), which "
+            "packed attention does not"
+        )
+    if not getattr(model, "_supports_sdpa", False):  # nor where the model takes other implementations
+        raise UnsupportedModel(
+            f"{config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as models "
+            "with attention sinks), which packed attention does"
+        )

@@ -60,7 +60,8 @@ class Grid:
 
 def partition_config(config: Any, tensor_parallel: int) -> dict[str, Any]:
     """AutoTP's `partition_config` for a transformers model of this config. Raises UnsupportedModel if the model has no
-    plan, or one with other parts (mixtures of experts, fused matrices)."""
+    plan, one with other parts (mixtures of experts, fused matrices), or numbers of heads and MLP columns that cannot be
+    shared out evenly, which config.json leaves out where they are the family's defaults."""
     plan = getattr(config, "base_model_tp_plan", None)
     what = f"tensor_parallel {tensor_parallel}: the model type {config.model_type!r}"
     if not plan:
@@ -71,6 +72,9 @@ def partition_config(config: Any, tensor_parallel: int) -> dict[str, Any]:
             f"{what} has layers cut as {', '.join(other)}, which training does not do (mixtures of experts, fused "
             "matrices); train it with tensor_parallel 1"
         )
+    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (count := getattr(config, field)) % tensor_parallel:
+            raise UnsupportedModel(f"{what} has {field} {count}, which {tensor_parallel} ranks cannot share evenly")
     specs = []
     for name, style in plan.items():  # such as layers.*.mlp.up_proj
         module = r".*\." + r"\d+".join(re.escape(part) for part in name.split("*"))

@@ -253,11 +253,10 @@ def residual_bytes(device_kind: str, device_memory_bytes: int, asleep: int) -> i
     return kind.context_bytes + asleep * kind.asleep_bytes + int(FRAGMENTS * device_memory_bytes)
 
 
-def logits_rows(rows: int, vocabulary: int, *, on_host: bool, full: bool) -> int:
-    """Rows whose logits are made at a time. Each chunk reads the head's weight, with full tuning also the sum of its
-    gradient, which takes longer than the arithmetic of few rows."""
-    most = HOST_LOGITS_BYTES if on_host else DEVICE_LOGITS_BYTES * (2 if full else 1)
-    return max(1, min(rows, most // (4 * vocabulary)))
+def held_rows(rows: int, chunk: int, hidden: int, element: int) -> int:
+    """Rows of the logits' gradient that are held for one product: they take no more than a float32 sum of the head's
+    size, or are one chunk."""
+    return min(rows, max(chunk, 4 * hidden // element))
 
 
 def snapshot_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
@@ -285,11 +284,12 @@ def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> in
     """What the output head takes in elements of so many bytes, if every token is learnt."""
     if not shape.vocab:
         return 0
-    tokens, full = _tokens(fields), fields["full"]
-    rows = logits_rows(tokens, shape.vocab, on_host=_on_host(fields), full=full)
+    tokens = _tokens(fields)
+    logits = min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
+    rows = held_rows(tokens, logits // (4 * shape.vocab), shape.hidden, element)
     summed = 4 if tokens > rows else 0
-    gradients = element * rows + (element + summed) * shape.hidden
-    return shape.vocab * (2 * 4 * rows + (gradients if full else 0))
+    gradients = shape.vocab * (element * rows + (element + summed) * shape.hidden)
+    return 2 * logits + (gradients if fields["full"] else 0)
 
 
 # --- time

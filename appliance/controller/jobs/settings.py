@@ -192,7 +192,7 @@ class SettingsRequest:
         kept = [name for name in capacity.LAYOUT if self._is_set(name)]
         estimator = Estimator(shape_of(self.base), box, method, method.load(dataset, resolved))
         steps = auto.steps(method.rows(dataset), resolved)
-        found = []
+        candidates = []
         for parts in self._row_parts(resolved, box):
             shared = resolved | {"sequence_parallel": parts}
             sizes = bounds.divided(shared, nodes)[1]
@@ -201,13 +201,14 @@ class SettingsRequest:
             by_micro = {n: possible for n, possible in by_micro.items() if possible and set(sizes) <= set(possible)}
             layouts, warning = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
             if layouts:
-                found.append((shared, layouts, warning))
+                candidates.append((shared, layouts, warning))
                 if parts == 1 and layouts[0].risk == capacity.NO_RISK and not warning:
-                    break  # sharing a row is talk in every layer, and rules out numbers of devices
+                    break  # ranks that share a row talk in every layer, and rule out numbers of devices
         layouts, warning = [], ""
-        if found := [one for one in found if not one[2]] or found:  # what was asked for counts more than speed
-            best = capacity.fastest_of([layouts[0] for _, layouts, _ in found], capacity.NEAR)
-            resolved, layouts, warning = next(one for one in found if one[1][0] is best)
+        # A request that is kept counts more than speed: without a warning before with one.
+        if candidates := [candidate for candidate in candidates if not candidate[2]] or candidates:
+            best = capacity.fastest_of([layouts[0] for _, layouts, _ in candidates], capacity.NEAR)
+            resolved, layouts, warning = next(candidate for candidate in candidates if candidate[1][0] is best)
         resolved = resolved | (layouts[0].fields if layouts else estimator.leanest())
         verdict = estimator.verdict(resolved, bounds.divided(resolved, nodes)[1])
         if warning:

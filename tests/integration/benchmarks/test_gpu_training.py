@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.gpu import training
-from train.plan import estimate
+from train.methods import packed_objective
 from train.state import copies
 
 HOST = torch.device("cpu")
@@ -27,6 +27,6 @@ def test_attention_agrees_with_float32():
 
 
 def test_head_gradients_agree_with_float32(monkeypatch):
-    monkeypatch.setattr(estimate, "HOST_LOGITS_BYTES", 4 * 50 * 9)  # nine rows at a time
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 50 * 9)  # nine rows at a time
     error = by_name(training.head(HOST, tokens=30, width=16, vocabulary=50, checked_width=8))["loss head's error"]
     assert error.ok and error.found > 0

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.convert.checkpoint_trial import Unfit, compare, read
+from train.convert.checkpoint_trial import Unfit, compare, compared, read
 
 SHAPE = {
     "vocab_size": 300,
@@ -129,6 +130,12 @@ def test_compare_refuses_only_what_transformers_knows(tmp_path, change, unchecke
     except Unfit:
         return
     assert found["shapes"]
+
+
+def test_what_transformers_fails_to_compare_is_not_refused(tmp_path):
+    write(tmp_path)
+    with patch("train.convert.checkpoint_trial.get_model_conversion_mapping", side_effect=KeyError("x")):
+        assert "failed to compare them: KeyError" in compared(tmp_path, "LlamaForCausalLM")["unchecked"]
 
 
 def tokenizer(directory: Path, **settings) -> Path:

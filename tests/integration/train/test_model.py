@@ -55,15 +55,34 @@ def test_a_job_on_an_adapter_starts_from_the_weights_that_peft_merges(trained, t
         assert torch.allclose(weight, ours[name], atol=1e-6), name
 
 
-@pytest.mark.parametrize("layer", ["x", "model.layers.0.self_attn.q_proj"], ids=["unknown layer", "other shape"])
-def test_what_does_not_fit_is_not_merged(trained, tmp_path, layer):
+@pytest.mark.parametrize(
+    "layer, settings",
+    [("x", {}), ("model.layers.0.self_attn.q_proj", {}), (None, {"use_dora": True})],
+    ids=["unknown layer", "other shape", "dora"],
+)
+def test_what_does_not_fit_is_not_merged(trained, tmp_path, layer, settings):
     base, model = trained
     model.save_pretrained(tmp_path / "a")
-    stray = {f"base_model.model.{layer}.lora_{part}.weight": torch.zeros(2, 2) for part in "AB"}
-    save_file(stray, tmp_path / "a" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | settings))
+    if layer is not None:
+        stray = {f"base_model.model.{layer}.lora_{part}.weight": torch.zeros(2, 2) for part in "AB"}
+        save_file(stray, tmp_path / "a" / "adapter_model.safetensors")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with pytest.raises(UnsupportedModel, match="adapter"):
         merge_into(plain, str(tmp_path / "a"))
+
+
+def test_merging_reads_factors_and_not_the_layers_that_a_configuration_names(trained, tmp_path):
+    base, model = trained
+    model.save_pretrained(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    config |= {"megatron_config": {"a": 1}, "megatron_core": "nowhere", "init_lora_weights": False}
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    merged = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merge_into(merged, str(tmp_path / "a"))
+    for expected, weight in zip(model.merge_and_unload().parameters(), merged.parameters(), strict=True):
+        assert torch.allclose(expected, weight, atol=1e-6)
 
 
 @pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True)])

@@ -11,10 +11,10 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import gradients, make_model_dir
 from train.data.packing import StepPlan, build_row
+from train.methods import packed_objective
 from train.methods.methods import DEFAULT as SUPERVISED
 from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import linear_layers, load_model
-from train.plan import estimate
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
@@ -48,9 +48,10 @@ def plain_loss(model, ids, mask):
     return functional.cross_entropy(logits[:-1], labels[1:], reduction="sum")
 
 
-@pytest.mark.parametrize("rows", [1000, 7])
-def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypatch, rows):
-    monkeypatch.setattr(estimate, "HOST_LOGITS_BYTES", 4 * 384 * rows)
+@pytest.mark.parametrize("rows, held", [(1000, 1000), (7, 1000), (7, 20), (7, 7)])
+def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypatch, rows, held):
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
+    monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
     model = load_model(spec)
     data = examples(6)
     expected = sum(plain_loss(model, *example) for example in data)
@@ -86,7 +87,7 @@ def test_step_has_the_same_loss_and_gradients_in_micro_batches_of_one_and_four_r
 
 @pytest.mark.parametrize("rows", [1000, 7])
 def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
-    monkeypatch.setattr(estimate, "HOST_LOGITS_BYTES", 4 * 384 * rows)
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
     objective = PackedObjective(load_model(spec), SUPERVISED, {})
     row = build_row([examples(6)], 512, 0, packing=True)
     batch = to_batch(row, 1.0, "cpu")
@@ -144,11 +145,24 @@ def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path)
         load_model(TrainSpec(**{**spec.__dict__, "base_path": str(tmp_path)}))
 
 
-def test_attention_sinks_are_refused_because_packed_attention_would_leave_them_out(tmp_path):
-    base = make_model_dir(tmp_path / "base", family="gpt_oss")
-    spec = host_spec(base)
-    with pytest.raises(UnsupportedModel, match="gpt_oss .* attention sinks"):
-        load_model(spec)
+@pytest.mark.parametrize(
+    "family, config, reason",
+    [
+        ("gpt_oss", {}, "gpt_oss .* attention sinks"),
+        ("llama", {"attn_logit_softcapping": 50.0}, "caps its attention logits"),
+        ("llama", {"index_topk": 8}, "an indexer picks"),
+    ],
+)
+def test_what_packed_attention_would_leave_out_is_refused(tmp_path, family, config, reason):
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model(host_spec(make_model_dir(tmp_path / "base", family=family, **config)))
+
+
+def test_experts_of_uneven_width_are_trained(tmp_path):
+    model = load_model(host_spec(make_model_dir(tmp_path / "base", family="qwen3_moe")))  # 52 columns of 2 bytes
+    loss = PackedObjective(model, SUPERVISED, {})(to_batch(build_row([examples(2)], 128, 0, packing=True), 1.0, "cpu"))
+    loss.backward()
+    assert loss > 0 and all(torch.isfinite(gradient).all() for gradient in gradients(model).values())
 
 
 def test_lora_leaves_experts_alone_whatever_peft_takes_for_their_names(tmp_path):

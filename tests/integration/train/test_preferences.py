@@ -21,10 +21,10 @@ from train.data.packing import build_row
 from train.data.records import BadRecord
 from train.data.token_set import open_token_set
 from train.data_checks.check import check_training_file
+from train.methods import packed_objective
 from train.methods.methods import METHODS, method_of
 from train.methods.packed_objective import LogProbHead, PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
-from train.plan import estimate
 from train.plan.errors import SnapshotMismatch
 from train.trainer import train as training
 from train.trainer.worker import _report_data, prepare
@@ -173,10 +173,11 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
 
 
 @pytest.mark.parametrize("alike", [False, True])
-@pytest.mark.parametrize("rows", [1000, 3])
+@pytest.mark.parametrize("rows, held", [(1000, 1000), (3, 1000), (3, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, dtype, alike):
-    monkeypatch.setattr(estimate, "HOST_LOGITS_BYTES", 4 * 50 * rows)
+def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held, dtype, alike):
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 50 * rows)
+    monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
     torch.manual_seed(0)
     head = LogProbHead(16, 50, bias=False, dtype=dtype)
     head.alike = alike

@@ -58,10 +58,12 @@ def test_the_plan_cuts_attention_and_mlp_and_nothing_else(family, tied):
     "model_config, shared, said",
     [
         (config("mixtral"), 2, "'mixtral' has layers cut as .*experts"),
+        (config("llama"), 4, "num_key_value_heads 2, which 4 ranks"),
+        (config("llama", num_key_value_heads=4, num_attention_heads=8, intermediate_size=99), 2, "intermediate_size"),
         (transformers.Phi3Config(**SIZES), 2, "fused matrices"),
         (transformers.BloomConfig(), 2, "'bloom' has no tensor-parallel plan"),
     ],
-    ids=["experts", "fused", "no-plan"],
+    ids=["experts", "heads", "columns", "fused", "no-plan"],
 )
 def test_what_cannot_be_cut_is_refused_by_name(model_config, shared, said):
     with pytest.raises(UnsupportedModel, match=said):
