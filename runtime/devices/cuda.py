@@ -34,7 +34,7 @@ _MAPS = Path("/proc/self/maps")
 _OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|cuDNN|NCCL) error")
 # Errors of theirs that the program caused.
 _OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
-MOST_ROUNDED_MB = 4  # a buffer of staging (train.state.copies), which is made anew for each snapshot
+MOST_ROUNDED_MB = 4  # a staging ring's buffer (train.state.copies), which is made anew for each snapshot
 
 
 # The first makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
@@ -189,10 +189,22 @@ class Cuda(DeviceKind):
 
         torch.cuda.current_stream(device).synchronize()
 
+    def locked_buffer(self, elements: int) -> Any:
+        import torch
+
+        return torch.empty(elements, dtype=torch.float32, pin_memory=True)
+
     def page_lock(self) -> RuntimePageLock:
         import torch  # noqa: F401 - loads the library
 
         return RuntimePageLock(ctypes.CDLL(loaded("libcudart")))
+
+    def mark(self) -> Callable[[], None]:
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
 
     def unplanned_attention(self) -> None:
         import torch

@@ -209,9 +209,18 @@ class DeviceKind:
     def wait_for_copies(self, device: Any) -> None:
         """Wait for the work that this thread submitted to it."""
 
+    def locked_buffer(self, elements: int) -> Any:
+        """A float32 tensor (elements,) in memory of the host that copies to and from the device run at full rate with,
+        and do not block where they are asked not to. Only of kinds that lock pages."""
+        raise NotImplementedError(self.title)
+
     def page_lock(self) -> PageLock:
         """Only of kinds that lock pages. A thread that locks has made a device its current one by `use`."""
         raise NotImplementedError(self.title)
+
+    def mark(self) -> Callable[[], None]:
+        """A function, for any thread, that waits for the work that this thread has submitted by now."""
+        return lambda: None
 
     def unplanned_attention(self) -> None:
         """Keep torch's attention off kernels that are planned again for every length of a sequence."""

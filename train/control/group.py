@@ -52,8 +52,8 @@ WORLDS = "worlds"  # alongside the warm parent's socket, in a directory of the b
 _SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
 _CERTAIN, _RAISED, _STARVED, _DIED, _SYMPTOM = range(5)
 _GRACE_S = 2.0
-"""When one rank dies, the others raise from their collectives within 0.1 s, sometimes before its death is seen: so long
-the others are given, so that the one with its own error is blamed and the first can report a snapshot."""
+"""Time for the others to report after one rank has failed: they raise from their collectives within 0.1 s, sometimes
+before its death is seen. Thus the rank with its own error is blamed, and the first can report a snapshot."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as default
+from itertools import pairwise
 from types import CodeType
 from typing import Annotated, Any, Literal, NoReturn, Self
 
@@ -33,6 +34,7 @@ Template = Annotated[str, AfterValidator(templates.check)]
 
 MAX_BYTES = 2 << 20
 MAX_FORMULA = 4096  # characters
+MAX_VARIABLES = 1000
 ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_ANSWER_TOKENS = 1024
 REASON_CHARACTERS = 160
@@ -83,7 +85,7 @@ class _Grader(_Strict):
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def as_given(self) -> dict[str, Any]:
-        """As the client wrote it: what it is told and what is stored. `parse` takes it again."""
+        """The grader as the client wrote it, which is stored and shown; `parse` accepts it again."""
         return dict(self._given)
 
     @model_validator(mode="after")
@@ -198,8 +200,8 @@ class Sampling(_Strict):
 
     def fields(self) -> dict[str, Any]:
         """The other fields of a chat completion that are given."""
-        given = {name: getattr(self, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
-        return {name: number for name, number in given.items() if number is not None}
+        values = {name: getattr(self, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> list[dict[str, Any]]:
@@ -280,10 +282,10 @@ class ScoreModel(_ModelGrader):
 
     @field_validator("range")
     @classmethod
-    def _rises(cls, given: list[float]) -> list[float]:
-        if not -1e6 <= given[0] < given[1] <= 1e6:
-            raise InvalidGrader("", f"is {given}; expected [low, high] within ±1,000,000")
-        return given
+    def _rises(cls, bounds: list[float]) -> list[float]:
+        if not -1e6 <= bounds[0] < bounds[1] <= 1e6:
+            raise InvalidGrader("", f"is {bounds}; expected [low, high] within ±1,000,000")
+        return bounds
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -310,7 +312,7 @@ def _numbers(low: float, high: float) -> str:
         # JSON has no 007, and a judge that wrote it would have given no grade.
         return rf"{sign}(0|[1-9][0-9]{{0,{digits - 1}}})(\.[0-9]{{1,4}})?"
     # From each whole number up to the next one: -0.5 lies between -1 and 0.
-    above = [str(one) if one >= 0 else f"-{-one - 1}" for one in range(least, most)]
+    above = [str(whole) if whole >= 0 else f"-{-whole - 1}" for whole in range(least, most)]
     return rf"({'|'.join(above)})(\.[0-9]{{1,4}})?|({least}|{most})(\.0)?"
 
 
@@ -373,14 +375,14 @@ class Multi(_Grader):
         number)."""
         try:
             result = eval(
-                self._code, {"__builtins__": {}} | _FUNCTIONS, {name: float(one) for name, one in rewards.items()}
+                self._code, {"__builtins__": {}} | _FUNCTIONS, {name: float(reward) for name, reward in rewards.items()}
             )
             if isinstance(result, complex) or not math.isfinite(result):
                 raise ValueError(f"it is {result}")
             return float(result)
         except (ArithmeticError, TypeError, ValueError) as error:
-            given = ", ".join(f"{name} = {reward:g}" for name, reward in rewards.items())
-            text = f"calculate_output has no value for {given}: {error}"
+            values = ", ".join(f"{name} = {reward:g}" for name, reward in rewards.items())
+            text = f"calculate_output has no value for {values}: {error}"
             raise GradingFailed(text, GradingErrors(formula_parse_error=True)) from None
 
 
@@ -421,6 +423,8 @@ def parse(given: Any) -> Grader:
         written = json.dumps(named)
         if len(written) > MAX_BYTES:
             raise InvalidGrader("", f"the grader has {len(written)} bytes; at most {MAX_BYTES} are taken")
+        if written.count("{{") > MAX_VARIABLES:  # filled for each sample
+            raise InvalidGrader("", f"the grader has more than {MAX_VARIABLES} variables in braces")
         # Lax only about JSON's one kind of number: 1 is a float.
         grader = _ANY.validate_json(written)
     except ValidationError as error:
@@ -481,8 +485,9 @@ def _refuse(error: ValidationError) -> NoReturn:
             fault for fault in faults if fault["type"] == "extra_forbidden" and fault["loc"][:-1] == first["loc"][:-1]
         )
         first = next(unknown, first)
-    # A union adds what it tried to the path.
-    path = [str(step) for step in first["loc"] if step not in (*TYPES, "_Part") and "[" not in str(step)]
+    # A union adds its branches to the path; a name within `graders` may be equal to one of them.
+    steps = pairwise(("", *map(str, first["loc"])))
+    path = [step for before, step in steps if before == "graders" or step not in (*TYPES, "_Part") and "[" not in step]
     message = first["msg"]
     if first["type"] == "value_error":
         own: InvalidGrader = first["ctx"]["error"]

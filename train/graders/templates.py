@@ -1,6 +1,6 @@
 """Templates of graders, filled from the data: `{{ item.a.b }}` and `{{ sample.output_text }}` in a text.
 
-Of Jinja's language only such paths and quoted texts are taken: `{{ '{{' }}` becomes two braces.
+Of Jinja's language only such paths and quoted texts are accepted: `{{ '{{' }}` becomes two braces.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAX_TEXT = 1 << 20
 """Characters of what a template becomes."""
 _SHOWN = 200
 _PLACE = re.compile(r"[0-9]{1,9}")
-_QUOTED = r"""'[^']*'|"[^"]*\""""
-_STEP = re.compile(rf"\.(\w+)|\[(\d+|{_QUOTED})\]")
+_QUOTED = r"""'[^'\\]*'|"[^"\\]*\""""
+_STEP = re.compile(rf"\.(\w+)|\[(\d+)\]|\[({_QUOTED})\]")
 _VARIABLE = re.compile(
-    rf"\{{\{{\s*(?:(?P<quoted>{_QUOTED})|(?P<namespace>\w+)(?P<steps>(?:{_STEP.pattern})*))\s*\}}\}}"
+    rf"\{{\{{\s*(?:(?P<quoted>{_QUOTED})|(?P<namespace>\w+)(?P<steps>(?:{_STEP.pattern}){{0,64}}))\s*\}}\}}"
 )
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -88,7 +88,7 @@ def check(template: str, param: str = "") -> str:
         raise InvalidGrader(
             param,
             "cannot be read; write a variable as {{ item.a.b }}, or {{ item['a b'] }} for a name with other signs, "
-            "without filters, calls and expressions, and braces that are to stay as {{ '{{' }}",
+            "without filters, calls, escapes and expressions, and braces that are to stay as {{ '{{' }}",
         )
     for namespace, *steps in variables(template):
         if namespace not in NAMESPACES:
@@ -135,11 +135,11 @@ def _pieces(template: str) -> tuple[str | Path, ...]:
     """Its texts and the paths of its variables."""
     pieces: list[str | Path] = []
     end = 0
-    for found in _VARIABLE.finditer(template):
-        pieces.append(template[end : found.start()])
-        quoted, namespace, steps = found["quoted"], found["namespace"], _STEP.finditer(found["steps"] or "")
-        pieces.append(quoted[1:-1] if quoted else (namespace, *(step[1] or step[2].strip("'\"") for step in steps)))
-        end = found.end()
+    for match in _VARIABLE.finditer(template):
+        pieces.append(template[end : match.start()])
+        quoted, namespace, steps = match["quoted"], match["namespace"], _STEP.finditer(match["steps"] or "")
+        pieces.append(quoted[1:-1] if quoted else (namespace, *(step[1] or step[2] or step[3][1:-1] for step in steps)))
+        end = match.end()
     return (*pieces, template[end:])
 
 

@@ -52,7 +52,6 @@ class Rollouts:
         if self._grid.rank == 0:
             facts.write(spec.run_dir)
         self._files = SamplesPlan(spec, facts)
-        self._options = spec.options
         # An adapter of its base where the base's engines take it, else whole weights, under a private name.
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
         self._policy = replace(rank, spec=replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id)))
@@ -64,7 +63,7 @@ class Rollouts:
         rank."""
         began_s = time.perf_counter()
         published_s = self._publish(step)
-        samples, options = self._received(SamplesFile("train", step)), self._options
+        samples, options = self._received(SamplesFile("train", step)), self._spec.options
         lesson = self._lesson(samples.verdict, samples.log_probs, options["group"])
         seconds = {"publishing": published_s, "sampling": time.perf_counter() - began_s - published_s}
         rows: list[tuple[int, Row]] = []
@@ -108,7 +107,7 @@ class Rollouts:
         """Collective: the verdicts on the answers to the validation prompts. Raises as `step`."""
         self._publish(step)
         samples = self._received(SamplesFile("valid", step))
-        lesson = self._lesson(samples.verdict, samples.log_probs, self._options["eval_samples"])
+        lesson = self._lesson(samples.verdict, samples.log_probs, self._spec.options["eval_samples"])
         return {**lesson.of_validation, "completion_tokens_mean": sum(map(len, samples.ids)) / len(samples.ids)}
 
     # --- weights and samples

@@ -16,13 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from threading import local
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import distributed
 
+from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import in_host_memory, of_torch
 from train.control.rank import barrier, broadcast_json
 from weights.format.errors import StoreFull
@@ -30,9 +30,9 @@ from weights.format.layout import Layout, Placed
 from weights.format.torch_views import Strided, as_tensor, runs_view, torch_dtype
 from weights.memory.store import WeightStore
 
-_PART_BYTES = 4 << 20  # a buffer of staging
-MOST_COPIES = 8  # that have begun
-THREADS = 4  # of the host, per rank; the ranks of a box share its memory's bandwidth
+_PART_BYTES = 4 << 20  # a staging ring's buffer
+BUFFERS = 8
+THREADS = 3  # of the host, per rank; the ranks of a box share its memory's bandwidth
 Piece = tuple[str, Strided, torch.Tensor]
 """A stored tensor, which of its elements, and this rank's memory for them: (n,), contiguous."""
 HostCopy = Callable[[torch.Tensor], None]
@@ -59,10 +59,10 @@ def write_together(
     began_s, rank, draft = time.perf_counter(), distributed.get_rank(), None
 
     def agreed(act: Callable[[], dict[str, Any]]) -> Any:
-        """What `act` returns on rank 0, on every rank."""
+        """The result of `act` on rank 0, on every rank. Raises StoreFull on every rank."""
         outcome = {}
         try:
-            outcome = act() if rank == 0 else outcome
+            outcome = act() if rank == 0 else {}
         except (StoreFull, OSError) as error:
             if not isinstance(error, StoreFull) and error.errno != errno.ENOSPC:
                 raise
@@ -107,7 +107,7 @@ def write(draft: Any, pieces: Iterable[Piece]) -> None:
                 if in_host_memory(part.device):
                     put(part.to(dtype))
                 else:
-                    files.staging(part.device).to_host(part.to(dtype), put)
+                    files.ring(part.device).to_host(part.to(dtype), put)
 
 
 def read(lease: Any, pieces: Iterable[Piece]) -> None:
@@ -120,7 +120,7 @@ def read(lease: Any, pieces: Iterable[Piece]) -> None:
             for at, part in _parts(runs, ours, dtype):
                 get = partial(_repeat, os.preadv, files.fd(placed.file), placed.start + at * dtype.itemsize)
                 if not in_host_memory(part.device):
-                    files.staging(part.device).to_device(part, get, dtype)
+                    files.ring(part.device).to_device(part, get, dtype)
                 elif part.dtype == dtype:
                     get(part)
                 else:
@@ -129,12 +129,12 @@ def read(lease: Any, pieces: Iterable[Piece]) -> None:
 
 
 class _Files:
-    """The open files of a draft or a lease, and staging for each device."""
+    """The open files of a draft or a lease, and a staging ring for each device."""
 
     def __init__(self, handle: Any, flags: int):
         self._handle, self._flags, self._copying = handle, flags, ExitStack()
         self._fds: dict[str, int] = {}
-        self._staging: dict[torch.device, Staging] = {}
+        self._rings: dict[torch.device, StagingRing] = {}
 
     def __enter__(self) -> _Files:
         return self
@@ -142,7 +142,7 @@ class _Files:
     def __exit__(self, *error: Any) -> None:
         try:
             self._copying.__exit__(*error)
-        finally:  # its threads use the files until its end
+        finally:  # a ring's threads use the files until its end
             for fd in self._fds.values():
                 os.close(fd)
 
@@ -159,10 +159,10 @@ class _Files:
             self._fds[file] = os.open(self._handle.path / file, self._flags | os.O_NOFOLLOW | os.O_CLOEXEC)
         return self._fds[file]
 
-    def staging(self, device: torch.device) -> Staging:
-        if device not in self._staging:
-            self._staging[device] = self._copying.enter_context(Staging(_PART_BYTES // 4, of_torch(device).locks_pages))
-        return self._staging[device]
+    def ring(self, device: torch.device) -> StagingRing:
+        if device not in self._rings:
+            self._rings[device] = self._copying.enter_context(StagingRing(of_torch(device), _PART_BYTES // 4))
+        return self._rings[device]
 
 
 def _parts(runs: Strided, ours: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
@@ -182,56 +182,67 @@ def _repeat(call: Callable[[int, list[memoryview], int], int], fd: int, at: int,
         rest, at = rest[count:], at + count
 
 
-class Staging:
-    """Copies between a device and pageable memory of the host, by threads with a page-locked buffer each, of `elements`
-    float32. Leave the context to wait for all copies; an error of one is raised there or before.
+class StagingRing:
+    """Copies between a device and pageable memory of the host through a ring of page-locked buffers, of `elements`
+    float32 each. For one thread, in whose current stream the device copies. Leave the context to wait for all copies;
+    an error of one is raised there or before.
 
     A GPU copies from and to page-locked memory alone. For other memory the driver keeps a small buffer of its own,
     which one thread fills while the link waits: 10 to 17 GB/s where page-locked copies make 55 (H200, DeepSpeed's pull
-    request 8283). A snapshot's mapping is too large to lock for one use. Here one thread's buffer is on the link while
-    the others fill or empty theirs.
+    request 8283). A snapshot's mapping is too large to lock for one use. Here the link fills one buffer while threads
+    empty the others.
     """
 
-    def __init__(self, elements: int, pin_memory: bool):
-        self._elements, self._pin_memory, self._mine = elements, pin_memory, local()
-        self._copies: deque[Future[None]] = deque()
-        self._threads = ThreadPoolExecutor(THREADS, "staging", self._begin_thread)
+    def __init__(self, kind: DeviceKind, elements: int):
+        self._kind = kind
+        # Each with what must be over before it is used again.
+        self._free: deque[tuple[torch.Tensor, Callable[[], Any]]] = deque(
+            (kind.locked_buffer(elements), lambda: None) for _ in range(BUFFERS)
+        )
+        self._filled: deque[tuple[Future[None], torch.Tensor, torch.Tensor, torch.Tensor]] = deque()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="staging")
 
-    def __enter__(self) -> Staging:
+    def __enter__(self) -> StagingRing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            while self._copies and error is None:
-                self._copies.popleft().result()
+            if error is None:
+                while self._filled:
+                    self._send()
+                for _, over in self._free:
+                    over()
         finally:
-            self._threads.shutdown(cancel_futures=True)
+            self._threads.shutdown()
 
     def to_host(self, source: torch.Tensor, take: HostCopy) -> None:
         """Begin a copy from the device (n,), whose elements `take` gets."""
-        self._begin(source.dtype, source.numel(), lambda part: take(part.copy_(source)))
+        buffer, over = self._free.popleft()
+        over()
+        part = buffer.view(source.dtype)[: source.numel()]
+        part.copy_(source, non_blocking=True)
+        arrived = self._kind.mark()
+
+        def land() -> None:
+            arrived()
+            take(part)
+
+        self._free.append((buffer, self._threads.submit(land).result))
 
     def to_device(self, target: torch.Tensor, fill: HostCopy, dtype: torch.dtype) -> None:
         """Begin a copy to the device (n,) of elements that `fill` provides in `dtype`."""
+        while len(self._filled) > BUFFERS // 2:
+            self._send()
+        buffer, over = self._free.popleft()
+        over()
+        part = buffer.view(dtype)[: target.numel()]
+        self._filled.append((self._threads.submit(fill, part), buffer, part, target))
 
-        def copy(part: torch.Tensor) -> None:
-            fill(part)
-            # Cast on the device: torch would cast on the host, by way of a buffer that is not page-locked.
-            target.copy_(part if part.dtype == target.dtype else part.to(target.device))
-
-        self._begin(dtype, target.numel(), copy)
-
-    def _begin_thread(self) -> None:
-        self._mine.buffer = torch.empty(self._elements, dtype=torch.float32, pin_memory=self._pin_memory)
-
-    def _begin(self, dtype: torch.dtype, numel: int, copy: HostCopy) -> None:
-        """Have a thread call `copy` with elements of a buffer; it copies in the device's default stream. Waits while
-        many copies have not ended: each may keep memory of the device."""
-
-        def run() -> None:
-            with torch.no_grad():
-                copy(self._mine.buffer.view(dtype)[:numel])
-
-        if len(self._copies) == MOST_COPIES:
-            self._copies.popleft().result()
-        self._copies.append(self._threads.submit(run))
+    def _send(self) -> None:
+        filling, buffer, part, target = self._filled.popleft()
+        filling.result()
+        # Cast on the device: torch would cast on the host, by way of a buffer that is not page-locked.
+        target.copy_(
+            part if part.dtype == target.dtype else part.to(target.device, non_blocking=True), non_blocking=True
+        )
+        self._free.append((buffer, self._kind.mark()))

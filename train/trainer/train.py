@@ -70,19 +70,20 @@ class DataFeed:
 class Reference:
     """Log-probabilities of every sequence of the data to the starting model, for methods that compare the trained model
     with it (Method.needs_reference). They are computed once, before the first step: until then the model is the
-    starting one (an adapter adds nothing yet), so there is no second copy of the weights.
+    starting one (an adapter adds nothing yet), so no second copy of the weights is needed.
 
     values: (examples, sequences) float32 of a token set, also as its `reference`; NaN where they are not known. The
     ranks share the packs, and add the values up. They are in `<run_dir>/reference`, by the digest of the tokens, so an
-    aborted pass is resumed, and in every snapshot, for a run that goes on elsewhere.
+    aborted pass is resumed, and in every snapshot, for a run that resumes elsewhere.
     """
 
     def __init__(self, rank: Rank, tokens: TokenSet):
         self._rank, self._tokens = rank, tokens
         self._path = Path(rank.spec.run_dir) / "reference" / tokens.digest
         self.values = tokens.reference = np.full((tokens.n_examples, tokens.sequences), np.nan, np.float32)
-        if self._path.exists():
-            self.values[:] = np.fromfile(self._path, np.float32).reshape(self.values.shape)
+        # After a power cut the file may be empty.
+        if self._path.exists() and (known := np.fromfile(self._path, np.float32)).size == self.values.size:
+            self.values[:] = known.reshape(self.values.shape)
 
     def compute(self, evaluated: Callable[..., Iterator[tuple[dict[str, Any], torch.Tensor]]]) -> None:
         """Collective: compute the values that are not known yet. The engine's weights must be the starting ones.
@@ -162,7 +163,7 @@ class Run:
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
-        """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
+        """Train to the end or until a signal; return the outcome for the final event. Call `metrics.close` next."""
         try:
             self._train()
         except DevicesWanted:
@@ -171,10 +172,6 @@ class Run:
         self._publish_result()
         self.ended_s = time.monotonic()
         return {"outcome": "succeeded", "step": self.step}
-
-    def close(self) -> None:
-        """Write out what is buffered: the process may end without any of Python's own clean-up."""
-        self.metrics.close()
 
     def _train(self) -> None:
         """Collective. Raises DevicesWanted."""

@@ -61,7 +61,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     lifeline.emit("ready", pid=os.getpid(), step=run.step, seconds=seconds)
     outcome = run.run()
     progress.enter("done", run.step)
-    run.close()
+    run.metrics.close()
     seconds = {**outcome.pop("seconds", {}), "leave": time.monotonic() - run.ended_s}
     lifeline.emit("done", seconds=seconds, **outcome)
     return 0

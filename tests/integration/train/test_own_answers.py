@@ -285,7 +285,7 @@ class Box:
         self.spec = spec
         run = prepare(spec, self, self.progress, snapshot)
         outcome = run.run()
-        run.close()
+        run.metrics.close()
         return outcome
 
 

@@ -275,6 +275,8 @@ REFUSED_RUNS = {
         "data_source.sampling_params.tools.0",
     ),
     "a sample that is not there yet": (messages("{{sample.output_text}}"), TEMPLATE),
+    "a template that is none": (messages("{{ item.a | upper }}"), TEMPLATE),
+    "a part that is none": (messages([{"type": "input_text", "text": "{{ a }}"}]), f"{TEMPLATE}.0.text"),
     "an image": (messages([{"type": "input_image", "image_url": "data:x"}]), f"{TEMPLATE}.0.type"),
     "a reference with braces": reference("{{ item.messages }}"),
     "a reference to the sample": reference("sample"),

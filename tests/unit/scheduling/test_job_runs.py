@@ -77,11 +77,10 @@ def steps(db):
     return [int(version.removeprefix("step-")) for _, _, version in models.checkpoint_names(db)]
 
 
-async def test_of_the_checkpoints_of_a_jobs_epochs_the_last_three_stay_and_those_that_something_rests_on(
-    runs, db, add_model, add_job
-):
+@pytest.mark.parametrize("publish", ["checkpoints", "best"])
+async def test_publish_keeps_the_last_three_checkpoints_and_those_in_use(runs, db, add_model, add_job, publish):
     add_model()
-    row = add_job(phase="running", resolved={"publish": "checkpoints"})
+    row = add_job(phase="running", resolved={"publish": publish})
     name, removed = row.output_model, []
 
     async def remove(version):

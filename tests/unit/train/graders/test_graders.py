@@ -61,7 +61,8 @@ def test_a_string_is_compared(operation: str, text: str, answer: str, reward: fl
 
 def test_templates_reach_into_items_and_samples() -> None:
     sample = Sample('{"steps": [{"n": 7}]}', [{"id": "call_1"}])
-    item = {"a": {"b": [1, {"c d": "x"}]}, "zh": "你好"}
+    item = {"a": {"b": [1, {"c d": "x"}]}, "zh": "你好", "'q'": "quoted"}
+    assert fill("""{{ item["'q'"] }} {{ '{{' }} {{ "}}" }}""", sample, item) == "quoted {{ }}"
     assert fill("{{item.a.b.0}} {{ item.a['b'][1]['c d'] }} {{item.zh}}", sample, item) == "1 x 你好"
     assert fill("{{ sample.output_json.steps[0].n }}", sample, item) == "7"
     assert fill("{{sample.output_tools}}", sample, item) == '[{"id": "call_1"}]'
@@ -152,6 +153,20 @@ REFUSED = {
     ),
     "no end": ({**EQUAL, "input": "{{ item.answer }"}, "input"),
     "a sum": ({**EQUAL, "input": "{{ item.a + 1 }}"}, "input"),
+    "an escape": ({**EQUAL, "input": r"{{ 'a\nb' }}"}, "input"),
+    "an escape in a name": ({**EQUAL, "input": r"{{ item['it\'s'] }}"}, "input"),
+    "space control": ({**EQUAL, "input": "{{- item.a -}}"}, "input"),
+    "too many variables": ({**EQUAL, "input": "{{ item.a }}" * 1001}, ""),
+    "a long path": ({**EQUAL, "input": f"{{{{ item{'.a' * 65} }}}}"}, "input"),
+    "a grader named as a type": (
+        {
+            "type": "multi",
+            "name": "m",
+            "calculate_output": "python",
+            "graders": {"python": {**EQUAL, "input": "{{ a }}"}},
+        },
+        "graders.python.input",
+    ),
     "a sample's field": ({**EQUAL, "input": "{{sample.text}}"}, "input"),
     "cosine": (
         {"type": "text_similarity", "name": "x", "input": "", "reference": "", "evaluation_metric": "cosine"},
