@@ -82,7 +82,9 @@ class StoredResponses:
         """Whether it is new. One transaction each, for a copy may have megabytes."""
         row = objects.copy_row(copy, keys.owner_of(self._db, copy["key"]))
         with self._db.transaction():
-            if ROWS.find(self._db, row.id) is not None:  # a copy may arrive twice
+            # A gateway keeps copies while the controller is away; they would bring back a person who was forgotten.
+            has_left = keys.how_ended(self._db, row.key_id) and keys.without_key(self._db, [row.owner])
+            if has_left or ROWS.find(self._db, row.id) is not None:  # a copy may arrive twice
                 return False
             ROWS.insert(self._db, row)
         return True

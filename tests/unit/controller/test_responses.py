@@ -145,6 +145,16 @@ async def test_housekeeping_deletes_old_responses_and_those_of_owners_without_ke
     assert left() == [2]
 
 
+async def test_take_of_an_owner_without_keys_stores_nothing(control: Control):
+    laptop, phone = (keys.create(control.db, one, ["inference"], "ann")[0] for one in ("laptop", "phone"))
+    keys.revoke(control.db, laptop.id)
+    await send(control, copy(1, key=laptop.id))
+    assert RESPONSES.find(control.db, name(1)) is not None, "it is her other key's too"
+    keys.revoke(control.db, phone.id)
+    await send(control, copy(2, key=laptop.id), copy(3))
+    assert RESPONSES.find(control.db, name(2)) is None and RESPONSES.find(control.db, name(3)) is not None
+
+
 # --- in background
 
 
