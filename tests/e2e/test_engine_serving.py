@@ -329,9 +329,7 @@ async def test_a_tensor_parallel_engine_leaves_no_segment_behind(start, a, how):
     assert not {path.name for path in set(devices.iterdir()) - before if path.name.startswith(("psm_", "vllm_"))}
 
 
-async def test_the_failure_of_one_tensor_parallel_worker_ends_the_engine_within_seconds(
-    engine_box, start, a, monkeypatch
-):
+async def test_a_tensor_parallel_worker_that_fails_ends_the_engine_within_seconds(engine_box, start, a, monkeypatch):
     """The worker that replies waits for it in a collective; vLLM notices that after five minutes."""
     monkeypatch.setattr("serve.engine.replica.ENTRY", dying_engine.ENTRY)
     plan = {"phase": dying_engine.STEPS, "by": "", "rank": 1}

@@ -24,10 +24,7 @@ def dying(engine_box, replicas, monkeypatch):
         (engine_box.root / PLAN).write_text(json.dumps({"phase": phase, "by": by, "rank": devices - 1}))
         replica = replicas()
         spec = engine_box.spec(
-            f"dies{devices}",
-            engine_box.version("a", seed=1),
-            devices=tuple(range(devices)),
-            tensor_parallel=devices,
+            f"dies{devices}", engine_box.version("a", seed=1), devices=tuple(range(devices)), tensor_parallel=devices
         )
         with pytest.raises(EngineStartFailed) as failed:
             await replica.start(spec)

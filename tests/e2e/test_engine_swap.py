@@ -17,6 +17,7 @@ from serve.core.errors import EngineFailed, VersionBroken, VersionMismatch, Vers
 from serve.engine import replica as replica_module
 from tests.e2e import quantised
 from tests.e2e.engine_support import edit_config, greedy, greedy_ids, rewrite, stream_ids
+from tests.model_sizes import sizes
 from weights.format.errors import VersionLeased
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
@@ -276,15 +277,7 @@ async def test_every_family_equals_a_fresh_engine(engine_box, start, family, ten
 
 
 MIB = 2**20
-LARGE = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "initializer_range": 0.06,
-}
+LARGE = sizes(512, 1536, 3, 8, 4, head_dim=64, initializer_range=0.06)
 
 
 async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, start):

@@ -144,9 +144,7 @@ def compare(client: openai.OpenAI, name: str, directory: Path) -> tuple[float, f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(
-    box, tokenizer, family, tmp_path, capsys
-):
+def test_a_family_is_imported_served_tuned_and_computes_as_transformers_does(box, tokenizer, family, tmp_path, capsys):
     directory = tiny(tmp_path / family, tokenizer, family)
     client, row = box.client(), {"family": family}
     try:
@@ -298,9 +296,7 @@ def engines_started(box: WholeBox) -> list[Path]:
 
 
 @pytest.mark.parametrize("form", quantised.FORMATS)
-def test_a_quantised_checkpoint_computes_what_its_weights_mean_or_is_refused_in_words(
-    box, tokenizer, tmp_path, form, capsys
-):
+def test_a_quantised_checkpoint_computes_what_its_weights_mean_or_is_refused(box, tokenizer, tmp_path, form, capsys):
     plain = tiny(tmp_path / "plain", tokenizer, num_key_value_heads=4)
     quantised.write(plain, form, tmp_path / form, tmp_path / "means")
     client, row, engines = box.client(), {"format": form}, len(engines_started(box))

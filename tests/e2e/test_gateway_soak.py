@@ -15,10 +15,7 @@ from tests.front.clients import Neighbours, allow_descriptors, connect, stream_r
 MIB = 1 << 20
 HELD = 2000
 # One owner has all streams here, who may else have 1536 requests at each worker.
-LIMITS = {
-    "keepalive_s": 5.0,
-    "owner_requests": 2 * HELD,
-}
+LIMITS = {"keepalive_s": 5.0, "owner_requests": 2 * HELD}
 pytestmark = pytest.mark.soak
 
 

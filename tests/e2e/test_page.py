@@ -161,9 +161,7 @@ def provider() -> Iterator[str]:
         process.wait(20)
 
 
-def test_a_person_logs_in_by_a_provider_with_the_scopes_of_their_group(
-    visit: Visit, provider: str, tmp_path: Path
-) -> None:
+def test_a_person_logs_in_by_a_provider_with_their_groups_scopes(visit: Visit, provider: str, tmp_path: Path) -> None:
     port, secret = free_port(), tmp_path / "secret"
     secret.write_text("between us\n")
     settings = {"issuer": provider, "client_id": "box", "name": "our directory"}

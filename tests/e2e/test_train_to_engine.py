@@ -27,9 +27,7 @@ SAME_LOGPROB = 0.0
 EXPERTS = {"moe_intermediate_size": 128}
 LORA = {"full": False, "lora_rank": 4, "learning_rate": 0.02}
 
-CASES = {
-    "mixtral-full-3": ({"family": "mixtral"}, {"zero_stage": 3}),
-}
+CASES = {"mixtral-full-3": ({"family": "mixtral"}, {"zero_stage": 3})}
 SOAK = {
     f"{family}-{method}-{stage}": (
         {"family": family, "tied": tied} | (EXPERTS if family.endswith("moe") else {}),

@@ -291,9 +291,7 @@ async def test_every_configuration_moves_between_sizes(shop, precision, zero_sta
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("killed, left", [((2, 3), 2), ((0, 1, 2, 3), 1)], ids=["half", "all"])
 @pytest.mark.parametrize("method", METHODS)
-async def test_killed_ranks_cost_the_steps_since_the_snapshot_and_the_rest_goes_on_with_fewer(
-    shop, killed, left, method
-):
+async def test_killed_ranks_cost_the_steps_since_the_snapshot_and_fewer_go_on(shop, killed, left, method):
     fields = of_method(method)
     whole = await shop.run(shop.spec("whole", **fields), 4)
     spec = shop.spec("killed", **fields, snapshot_every_s=0.3)

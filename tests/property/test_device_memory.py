@@ -64,9 +64,7 @@ def vllm_starts(size: EngineSize, kind: str, memory: int, asleep: int) -> bool:
     fraction=st.floats(0.3, 1.0),
     seqs=st.sampled_from([None, 1, 64, 4096]),
 )
-def test_an_engine_that_is_not_refused_starts_beside_all_that_may_sleep_there(
-    kind, memory, shape, asleep, shards, fraction, seqs
-):
+def test_an_engine_that_is_not_refused_starts_beside_all_sleepers(kind, memory, shape, asleep, shards, fraction, seqs):
     config = EngineConfig(gpu_memory_fraction=fraction, max_num_seqs=seqs)
     size = sized(kind, memory, shape, asleep, shards, config)
     if size.problem:

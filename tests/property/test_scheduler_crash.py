@@ -67,9 +67,7 @@ def there_and_back() -> Scenario:
             mode(Policy("serve")),
         ),
         store=lambda: FakeStore(
-            Policy("serve"),
-            (JobView("j1", (1, 2, 4)),),
-            (DeploymentView("a", "v1", min_replicas=1, max_replicas=2),),
+            Policy("serve"), (JobView("j1", (1, 2, 4)),), (DeploymentView("a", "v1", min_replicas=1, max_replicas=2),)
         ),
     )
 

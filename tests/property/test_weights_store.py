@@ -183,11 +183,7 @@ StoreMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=3
 TestStore = StoreMachine.TestCase
 
 
-RULES = st.builds(
-    KeepRules,
-    keep_last=st.none() | st.integers(1, 5),
-    keep_best=st.none() | st.integers(1, 5),
-)
+RULES = st.builds(KeepRules, keep_last=st.none() | st.integers(1, 5), keep_best=st.none() | st.integers(1, 5))
 RECORDS = st.lists(
     st.builds(
         Kept,

@@ -16,6 +16,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.model_sizes import sizes
 from train.data.chat import ChatEncoder
 from train.data.formats import convert
 
@@ -83,20 +84,9 @@ def make_model_dir(
     """A random model in a Hugging Face directory. Odd sizes on purpose: partitions then cut through parameters."""
     torch.manual_seed(seed)
     words = words or tokenizer()
-    settings = {
-        "vocab_size": max(len(words), VOCABULARY),
-        "hidden_size": 48,
-        "intermediate_size": 100,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.1,
-        "eos_token_id": words.eos_token_id,
-        "pad_token_id": words.pad_token_id,
-        "bos_token_id": words.bos_token_id,
-    }
+    settings = sizes(48, 100, 2, 4, 2, vocab_size=max(len(words), VOCABULARY), max_position_embeddings=512)
+    settings |= {"tie_word_embeddings": tied, "initializer_range": 0.1}
+    settings |= {f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("eos", "pad", "bos")}
     name, more = FAMILIES[family]
     settings = getattr(transformers, f"{name}Config")(**(settings | more | config))
     made = getattr(transformers, f"{name}ForCausalLM")(settings)

@@ -217,9 +217,7 @@ OF_A_MAKER = re.compile(
 )
 NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # for the sake of "nccl" and "rocm"
 # vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
-OF_EVERY_KIND = {
-    ("serve/core/model_settings.py", "max-cudagraph-capture-size"),
-}
+OF_EVERY_KIND = {("serve/core/model_settings.py", "max-cudagraph-capture-size")}
 
 
 def _device_words(name: str, text: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from appliance.controller.jobs.events import VALIDATIONS
 from appliance.store import files, jobs, keys, models
 from tests.simulator.control_plane import change, graded
 from tests.train_support.tiny import tokenizer
+from tests.unit.controller.conftest import CHECK as GRADER
 from tests.unit.controller.conftest import Control, chat_lines, insert_model
 from train.methods.methods import METHODS
 
@@ -265,15 +266,6 @@ async def test_a_wandb_integration_is_recorded_and_warned_of_where_it_is_off(con
     assert made.integrations[0].wandb.project == "p"
     events = (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=100)).data
     assert len(events) == 3 and ("warn" in {event.level for event in events}) == (level == "warn")
-
-
-GRADER: Any = {
-    "type": "string_check",
-    "name": "same",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-    "operation": "eq",
-}
 
 
 def prompts(count: int = 12) -> bytes:

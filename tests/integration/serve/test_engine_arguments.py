@@ -96,11 +96,6 @@ def test_tool_parser_without_a_token_that_it_needs_is_not_chosen(family, templat
     assert "--tool-call-parser" not in engine_arguments(spec(), config, template, needed[1:])
 
 
-def test_engine_arguments_keep_a_parser_that_the_settings_name():
-    args = engine_arguments(spec(tool_parser="mistral"), {"model_type": "llama"}, "{{ tools }}")
-    assert args[-2:] == ["--tool-call-parser", "mistral"]
-
-
 OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 MAY_CLOSE = (
     "{% if add_generation_prompt %}assistant{% if not enable_thinking %}<think>\n\n</think>{% endif %}{% endif %}"
@@ -224,7 +219,8 @@ def test_settings_become_arguments():
     assert any(arg.startswith('--speculative-config={"method": "ngram", "num_speculative_tokens": 3') for arg in args)
     assert "Be brief." in args[args.index("--chat-template") + 1]
     assert args[args.index("--tool-call-parser") + 1] == "hermes"
-    assert arguments(tool_parser="mistral").count("--tool-call-parser") == 1
+    named = arguments(tool_parser="mistral")
+    assert named.count("--tool-call-parser") == 1 and pairs(named)["--tool-call-parser"] == "mistral"
     assert "--tool-call-parser" not in arguments(tool_parser="none")
     thinks = {"chat_template": "{{ messages }}{% if add_generation_prompt %}<think>{% endif %}"}
     assert arguments(**thinks).count("--reasoning-parser") == 1

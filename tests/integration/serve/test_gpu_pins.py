@@ -124,9 +124,7 @@ def taken(platform, capability, **asked):
         ((12, 0), {"kv_cache_dtype": "fp8"}, "FLASHINFER", "TRITON_ATTN"),
     ],
 )
-def test_no_attention_is_taken_that_nvcc_compiles_while_another_computes_the_model(
-    platform, capability, asked, before, now
-):
+def test_no_attention_is_taken_that_nvcc_compiles_where_another_computes(platform, capability, asked, before, now):
     assert taken(platform, capability, **asked) == before, "or vLLM has another order now: look which are compiled"
     prefer_ready_made(platform, kind_of("cuda"))
     assert taken(platform, capability, **asked) == now

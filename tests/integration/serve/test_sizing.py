@@ -10,19 +10,11 @@ from runtime.devices import kinds
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ModelSettings
 from serve.core.sizing import CPU_KV_BYTES, GRAPH_BYTES, LEAST_ACTIVATIONS_BYTES, NotServable, ServedShape, engine_size
+from tests.model_sizes import sizes
 
 GIB = 2**30
 # SmolLM2-135M-Instruct's config.json, as far as it is read here.
-SMOL = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
+SMOL = sizes(576, 1536, 30, 9, 3, vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True)
 SMOL_PARAMETERS = 134_515_008
 
 

@@ -10,18 +10,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.model_sizes import sizes
 from train.convert.checkpoint_trial import Unfit, compare, compared, read
 
-SHAPE = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
+SHAPE = sizes(32, 64, 2, 4, 2, vocab_size=300, head_dim=8, pad_token_id=0)
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ARCHS = {
     "llama": "LlamaForCausalLM",

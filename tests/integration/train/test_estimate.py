@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from transformers.utils import logging as transformers_logging
 
 from tests.integration.train.test_deepspeed_contract import world_of_one  # noqa: F401
+from tests.model_sizes import sizes
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from train.control.rank import Progress, Rank
@@ -28,17 +29,7 @@ from train.trainer.engine import build_engine
 from weights.memory.store import WeightStore
 
 transformers_logging.set_verbosity_error()
-LLAMA_8B = ModelShape.from_config(
-    {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
-    8_030_261_248,
-)
+LLAMA_8B = ModelShape.from_config(sizes(4096, 14336, 32, 32, 8, vocab_size=128256), 8_030_261_248)
 
 
 def fields(**given):
@@ -58,16 +49,9 @@ def test_zero_shares_out_what_its_paper_says():
 
 
 def test_the_largest_parameter_is_found_as_transformers_builds_it():
-    sizes = {
-        "hidden_size": 48,
-        "intermediate_size": 100,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    }
+    given = sizes(48, 100, 3, 4, 2, head_dim=16)
     for kind, more in ((LlamaConfig, {}), (MixtralConfig, {"num_local_experts": 16})):
-        made = kind(**sizes, **more, vocab_size=64)
+        made = kind(**given, **more, vocab_size=64)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(made)
         count, largest = model.num_parameters(), max(p.numel() for p in model.parameters())

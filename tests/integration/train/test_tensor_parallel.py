@@ -6,6 +6,7 @@ import transformers
 from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
 from transformers import AutoModelForCausalLM
 
+from tests.model_sizes import sizes
 from tests.train_support.tiny import FAMILIES
 from train.model.tensor_parallel import partition_config
 from train.plan import estimate
@@ -13,14 +14,7 @@ from train.plan.errors import UnsupportedModel
 from train.state.fragments import Fragment
 from weights.format.torch_views import narrow, runs_view
 
-SIZES = {
-    "vocab_size": 384,
-    "hidden_size": 48,
-    "intermediate_size": 100,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = sizes(48, 100, 2, 4, 2, vocab_size=384)
 
 
 def config(family, **fields):

@@ -161,14 +161,8 @@ def box(tmp_path: Path, main_process: subprocess.Popen[bytes]) -> Iterator[Contr
     thread.start()
     assert started.wait(60)
     made, context, loop, server = ready
-    write_box_file(
-        data_dir,
-        pid=main_process.pid,
-        url="http://127.0.0.1:9",
-        state="ready",
-        message="ready",
-        controller_socket=str(socket_path),
-    )
+    served = {"url": "http://127.0.0.1:9", "controller_socket": str(socket_path)}
+    write_box_file(data_dir, pid=main_process.pid, state="ready", message="ready", **served)
     yield ControlledBox(data_dir, made, context, loop)
     server.should_exit = True
     thread.join(20)

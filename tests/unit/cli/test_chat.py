@@ -75,13 +75,8 @@ def test_json_is_the_whole_completion(prepared):
 
 def test_on_the_box_itself_no_key_is_needed(prepared, tmp_path, main_process):
     (tmp_path / "asking.sock").symlink_to(prepared.socket_path)
-    write_box_file(
-        tmp_path / "box",
-        pid=main_process.pid,
-        state="ready",
-        url="http://127.0.0.1:9",
-        controller_socket=str(tmp_path / "controller.sock"),
-    )
+    served = {"url": "http://127.0.0.1:9", "controller_socket": str(tmp_path / "controller.sock")}
+    write_box_file(tmp_path / "box", pid=main_process.pid, state="ready", **served)
     prepared.prepare("POST", CHAT, (200, sse("ok")))
     assert run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box")).stdout == "ok\n"
     assert [(r["method"], r["path"]) for r in prepared.requests] == [("POST", CHAT)]

@@ -8,21 +8,14 @@ import pytest
 from appliance.cli.commands.evals import interval
 from appliance.controller.bus.asking import EngineAnswer
 from tests.unit.cli.conftest import ControlledBox
-
-GRADER = {
-    "type": "string_check",
-    "name": "right",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-    "operation": "eq",
-}
+from tests.unit.controller.conftest import CHECK
 
 
 def written(tmp_path: Path, *answers: str) -> list[str]:
     suite, grader = tmp_path / "sums.jsonl", tmp_path / "grader.json"
     rows = [{"messages": [{"role": "user", "content": "2 and 2?"}], "answer": answer} for answer in answers]
     suite.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    grader.write_text(json.dumps(GRADER))
+    grader.write_text(json.dumps(CHECK))
     return ["--suite", str(suite), "--grader", str(grader)]
 
 
@@ -43,8 +36,8 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     items = box.run("eval", "show", made["id"], "--items", run["id"]).stdout.splitlines()
     assert items[0].split() == ["ITEM", "STATUS", "PROMPT", "ANSWER", "GRADERS"]
     assert [line.split() for line in items[3:5]] == [
-        "3 fail 2 and 2? 4 name right, type string_check, passed no, score 0".split(),
-        "4 pass 2 and 2? 4 name right, type string_check, passed yes, score 1".split(),
+        "3 fail 2 and 2? 4 name same, type string_check, passed no, score 0".split(),
+        "4 pass 2 and 2? 4 name same, type string_check, passed yes, score 1".split(),
     ]
     assert box.json("eval", "show", made["id"], "--items", run["id"])["data"][2]["datasource_item"]["answer"] == "5"
     assert "sums" in box.run("eval", "list").stdout

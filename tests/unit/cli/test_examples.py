@@ -89,10 +89,7 @@ def evaluated(client: openai.OpenAI) -> str:
     source: Any = {
         "type": "completions",
         "model": "starter",
-        "source": {
-            "type": "file_id",
-            "id": client.files.create(file=("s.jsonl", content), purpose="user_data").id,
-        },
+        "source": {"type": "file_id", "id": client.files.create(file=("s.jsonl", content), purpose="user_data").id},
         "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
     }
     client.evals.runs.create(made.id, data_source=source)

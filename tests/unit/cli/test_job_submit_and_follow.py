@@ -64,9 +64,7 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
 
 @pytest.mark.parametrize("status, deleted", [(400, 1), (503, 0)])
 @pytest.mark.parametrize("request_of", ["job", "batch", "eval", "run"])
-def test_refused_request_deletes_its_uploads_unless_the_box_may_have_taken_it(
-    prepared, tmp_path, request_of, status, deleted
-):
+def test_refused_request_deletes_its_uploads_unless_it_may_be_taken(prepared, tmp_path, request_of, status, deleted):
     data, grader = tmp_path / "d.jsonl", tmp_path / "g.json"
     data.write_text('{"messages": []}\n')
     grader.write_text("{}")

@@ -29,6 +29,8 @@ from tests.simulator.routes import routes_are_analysed_once  # noqa: F401
 
 SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"}
 ADMIN = {"x-appliance-key-id": "key_admin", "x-appliance-scopes": "admin"}
+CHECK: Any = {"type": "string_check", "name": "same", "operation": "eq"}
+CHECK |= {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 
 
 def disk_full() -> sqlite3.OperationalError:

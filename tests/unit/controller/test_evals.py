@@ -14,16 +14,9 @@ from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.grading import evals as runner
 from appliance.controller.grading.evals import EvalRunner
 from appliance.store.rows import EvalRunRow
-from tests.unit.controller.conftest import Control
+from tests.unit.controller.conftest import CHECK, Control
 from train.graders import sandbox
 
-CHECK: Any = {
-    "type": "string_check",
-    "name": "same",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-    "operation": "eq",
-}
 QUESTION = {"role": "user", "content": "{{item.answer}}: {{sample.output_text}}"}
 JUDGE: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": [QUESTION]}
 SCHEMA: Any = {

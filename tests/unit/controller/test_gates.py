@@ -76,9 +76,7 @@ def gate(control: Control, job_id: str) -> dict[str, Any]:
     return jobs.get(control.db, job_id).gate or {}
 
 
-async def test_gate_with_threshold_decides_whether_the_first_version_answers(
-    control: Control, events: JobEvents, answers: Answers
-):
+async def test_gate_with_threshold_decides_for_the_first_version(control: Control, events: JobEvents, answers: Answers):
     eval_id = await evaluation(control)
     answers.asked.clear()
     refused = await gated(control, eval_id, pass_rate_at_least=0.75)
@@ -101,9 +99,7 @@ async def test_gate_with_threshold_decides_whether_the_first_version_answers(
     assert "gate.decide" in [one.action for one in AUDIT.page(control.db, after=None, limit=3).data]
 
 
-async def test_gate_without_threshold_refuses_what_is_shown_to_be_worse(
-    control: Control, events: JobEvents, answers: Answers
-):
+async def test_gate_without_threshold_refuses_what_is_worse(control: Control, events: JobEvents, answers: Answers):
     eval_id = await evaluation(control)
     first = await gated(control, eval_id)
     v1 = run(control, events, first)

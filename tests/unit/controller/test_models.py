@@ -120,12 +120,7 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names(control
 
 
 @pytest.mark.parametrize(
-    ("suffix", "part"),
-    [
-        ("My Great Model", "my-great-model"),
-        ("a:b/c..d", "a-b-c-d"),
-        ("客服 v2", "v2"),
-    ],
+    ("suffix", "part"), [("My Great Model", "my-great-model"), ("a:b/c..d", "a-b-c-d"), ("客服 v2", "v2")]
 )
 async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Control, suffix: str, part: str):
     job_id = await control.job(suffix=suffix)

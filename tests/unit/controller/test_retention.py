@@ -28,20 +28,8 @@ from tests.simulator.control_plane import simulated_context
 
 NOW_S = 1_000 * DAY_S
 DAYS = dict.fromkeys(("files_days", "job_data_days", "records_days", "usage_days", "audit_days"), 10.0)
-LEFT = {
-    "audit": 1,
-    "usage": 1,
-    "device_time": 1,
-    "handovers": 1,
-    "operations": 1,
-    "batches": 3,
-    "files": 6,
-    "job_events": 3,
-    "job_metrics": 3,
-    "jobs": 3,
-    "folders": 3,
-    "bytes": 3,
-}
+LEFT = dict.fromkeys(("audit", "usage", "device_time", "handovers", "operations"), 1) | {"files": 6}
+LEFT |= dict.fromkeys(("batches", "job_events", "job_metrics", "jobs", "folders", "bytes"), 3)
 """Rows by table, and what is on the disk."""
 AGES = (20, 5)  # one that goes and one that stays of everything
 

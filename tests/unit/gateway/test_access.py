@@ -293,9 +293,7 @@ async def test_private_request_may_what_its_key_may(box: Box, listener: socket.s
         assert (await ask_privately(box, listener, headers + BATCH)).status == status
 
 
-async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(
-    box: Box, listener: socket.socket
-) -> None:
+async def test_private_request_ends_with_its_key_and_the_boxs_does_not(box: Box, listener: socket.socket) -> None:
     began, end = asyncio.Semaphore(0), asyncio.Event()
 
     async def waits(request: UpstreamRequest, reply: Reply) -> None:

@@ -124,9 +124,7 @@ async def test_what_is_not_to_be_stored_is_not_and_the_object_says_so(start_box:
         assert not box.controller.requests
 
 
-async def test_copies_wait_for_a_controller_that_is_away_or_fails_and_come_once(
-    start_box: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_copies_wait_for_the_controller_and_come_once(start_box: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "RETRY_S", 0.01)
     box = await start_box(engine=answer_response)
     for number in range(3):
@@ -141,9 +139,7 @@ async def test_copies_wait_for_a_controller_that_is_away_or_fails_and_come_once(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_engine_gets_the_whole_conversation_and_the_client_sees_what_it_goes_on_from(
-    front: Box, stream: bool
-) -> None:
+async def test_the_engine_gets_the_whole_conversation_and_the_client_its_beginning(front: Box, stream: bool) -> None:
     body = {"model": "m", "input": "and 3?", "previous_response_id": "resp_known", "stream": stream}
     response = await front.ask("POST", URL, body)
     assert response.status == 200
@@ -309,9 +305,7 @@ async def test_a_stream_without_its_end_is_not_stored(completing: Box) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"stored_response_bytes": 500}, {"response_copies_bytes": 0}])
-async def test_a_stream_past_what_may_be_gathered_passes_and_is_not_stored(
-    start_box: Start, limits: dict[str, int]
-) -> None:
+async def test_a_stream_beyond_the_limits_passes_and_is_not_stored(start_box: Start, limits: dict[str, int]) -> None:
     box = await start_box(limits=limits, engine=sends(*chat_events(*"abcdefgh" * 4)))
     controller = await box.control(Controller())
     response = await box.ask("POST", COMPLETIONS, chat(stream=True, **KEPT))

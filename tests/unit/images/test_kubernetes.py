@@ -82,17 +82,14 @@ def test_the_pod_is_closed_and_has_what_a_box_needs(overlay: str):
     written = {mount["mountPath"] for mount in box["volumeMounts"] if not mount.get("readOnly")}
     assert written == {"/data", "/dev/shm", "/tmp"}
     assert "livenessProbe" not in box
+    # A Service called `appliance` would set APPLIANCE_PORT to tcp://10.0.0.1:8000, which is no port.
+    assert spec["enableServiceLinks"] is False
     (shm,) = [volume["emptyDir"] for volume in spec["volumes"] if volume["name"] == "shm"]
     assert shm["medium"] == "Memory"
     limits = box["resources"]["limits"]
     assert int(shm["sizeLimit"].removesuffix("Gi")) < int(limits["memory"].removesuffix("Gi"))
     assert limits["memory"] == box["resources"]["requests"]["memory"]
     assert limits.get("nvidia.com/gpu") == (8 if overlay == "cuda" else None)
-
-
-def test_no_variable_of_a_service_is_taken_for_a_setting():
-    """A Service called `appliance` would set APPLIANCE_PORT to tcp://10.0.0.1:8000, which is no port."""
-    assert pod(rendered("cpu"))["enableServiceLinks"] is False
 
 
 def test_the_box_reads_the_settings_that_are_mounted():

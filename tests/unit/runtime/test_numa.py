@@ -64,14 +64,8 @@ async def test_a_forked_process_and_what_it_forks_run_beside_its_device(tmp_path
         while not socket_path.exists():
             assert parent.poll() is None, log.read_text()
         for nodes, expected in (([0], {first}), ([1], everything - {first}), ([None], everything), ([], everything)):
-            child = await Child.spawn(
-                socket_path,
-                "tests.unit.runtime.entries:echo",
-                {},
-                numa_nodes=nodes,
-                log_path=tmp_path / "c.log",
-                name="c",
-            )
+            written = {"log_path": tmp_path / "c.log", "name": "c"}
+            child = await Child.spawn(socket_path, "tests.unit.runtime.entries:echo", {}, numa_nodes=nodes, **written)
             assert os.sched_getaffinity(child.pid) == expected, nodes
             assert os.sched_getaffinity(await child.call("fork")) == expected
             await child.kill_and_wait()

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -18,17 +19,9 @@ ENTRY = "tests.unit.runtime.entries"
 
 
 def start_parent(folder):
-    parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "runtime.processes.warm_parent",
-            str(folder / "warm.sock"),
-            ENTRY,
-            str(folder / "warm.log"),
-        ],
-        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),  # as below Ray
-    )
+    command = [sys.executable, "-m", "runtime.processes.warm_parent", folder / "warm.sock", ENTRY, folder / "warm.log"]
+    below_ray = partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)  # as Ray has it
+    parent = subprocess.Popen(command, preexec_fn=below_ray)
     while not (folder / "warm.sock").exists():
         assert parent.poll() is None, (folder / "warm.log").read_text()
     return parent

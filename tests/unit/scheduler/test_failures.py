@@ -74,8 +74,6 @@ SERVED, NOW = Build("v1", 1, "old"), Build("v1", 1, "new")
         (None, NOW, False),
     ],
 )
-def test_settings_alone_are_at_fault_where_all_else_served(
-    served: Build | None, failed: Build, goes_back: bool
-) -> None:
+def test_settings_are_at_fault_where_all_else_served(served: Build | None, failed: Build, goes_back: bool) -> None:
     deployment = DeploymentView("m", "v1", settings="new", served=served)
     assert goes_back_to(deployment, failed) == (served if goes_back else None)

@@ -81,9 +81,7 @@ def short(world: World, available: int = GB // 2) -> None:
     world.away = replace(world.away, available=available)
 
 
-async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhere_is(
-    box, world, db, add_model, add_job
-):
+async def test_a_job_begins_where_memory_is_and_waits_only_if_nowhere_is(box, world, db, add_model, add_job):
     add_model()
     job = add_job("ftjob-1")
     assert box.job_nodes(job) == ("n0", "n1")

@@ -11,7 +11,7 @@ from appliance.store import jobs, keys, models
 from appliance.store.rows import JobJudgeRow, VersionRow
 from scheduler.loop.cluster_state import Inbox
 from tests.unit.scheduling.fakes import NO_ROUTING
-from tests.unit.scheduling.test_tier_flow import damage
+from tests.unit.scheduling.test_tier_flow import damage, snapshot
 from tests.unit.weights.conftest import check, write
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import Name, policy_name
@@ -20,25 +20,16 @@ from weights.memory.lease import StoredVersion
 
 @pytest.fixture
 def runs(db, events, store, tmp_path, tiers):
-    jobs_dir = tmp_path / "data" / "jobs"
-    return JobRuns(
-        db, store, jobs_dir, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), SimpleNamespace(follow=lambda: None)
-    )
+    jobs_dir, follower = tmp_path / "data" / "jobs", SimpleNamespace(follow=lambda: None)
+    (jobs_dir / "ftjob-1").mkdir(parents=True)
+    return JobRuns(db, store, jobs_dir, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), follower)
 
 
 async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow, store, add_job, tmp_path, tiers):
     add_job(phase="running")
-
-    def write(step):
-        with store.reserve(
-            Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version=f"step-{step}"
-        ) as draft:
-            draft.view("w")[:] = bytes([step] * 16)
-            return draft.commit(meta={"step": step})
-
     assert runs.newest_snapshot("ftjob-1") is None
-    write(9)
-    newest = write(10)
+    snapshot(store, 9)
+    newest = snapshot(store, 10)
     assert runs.newest_snapshot("ftjob-1") == newest.path
     for tier in ("disk", "remote"):
         await flow.run_once(tier)
@@ -55,13 +46,10 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
 
 async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, flow, store, add_job):
     add_job(phase="running")
-    with store.reserve(
-        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version="step-353"
-    ) as draft:
-        draft.commit(meta={"step": 353})
+    snapshot(store, 53)
     await flow.run_once("disk")
     path = runs.newest_snapshot("ftjob-1")
-    assert store.evict(10**9) == 0 and StoredVersion.read(path).manifest.meta["step"] == 353
+    assert store.evict(10**9) == 0 and StoredVersion.read(path).manifest.meta["step"] == 53
     runs.taken("ftjob-1")
     runs.taken("ftjob-1")  # stopping a start ends it too
     assert store.evict(10**9) > 0 and not path.exists()
@@ -113,7 +101,6 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
         (tmp_path / "bytes" / version).mkdir(parents=True)
     models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes" / "v1"))
     add_job(resolved={**RESOLVED, "base_version": "v1"})
-    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
     first = runs.spec("ftjob-1", "cpu")
     assert (first.base_model, first.base_version) == ("starter", "v1") and first.base_path.endswith("v1")
     models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
@@ -131,7 +118,6 @@ async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, a
     models.share(db, "starter", "mallory")
     key, _ = keys.create(db, "mallory", ["fine_tuning"])
     add_job(resolved=RESOLVED, key_id=key.id, owner="mallory")
-    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
     assert runs.spec("ftjob-1", "cpu").base_model == "starter"
     models.unshare(db, "starter", "mallory")
     with pytest.raises(LookupError, match="not shared with the job's owner any more"):
@@ -148,7 +134,6 @@ async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
     for tier in ("disk", "remote"):
         await flow.run_once(tier)
     add_job(resolved=RESOLVED)
-    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
     store.evict(1 << 40)
     on_disk = tmp_path / "data" / "models" / "starter" / "v1"
     await runs.prepare("ftjob-1")
@@ -160,9 +145,7 @@ async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
     assert runs.spec("ftjob-1", "cpu").base_path == str(store.find("version", "starter", "v1").path)
 
 
-def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
-    runs, db, add_model, add_adapter, add_job, tmp_path
-):
+def test_a_job_on_an_adapter_trains_its_base_with_it_merged_in(runs, db, add_model, add_adapter, add_job, tmp_path):
     add_model()
     add_adapter("ft:a")
     for model, version in (("starter", "v1"), ("ft:a", "step-2")):
@@ -170,7 +153,6 @@ def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
         models.update_version(db, model, version, disk_path=str(tmp_path / "bytes" / version))
     add_job(resolved=RESOLVED | {"lora_publish": "merged"})
     jobs.update(db, "ftjob-1", model="ft:a")
-    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
     spec = runs.spec("ftjob-1", "cpu")
     assert (spec.base_model, spec.base_version) == ("ft:a", "step-2")
     assert spec.base_path.endswith("v1") and spec.base_adapter.endswith("step-2") and spec.published_kind == "version"

@@ -167,9 +167,7 @@ async def test_a_version_can_be_called_by_its_name_while_it_is_active_or_served(
     assert routing.host("starter@v2") == "starter"
 
 
-async def test_a_model_whose_engines_fail_says_why_and_when_it_is_tried_next_to_whoever_would_wait(
-    bus, db, add_model, add_adapter
-):
+async def test_a_model_whose_engines_fail_says_why_and_when_it_is_tried_next(bus, db, add_model, add_adapter):
     add_model()
     add_adapter("ft:a")
     routing = routing_of(bus, db)

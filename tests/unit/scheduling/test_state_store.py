@@ -146,9 +146,8 @@ def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, 
     assert (view.build, view.served) == (new, old)
     assert states.settings_failed("starter", new, old, "the engine refused")
     row = models.current_settings(db, "starter")
-    assert (row.number, row.settings, row.by_whom) == (2, {}, "box") and states.load(free_devices=0).deployments[
-        0
-    ].build == old
+    (view,) = states.load(free_devices=0).deployments
+    assert (row.number, row.settings, row.by_whom) == (2, {}, "box") and view.build == old
     assert row.note == "no engine starts with settings 1, so those before, 0, serve again: the engine refused"
     assert models.settings_in_force(db) == {"starter": row} and row.note and refreshed
     (told,) = rows.AUDIT.page(db).data
@@ -176,9 +175,8 @@ def test_job_waits_while_shared_memory_has_no_room_for_its_result(db, events, ad
 
 
 def test_host_bytes_of_a_job_follow_the_devices_that_it_may_run_on(add_job):
-    row = add_job(
-        estimate={"memory": {"store_bytes": 1, "host_bytes": {"1": 5, "2": 9, "8": 20}}}, allowed_sizes=[1, 2]
-    )
+    memory = {"store_bytes": 1, "host_bytes": {"1": 5, "2": 9, "8": 20}}
+    row = add_job(estimate={"memory": memory}, allowed_sizes=[1, 2])
     assert job_host_bytes(row) == {1: 5, 2: 9} and job_host_bytes(add_job("ftjob-2", allowed_sizes=None)) == {1: 0}
 
 
@@ -297,18 +295,10 @@ def box() -> Box:
     return Box()
 
 
-def flat(t: float) -> float:
-    return 0.3
-
-
-def bursts(t: float) -> float:
-    return 8.0 if t % 60 < 2 else 0.1
-
-
 def test_learned_bursts_raise_standby_and_flat_load_keeps_it_low(box):
-    quiet = box.live(2, flat)
+    quiet = box.live(2, lambda t: 0.3)
     assert quiet.prefill_tokens_per_s == RATE and quiet.standby.replicas <= 2
-    assert box.live(10, bursts).standby.replicas >= 4
+    assert box.live(10, lambda t: 8.0 if t % 60 < 2 else 0.1).standby.replicas >= 4
     box.model = DeploymentView("m", "v1", max_replicas=2, ttft_target_s=2.0)
     assert box.seen().standby.replicas <= 2, "with other bounds a new learner"
 
@@ -318,7 +308,7 @@ def test_learned_without_rate_or_target_has_no_standby(box):
     unknown = box.live(1, lambda t: 3.0)
     assert unknown.standby is None and unknown.prefill_tokens_per_s is None
     box.traffic = Traffic(("m",), RATE)
-    assert box.live(1, flat).standby.replicas <= 2, "what came before the rate was known is no burst"
+    assert box.live(1, lambda t: 0.3).standby.replicas <= 2, "what came before the rate was known is no burst"
     box.model = DeploymentView("m", "v1", max_replicas=8)
     assert box.seen().standby is None
 

@@ -99,8 +99,7 @@ def sealed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("meta", "record"),
-    [({}, None), ({"fingerprint": {"prompt": [1, 2], "token": 7, "logprob": -0.5}}, RECORD)],
+    ("meta", "record"), [({}, None), ({"fingerprint": {"prompt": [1, 2], "token": 7, "logprob": -0.5}}, RECORD)]
 )
 def test_recorded_token_is_what_the_manifest_has(tmp_path, sealed, meta, record):
     assert recorded_token(tmp_path) is None and recorded_token(sealed(meta)) == record

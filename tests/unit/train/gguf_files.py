@@ -7,22 +7,12 @@ import gguf
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.model_sizes import sizes
+
 VOCABULARY = 64
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SHAPE = sizes(32, 64, 2, 4, 2, vocab_size=VOCABULARY, head_dim=8, max_position_embeddings=128, rms_norm_eps=1e-5)
+SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # transformers' name of a family: llama.cpp's, and what its configuration has besides.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),

@@ -91,11 +91,7 @@ def test_resolve_chooses_what_fits_what_is_given(given, model, expected):
         ({"tensor_parallel": 2}, "tensor_parallel", PACKED),
         ({"tensor_parallel": 3}, "tensor_parallel", CUTTABLE),
         ({"tensor_parallel": 16}, "tensor_parallel", CUTTABLE),
-        (
-            {"tensor_parallel": 2},
-            "tensor_parallel",
-            MIXTURE,
-        ),
+        ({"tensor_parallel": 2}, "tensor_parallel", MIXTURE),
         ({"tensor_parallel": 2, "lora_dropout": 0.1}, "lora_dropout", CUTTABLE),
         ({"sequence_parallel": 8}, "sequence_parallel", DENSE),  # heads
         ({"sequence_parallel": 3}, "sequence_parallel", DENSE),  # rows without packing

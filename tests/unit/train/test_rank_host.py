@@ -164,15 +164,6 @@ async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, ranks, 
     assert error["blame"] == blame and error["retryable"]
 
 
-async def test_group_ends_when_its_rank_is_done(ranks):
-    one, child = ranks[0]
-    group = Group(limits=SELDOM)
-    await group.adopt("j", [one])
-    child.say("done", outcome="succeeded", step=3)
-    outcome = await ended(group)
-    assert (outcome.outcome, outcome.step, child.alive) == ("succeeded", 3, False)
-
-
 async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_being_told(monkeypatch, ranks):
     one, _ = ranks[0]
 

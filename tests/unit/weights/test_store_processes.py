@@ -17,16 +17,8 @@ from weights.memory.store import WeightStore
 LAYOUT = Layout.plan(SPECS)
 # Everything through which the store changes the world, and how many calls of it are survived between two
 # deaths (every open of the life would take a minute).
-CHANGES = {
-    "rename": 1,
-    "unlink": 1,
-    "mkdir": 1,
-    "rmdir": 1,
-    "truncate": 1,
-    "ftruncate": 1,
-    "posix_fallocate": 1,
-    "open": 5,
-}
+CHANGES = dict.fromkeys(("rename", "unlink", "mkdir", "rmdir", "truncate", "ftruncate", "posix_fallocate"), 1)
+CHANGES |= {"open": 5}
 
 
 def start_child(work) -> int:

@@ -209,15 +209,7 @@ def multi(formula: str, *names: str) -> Multi:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "same +",
-        "other",
-        "__import__('os')",
-        "same.real",
-        "True",
-        "(" * 3000 + "same" + ")" * 3000,
-        "same" + " " * 5000,
-    ],
+    ["same +", "other", "__import__('os')", "same.real", "True", "(" * 3000 + "same" + ")" * 3000, "same" + " " * 5000],
 )
 def test_only_arithmetic_is_a_formula(text: str) -> None:
     with pytest.raises(InvalidGrader):
@@ -271,9 +263,7 @@ def test_braces_that_begin_no_variable_are_written_as_jinja_does() -> None:
         (0, 1000, "0 0.5 7 70 1000", "007 00 010.5 -1"),
     ],
 )
-def test_a_judge_has_no_room_for_anything_but_its_result_and_reason(
-    low: float, high: float, inside: str, outside: str
-) -> None:
+def test_a_judge_has_room_for_its_result_and_reason_alone(low: float, high: float, inside: str, outside: str) -> None:
     judge = SCORE | {"range": [low, high]}
     short = parse(judge | {"sampling_params": {"max_completion_tokens": 16}})
     long = parse({name: value for name, value in judge.items() if name != "sampling_params"})

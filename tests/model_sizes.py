@@ -1,0 +1,9 @@
+"""The sizes of small models, by transformers' names of them."""
+
+from typing import Any
+
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def sizes(*given: int, **more: Any) -> dict[str, Any]:
+    return dict(zip(NAMES, given, strict=True)) | more
