@@ -119,8 +119,8 @@ class Client:
             return self.send("POST", "/v1/files", timeout_s=_UPLOAD_TIMEOUT_S, **form)
 
     def parts(self, path: str) -> Iterator[bytes]:
-        """The body of an answer, as it comes. One with an ETag that is cut off goes on where it ended; after
-        `_RESUMES` failures in a row, the last one is raised."""
+        """The body of an answer, as it comes. An answer with an ETag that is cut off is resumed; after `_RESUMES`
+        failures in a row, the last one is raised."""
         tag, at, failures = None, 0, 0
         while True:
             resumed = {"range": f"bytes={at}-", "if-range": tag} if tag else {}

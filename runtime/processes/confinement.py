@@ -44,7 +44,7 @@ _CALLS = (
 
 class _Compared(ctypes.Structure):
     _fields_ = [
-        ("number", ctypes.c_uint),
+        ("argument", ctypes.c_uint),
         ("operation", ctypes.c_int),
         ("a", ctypes.c_uint64),
         ("b", ctypes.c_uint64),

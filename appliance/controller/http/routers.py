@@ -39,12 +39,10 @@ FORM_BYTES = 64 << 10
 MAX_DEPTH = 160
 """Levels: orjson reads 1,024 and writes 254."""
 MAX_FIELDS = 10_000
-"""Of one object: an error for each of 200,000 unknown ones takes seconds, on the loop."""
+"""An object with more is refused: an error for each of 200,000 unknown fields takes seconds, on the loop."""
 _VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
 _Word = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 _Text = Annotated[str, Field(max_length=512)]
-
-
 Metadata = Annotated[dict[_Word, _Text], Field(max_length=16)]
 """OpenAI's limits."""
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
