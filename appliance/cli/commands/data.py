@@ -6,7 +6,6 @@ A local file is checked here, and needs no box; the box checks its own.
 from __future__ import annotations
 
 import base64
-import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -20,7 +19,6 @@ from appliance.cli.options import existing_file, flag, number, opt, picked
 from appliance.cli.resources import segment
 from train.methods.methods import METHODS
 
-_ERRORS_ROUTE = re.compile(r"GET /v1/files/(\S+)/errors")
 UPLOAD = opt("path FILE", type=existing_file)
 
 
@@ -46,7 +44,6 @@ def _refuse_bad(answer: dict[str, Any]) -> None:
     """Raises CommandFailed with line numbers and reasons when the box found bad lines; says what else it noticed."""
     details = answer.get("status_details") or ""
     if answer.get("status") == "error":
-        details = _ERRORS_ROUTE.sub(r"`appliance file get \1 --errors`", details)
         details = details.replace("; line ", "\n  line ").replace(": line ", ":\n  line ", 1)
         raise CommandFailed(f"{answer['filename']} cannot be trained on ({answer['id']}):\n  {details}")
     if details:

@@ -44,15 +44,8 @@ def read_mode(db: Database) -> Mode:
 
 
 def write_mode(db: Database, mode: Mode, now_s: float | None = None) -> Mode:
-    """Store a mode set by hand. `since_s` moves only on a change: setting the current mode again is not a change.
-
-    While a window applies it is a change: the mode set by hand then holds until the next edge.
-    """
-    now_s = time.time() if now_s is None else now_s
-    before, mode = read_mode(db), replace(mode, since_s=now_s)
-    same = box.get(db, "mode") is not None and mode == replace(before, since_s=now_s, by=mode.by)
-    if same and mode_in_force(db, 0, now_s).window is None:
-        return before
+    """Store a mode set by hand. While a window applies, it holds until the next edge."""
+    mode = replace(mode, since_s=time.time() if now_s is None else now_s)
     box.put(db, "mode", asdict(mode))
     return mode
 

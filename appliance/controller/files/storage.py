@@ -199,28 +199,22 @@ async def described(context: ControllerContext, path: Path, row: FileRow) -> Fil
     return replace(
         row,
         status="processed" if report.ok else "error",
-        status_details=summary(report, f"/v1/files/{row.id}/errors"),
+        status_details=summary(report, f"appliance file get {row.id} --errors"),
         report=stored,
     )
 
 
-def summary(report: DataReport, errors_url: str = "") -> str | None:
+def summary(report: DataReport, command: str = "") -> str | None:
     """For `status_details`: the first bad lines with their reasons, or the warnings and notes; None if there are none.
-    errors_url: where all of them are, as `errors_object` lists them."""
+    command: lists all of them."""
     if not report.ok:
         # Many lines often have one cause: it is said once, with its first line.
         first = {reason: line for line, reason in reversed(report.errors)}
         shown = sorted(first, key=first.__getitem__)[:_CAUSES_SHOWN]
         lines = "; ".join(f"line {first[reason]}: {reason}" for reason in shown)
-        where = f"; GET {errors_url} has all of them" if errors_url and report.n_errors > len(shown) else ""
+        where = f"; `{command}` lists all of them" if command and report.n_errors > len(shown) else ""
         return f"{report.n_errors} bad example(s): {lines}{where}"
     return "; ".join([*report.warnings, *report.notes]) or None
-
-
-def errors_object(errors: list[tuple[int, str]], total: int) -> dict[str, Any]:
-    """A file's errors by line, as far as they are kept. total: their number, kept or not."""
-    data = [{"object": "file.error", "line": line, "reason": reason} for line, reason in errors]
-    return {"object": "list", "data": data, "total": total, "has_more": len(data) < total}
 
 
 def file_object(row: FileRow) -> dict[str, Any]:
@@ -275,9 +269,11 @@ def file_routes(context: ControllerContext) -> APIRouter:
 
     @router.get("/{file_id}/errors")
     def errors(file_id: str, caller: Caller) -> dict[str, Any]:
-        """The first hundred bad examples that the check at upload found, by line."""
+        """The first hundred bad examples that the check at upload found, by line. total: of all."""
         report = FILES.known(db, file_id, caller).report or {}
-        return errors_object(report.get("errors", []), report.get("n_errors", 0))
+        total, bad = report.get("n_errors", 0), report.get("errors", [])
+        data = [{"object": "file.error", "line": line, "reason": reason} for line, reason in bad]
+        return {"object": "list", "data": data, "total": total, "has_more": len(data) < total}
 
     @router.delete("/{file_id}")
     async def delete(file_id: str, caller: Caller) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -28,7 +28,7 @@ from appliance.controller.jobs.events import VALIDATIONS, add_message, fail
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Estimator, Verdict
 from appliance.store import files, jobs, models
-from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow, VersionRow
+from appliance.store.rows import FileRow, JobRow, TaskRow, VersionRow
 from runtime.devices.kinds import kind_of
 from train.data.formats import TEXT
 from train.data_checks.check import DataReport
@@ -319,15 +319,9 @@ class InvalidData(TaskFailed):
     """The data of a job cannot be used for training; `report` says where."""
 
     def __init__(self, param: str, file_id: str, report: DataReport, job_id: str):
-        summary = storage.summary(report, f"/v1/fine_tuning/jobs/{job_id}/errors")
+        summary = storage.summary(report, f"appliance job logs {job_id}")
         super().__init__(f"invalid_{param}", f"The file {file_id} has {summary}", param)
         self.report = report
-
-
-def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]:
-    """The bad examples in a job's events, as `JobValidation.fail` writes them, and how many there were."""
-    bad = [event.data for event in events if event.data is not None and "of" in event.data]
-    return [(data["line"], data["reason"]) for data in bad], bad[-1]["of"] if bad else 0
 
 
 def remove_copies(context: ControllerContext, job_id: str) -> None:

@@ -45,8 +45,6 @@ from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, UnsupportedModel
 
-# If a job fails on its data, its last events are one for each bad line that the report lists, and one for the failure.
-_ERROR_EVENTS = 200
 # OpenAI has no "paused" or "suspended"; the events have the phase and the reason.
 _STATUS_OF_PHASE = {"validating": "validating_files", "suspended": "queued"}
 _OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
@@ -125,13 +123,6 @@ def routes(context: ControllerContext) -> APIRouter:
         JOBS.known(db, job_id, caller)
         page, names = JOB_EVENTS.page(db, {"job_id": job_id}, **part), "level message type"
         return list_object(page, lambda row: object_of(row, "fine_tuning.job.event", names, data=row.data or {}))
-
-    @router.get("/{job_id}/errors")
-    def errors(job_id: str, caller: Caller) -> dict[str, Any]:
-        """Errors in the job's data, by line; empty if it did not fail on its data."""
-        JOBS.known(db, job_id, caller)
-        events = JOB_EVENTS.page(db, {"job_id": job_id}, limit=_ERROR_EVENTS).data
-        return storage.errors_object(*settings.lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
     def checkpoints(job_id: str, caller: Caller, part: Annotated[Part, part(10)]) -> dict[str, Any]:
