@@ -15,7 +15,7 @@ insert_run, find_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.find, EVAL_RUNS.u
 def unfinished_ids(db: Database, object_id: str) -> list[str]:
     """Ids of unfinished runs: of this eval, or this run. Their rows may hold megabytes each."""
     return db.column(
-        f"SELECT id FROM eval_runs INDEXED BY eval_runs_unfinished WHERE {UNFINISHED['eval_runs']}"
+        f"SELECT id FROM eval_runs INDEXED BY eval_runs_open WHERE {UNFINISHED['eval_runs']}"
         " AND ?1 IN (eval_id, id) ORDER BY seq",
         [object_id],
     )

@@ -29,6 +29,11 @@ MOST_GROWN = 1.5
 insert, find, find_visible, get, page = JOBS.insert, JOBS.find, JOBS.find_visible, JOBS.get, JOBS.page_visible
 
 
+def find_unfinished(db: Database, job_id: str | None) -> JobRow | None:
+    """The job, unless it has ended or is gone."""
+    return JOBS.first(db, f"id = ? AND {UNFINISHED['jobs']}", job_id)
+
+
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities. also: SQL of a condition, with its parameters."""
     return JOBS.list_all(db, UNFINISHED["jobs"] + also, *parameters)

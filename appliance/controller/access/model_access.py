@@ -69,13 +69,11 @@ def checkpoint_name(job: JobRow, step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The meaning of a public name: a checkpoint, `MODEL@VERSION` (pinned), or the model with its active version."""
+    """The meaning of a public name: a checkpoint, `MODEL@VERSION`, or the model with its active version."""
 
     name: str
     model: ModelRow
     version: VersionRow
-    is_checkpoint: bool = False
-    pinned: bool = False
 
     @property
     def quantization(self) -> str | None:
@@ -93,11 +91,11 @@ def resolve(db: Database, name: str) -> Resolved | None:
     version = models.find_checkpoint(db, name)
     if version is not None:
         model = models.find(db, version.model)
-        return Resolved(name, model, version, is_checkpoint=True) if model else None
+        return Resolved(name, model, version) if model else None
     model_name, at, version_name = name.rpartition(models.VERSION_MARK)
     if at:
         model, version = models.find(db, model_name), models.find_version(db, model_name, version_name)
-        return Resolved(name, model, version, pinned=True) if model and version else None
+        return Resolved(name, model, version) if model and version else None
     return None
 
 

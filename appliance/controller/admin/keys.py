@@ -153,14 +153,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
         """Stops the key's work: fails its background responses, batches, runs of evals and operations, pauses its jobs.
-        Revoking it again has no further effect, and says so."""
+        Revoking it again has no further effect."""
         before = _known(context, id_or_name, live=False)
         stopped = end_key(context, before.id, caller, "key.revoke")
         context.spending.publish_keys()
         context.scheduler.nudge(f"{before.id} was revoked")
-        admins = sum(ADMIN in key.scopes for key in keys.list_live(db))
-        more = {"stopped": stopped, "already_revoked": before.revoked_s is not None, "admin_keys": admins}
-        return key_view(keys.find(db, before.id) or before) | more
+        return key_view(keys.find(db, before.id) or before) | {"stopped": stopped}
 
     @router.get("/usage")
     @needs(READ, INFERENCE, FINE_TUNING)

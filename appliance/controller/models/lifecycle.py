@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any, NoReturn
 
-from appliance.controller.access.model_access import base_of, known_model, made_by_jobs, may_use
+from appliance.controller.access.model_access import base_of, made_by_jobs, may_use
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, OperationFailed, shown
 from appliance.controller.interfaces.principal import Principal
@@ -149,15 +149,6 @@ async def register(
 
 
 # --- deletion
-
-
-def to_delete(db: Database, name: str) -> tuple[ModelRow, VersionRow | None]:
-    """The model and version of a name to delete; without a version the whole model, even if no version of
-    it answers (its job may have failed after publishing some). Raises NotFound."""
-    if (model := models.find(db, name)) is not None:
-        return model, None
-    resolved = known_model(db, name)
-    return resolved.model, resolved.version
 
 
 async def remove(

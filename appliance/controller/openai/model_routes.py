@@ -19,6 +19,7 @@ from appliance.controller.access.model_access import (
     OwnerName,
     Resolved,
     caller_may_use,
+    known_model,
     resolve,
     unknown_model,
     usable_model,
@@ -28,7 +29,7 @@ from appliance.controller.http.routers import Status, StrictBody, audited, make_
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.events import pause_jobs_without_model
-from appliance.controller.models.lifecycle import remove, to_delete
+from appliance.controller.models.lifecycle import remove
 from appliance.store import keys, models
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow, columns
@@ -93,7 +94,10 @@ def routes(context: ControllerContext) -> APIRouter:
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
         if not caller_may_use(db, caller, name):
             raise unknown_model(name)
-        model, version = to_delete(db, name)
+        model, version = models.find(db, name), None
+        if model is None:  # the name is one version's
+            resolved = known_model(db, name)
+            model, version = resolved.model, resolved.version
         if model.kind == "base" and not caller.is_admin:
             raise Forbidden(ADMIN)
         _refuse_unless_own(model, caller, "delete")
@@ -108,7 +112,7 @@ def routes(context: ControllerContext) -> APIRouter:
         has those of the owners who have none."""
         resolved = usable_model(db, caller, name)
         model, change = resolved.model, models.unshare if body.stop else models.share
-        if resolved.is_checkpoint or resolved.pinned:
+        if name != model.id:
             raise InvalidValue(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", "model")
         _refuse_unless_own(model, caller, "share")
         if not body.owners and not body.everybody:
@@ -148,7 +152,7 @@ def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
 def _view(context: ControllerContext, resolved: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
     """OpenAI's object, plus the box's fields: its context in tokens, what the model does now, and why if it does not
     serve; for its owner and admins also the owner and whom it is shared with."""
-    made_s = resolved.version.created_s if resolved.is_checkpoint or resolved.pinned else resolved.model.created_s
+    made_s = (resolved.model if resolved.name == resolved.model.id else resolved.version).created_s
     own = caller.viewer in (None, resolved.model.owner)
     return {
         "id": resolved.name,

@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 import orjson
 
 from appliance.gateway.requests.answers import OPTIONS
-from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
+from appliance.store.rows import UNFINISHED_STATUSES, ResponseRow, ResponseStatus
 
 Object = dict[str, Any]
 COMPLETION = "chat.completion"
@@ -39,7 +39,7 @@ _DEFAULTS = {
     "top_p": 1.0,
     "truncation": "disabled",
 }
-_ENDED = frozenset(get_args(ResponseStatus)) - {*UNFINISHED_RESPONSE}
+_ENDED = frozenset(get_args(ResponseStatus)) - {*UNFINISHED_STATUSES}
 _ANSWERED = ("id", "object", "created", "model", "choices", "usage", "system_fingerprint", "service_tier")
 _CHOICE = ("index", "message", "logprobs", "finish_reason")
 

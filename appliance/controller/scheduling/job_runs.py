@@ -63,10 +63,6 @@ class JobRuns:
         self._leases: dict[str, list[Lease]] = {}
         self._dropped: list[VersionRow] = []  # of checkpoints whose rows are gone, their bytes not yet
 
-    def _unfinished(self, job_id: str | None) -> JobRow | None:
-        row = jobs.find(self._db, job_id or "")
-        return row if row is not None and not row.finished else None
-
     async def prepare(self, job_id: str) -> None:
         """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""
         for row in self._parts(jobs.get(self._db, job_id))[1]:
@@ -221,7 +217,7 @@ class JobRuns:
                 jobs.update(self._db, row.id, snapshot=None)
                 self._tiers.nudge()
         self._rollouts.follow()
-        self._routing.keep_policies(lambda name: self._unfinished(policy_of(name)) is not None)
+        self._routing.keep_policies(lambda name: jobs.find_unfinished(self._db, policy_of(name)) is not None)
         await self._tidy_policies(unload)
         while self._dropped:
             version = self._dropped.pop()
@@ -239,7 +235,7 @@ class JobRuns:
                 if policy_of(stored.model) is not None:
                     by_model[kind, stored.model].append(stored)
         for (kind, model), versions in by_model.items():
-            row, n_kept = self._unfinished(policy_of(model)), 0
+            row, n_kept = jobs.find_unfinished(self._db, policy_of(model)), 0
             if row is not None:
                 # Those that may still sample answers, and the one that ranks have just written.
                 n_kept = int((row.resolved or {}).get("options", {}).get("staleness", 0)) + 2

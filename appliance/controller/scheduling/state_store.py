@@ -110,7 +110,7 @@ class SqliteStateStore:
         )
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
-        row = self._open(job_id)
+        row = jobs.find_unfinished(self._db, job_id)
         if row is None:
             return
         usage.devices_held(self._db, job_id, len(devices), time.time())
@@ -118,7 +118,7 @@ class SqliteStateStore:
             self._events.started(job_id, list(devices))
 
     def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
-        row = self._open(job_id)
+        row = jobs.find_unfinished(self._db, job_id)
         if row is None:
             return
         devices_text = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
@@ -129,7 +129,7 @@ class SqliteStateStore:
 
     def job_waiting(self, job_id: str, reason: str) -> None:
         usage.devices_held(self._db, job_id, 0, time.time())
-        row = self._open(job_id)
+        row = jobs.find_unfinished(self._db, job_id)
         if row is None:
             return
         reason = pause_reason(self._db, row) or reason
@@ -151,7 +151,7 @@ class SqliteStateStore:
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
         self._remaining_device_s.pop(job_id, None)
         usage.devices_held(self._db, job_id, 0, time.time())
-        if self._open(job_id) is None:
+        if jobs.find_unfinished(self._db, job_id) is None:
             return
         match outcome:
             case "succeeded":
@@ -225,11 +225,6 @@ class SqliteStateStore:
         own: dict[str, Any] = {"min_replicas": 0, "pinned": False, "served": None, "idle_sleep_s": None}
         own |= {"idle_limit_s": CHECKPOINT_IDLE_S, "demand": self._demand(name)}
         return replace(view, model=name, version=version, **own | changes)
-
-    def _open(self, job_id: str) -> JobRow | None:
-        """The job if it can still change; None if a user has just cancelled or deleted it."""
-        row = jobs.find(self._db, job_id)
-        return row if row is not None and not row.finished else None
 
     def _job(self, row: JobRow) -> JobView:
         # One that is too large for the box now keeps its sizes and waits: the box may get its devices back.
