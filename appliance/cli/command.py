@@ -12,18 +12,17 @@ import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 from appliance.cli import output
-from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
+from appliance.cli.errors import BadUsage, CommandFailed, Unreachable, WaitTimedOut
 from appliance.cli.locate import BoxFile
 from appliance.cli.options import DATA_DIR, OUTPUT, Option, either, number, opt
 
 WORK_TIMEOUT_S = 900.0
-"""Of an answer that the box works for: it reads a whole file line by line."""
+"""Of an answer for which the box reads a whole file, or a model writes: a held request waits for an engine to wake."""
 
 
 _SHARED = {
@@ -42,14 +41,12 @@ _SHARED = {
 class Session:
     """The box that a command talks to, and the form of its answer.
 
-    client: a Client; None where the command needs no box. box_file: None for a box named by URL. unused: paths of
-    objects that the command made for a request that the box has not taken yet; deleted if the box refuses it.
+    client: a Client; None where the command needs no box. box_file: None for a box named by URL.
     """
 
     client: Any
     as_json: bool
     box_file: BoxFile | None = None
-    unused: list[str] = field(default_factory=list)
 
     def show(self, answer: Any, render: Callable[[Any], Any] = output.view) -> None:
         """Print an answer of the box, as it is or drawn."""
@@ -82,15 +79,7 @@ class Command:
             session = Session(None, getattr(args, "output", "") == "json")
         else:
             session = open_session(args)
-        try:
-            self.run(session, args)
-        except (Unreachable, WaitTimedOut):  # the box may have taken the request
-            raise
-        except CliError:
-            for path in session.unused:
-                with suppress(CliError):  # the first error is the one to show
-                    session.client.delete(path)
-            raise
+        self.run(session, args)
 
 
 COMMANDS: dict[str, Command] = {}

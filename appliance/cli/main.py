@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -13,7 +12,7 @@ from appliance.cli.command import COMMANDS
 from appliance.cli.errors import BadUsage, CliError, Ended
 from appliance.cli.resources import GROUPS
 
-for _module in ("box", "data", "evals", "export", "jobs", "keys", "mode", "models"):
+for _module in ("box", "data", "evals", "export", "jobs", "keys", "models"):
     importlib.import_module(f"appliance.cli.commands.{_module}")
 
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
@@ -70,12 +69,8 @@ def call(words: list[str]) -> int:
     if not name and rest[0] == "--version":
         print(f"appliance {metadata.version('appliance')}")
         return 0
-    guesses = difflib.get_close_matches(rest[0], dict(below(name)))
-    if guesses:
-        hint = f"Did you mean {' or '.join(map(repr, guesses))}?"
-    else:
-        hint = f"`{f'appliance {name}'.strip()} --help` lists them."
-    raise BadUsage(f"there is no command {f'{name} {rest[0]}'.strip()!r}. {hint}")
+    shown, group = f"{name} {rest[0]}".strip(), f"appliance {name}".strip()
+    raise BadUsage(f"there is no command {shown!r}; `{group} --help` lists them")
 
 
 def main(words: list[str]) -> int:

@@ -1,6 +1,5 @@
-"""The box on this machine, its devices and nodes, and what works whether the box runs or not: `appliance up|down|join`,
-`gpu drain`, `node invite|remove`, `init|doctor|restore` and `backup make|list`.
-"""
+"""The box on this machine, its devices, mode and nodes: `appliance up|down|join|init|doctor|restore`, `gpu drain`,
+`mode set|history`, `node invite|remove` and `backup make|list`."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from appliance.cli.command import TIMEOUT, WAIT, Session, command, until
 from appliance.cli.errors import BadUsage, CommandFailed, Conflict, Ended
 from appliance.cli.locate import BoxFile, data_dir_option, look_for_all, python, resolved
 from appliance.cli.options import CONFIG, DATA_DIR, DEVICES, existing_file, flag, number, opt
-from appliance.cli.resources import segment
+from appliance.cli.resources import MODE, POLICY, draw_handover, draw_mode, limit, mode_fields, segment
 from appliance.paths import BoxPaths, UnsafeFolder, check_closed
 from weights.format.names import replace_file
 
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
     from appliance.config import BoxConfig
     from weights.tiers.objects import Objects
 
+MODE_WAIT_S = 900.0
+_ANSWER_MARGIN_S = 30.0
+_HANDOVERS = "id ?began=started_s reason state >time=seconds ?>bytes >steps:total ?asked_by ?error"
 _LOOK_EVERY_S = 0.1
 _TAIL_BYTES = 3000
 _OF_A_BOX = {"appliance.db", "appliance.toml", "box.json", "logs"}
@@ -205,6 +207,48 @@ def drain(session: Session, args: Namespace) -> None:
             f"draining {args.id}",
         )
     session.show(device)
+
+
+@command(
+    "mode set",
+    POLICY,
+    *MODE,
+    *WAIT,
+    opt("--timeout SECONDS", "Then exit code 124.", type=number(float, 1, MODE_WAIT_S), default=MODE_WAIT_S),
+)
+def set_mode(session: Session, args: Namespace) -> None:
+    """Move devices between serving and training. No request is dropped and no job loses a step.
+
+    It holds until it is set again, or until a window of `mode schedule` begins or ends, and survives restarts.
+    Waiting may be interrupted: the box goes on.
+
+    Examples:
+      appliance mode set serve                 every device serves; jobs are suspended and wait
+      appliance mode set train --floor 1       jobs get every device but one, which keeps serving
+      appliance mode set split --train 6       six devices for jobs, the others serve
+      appliance mode set auto                  training takes what serving does not need, and gives it back
+    """
+    body, query = mode_fields(args, (POLICY, *MODE)), {"wait": True, "timeout_s": args.timeout} if args.wait else None
+    with output.progress(f"mode {args.policy}: the devices move"):
+        answer = session.client.send(
+            "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=args.timeout + _ANSWER_MARGIN_S
+        )
+    session.show(answer, draw_mode)
+
+
+@command("mode history", opt("id ID", "Only this one.", nargs="?"), limit(10))
+def history(session: Session, args: Namespace) -> None:
+    """Show hand-overs of devices: bytes, seconds, who asked; of one its steps, each with its details.
+
+    Examples:
+      appliance mode history --limit 3
+      appliance mode history 42                  one of them, with its details
+    """
+    if args.id is not None:
+        session.show(session.client.get(f"/admin/v1/handovers/{segment(args.id)}"), draw_handover)
+    else:
+        answer = session.client.get("/admin/v1/handovers", limit=args.limit)
+        session.show(answer, lambda found: output.listing(_HANDOVERS, found["data"], empty="no hand-overs yet"))
 
 
 def _invitation(args: Namespace, act: str, *words: str) -> Any:
@@ -433,10 +477,6 @@ def _place(args: Namespace) -> Iterator[tuple[BoxConfig, Objects]]:
         raise CommandFailed("no place for backups: name one, or set url in [backup]")
     if not place.startswith("s3://"):
         place = str(Path(place).expanduser().resolve())
-        if not Path(place).is_dir():
-            raise CommandFailed(
-                f"{place} is not a directory. Create it with mkdir; the box does not, in case a disk is unmounted"
-            )
     try:
         yield settings, objects_at(settings.backup.model_copy(update={"url": place}))
     except (BackupError, WeightsError, OSError) as error:

@@ -27,13 +27,12 @@ def file_path(file_id: str) -> str:
 
 
 def uploaded_id(session: Session, option: str, argument: str) -> str:
-    """The id of a file of the box, or of one that is uploaded now; one with bad lines stays on the box, which knows
-    why. Raises BadUsage and CommandFailed."""
+    """The id of a file of the box, or of one that is uploaded now and stays there. Raises BadUsage, CommandFailed."""
     path = Path(argument).expanduser()
     if path.is_file():
         sent = session.client.upload(path, "fine-tune")
         _refuse_bad(sent)
-        session.unused.append(file_path(sent["id"]))
+        output.say(f"{argument} is {sent['id']} on the box")
         return str(sent["id"])
     if argument.startswith("file-"):
         return argument

@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, until
-from appliance.cli.commands.data import UPLOAD, file_path
+from appliance.cli.commands.data import UPLOAD
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import flag, json_file, number, opt, picked, text_file
 from appliance.cli.resources import has_ended, segment
@@ -42,10 +42,9 @@ def create(session: Session, args: Namespace) -> None:
       appliance batch create requests.jsonl --wait && appliance batch list
     """
     file_id = session.client.upload(args.path, "batch")["id"]
-    session.unused.append(file_path(file_id))
+    output.say(f"{args.path} is {file_id} on the box")
     request = {"input_file_id": file_id, "endpoint": args.endpoint, "completion_window": "24h"}
     batch = session.client.post("/v1/batches", request)
-    session.unused.clear()
     if not args.wait:
         session.show(batch)
         return
@@ -110,14 +109,12 @@ def run(session: Session, args: Namespace) -> None:
     path, items = args.suite
     form = {"data": {"purpose": "user_data"}, "files": {"file": (path.name, items.encode())}}
     file_id = session.client.send("POST", "/v1/files", timeout_s=WORK_TIMEOUT_S, **form)["id"]
-    session.unused.append(file_path(file_id))
     eval_id = args.eval
     if eval_id is None:
         schema = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
         criteria = args.grader if isinstance(args.grader, list) else [args.grader]
         body = {"name": path.stem, "data_source_config": schema, "testing_criteria": criteria}
         eval_id = session.client.post("/v1/evals", body)["id"]
-        session.unused.append(_path(eval_id))
     started: list[str] = []
     for model in args.models:
         source = {
@@ -128,7 +125,6 @@ def run(session: Session, args: Namespace) -> None:
             "sampling_params": picked(args, "max_completion_tokens temperature seed"),
         }
         started.append(session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})["id"])
-        session.unused.clear()  # the file and the evaluation are in use from the first run on
 
     def fetch() -> list[dict[str, Any]]:
         return [session.client.get(f"{_path(eval_id)}/runs/{segment(run_id)}") for run_id in started]

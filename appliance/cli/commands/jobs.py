@@ -161,7 +161,6 @@ def submit(session: Session, args: Namespace) -> None:
         body["validation_file"] = uploaded_id(session, "--validation-file", args.validation_file)
     # The key keeps a copy of this request, sent again by something on the way, from making a second job.
     job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
-    session.unused.clear()
     if not args.wait:
         session.show(job, lambda job: job["id"])
     elif session.as_json:
@@ -275,7 +274,7 @@ def _event_line(event: dict[str, Any]) -> str:
 @command(
     "plan job",
     opt("--model MODEL", "The model to begin from.", required=True),
-    opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; kept only if lines are bad."),
+    opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; the box keeps it for the job."),
     *options(),
     opt("--devices N", "Use at most N. Default: all of the box.", type=number(int, 1)),
 )
@@ -291,12 +290,8 @@ def plan_job(session: Session, args: Namespace) -> None:
     body = picked(args, "model method devices") | {"hyperparameters": hyperparameters(args)}
     if args.file is not None:
         body["training_file"] = uploaded_id(session, "--file", args.file)
-    try:
-        with output.progress(f"the box counts the tokens of {args.file}"):
-            plan = session.client.send("POST", "/admin/v1/plan", body=body, timeout_s=WORK_TIMEOUT_S)
-    finally:
-        while session.unused:
-            session.client.delete(session.unused.pop())
+    with output.progress(f"the box counts the tokens of {args.file}"):
+        plan = session.client.send("POST", "/admin/v1/plan", body=body, timeout_s=WORK_TIMEOUT_S)
     session.show(plan)
     if not plan["fits"]:
         raise CommandFailed("no layout of this job fits; the plan shows what would fit")

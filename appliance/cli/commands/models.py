@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.cli import output
-from appliance.cli.command import TIMEOUT, WAIT, Session, command, finish
+from appliance.cli.command import TIMEOUT, WAIT, WORK_TIMEOUT_S, Session, command, finish
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
     OUTPUT,
@@ -287,8 +287,6 @@ def share(session: Session, args: Namespace) -> None:
 
 
 CHAT_PATH = "/v1/chat/completions"
-# A held request may wait for an engine to wake; the box itself answers 503 when it gives up.
-ANSWER_TIMEOUT_S = 900.0
 
 
 @command(
@@ -324,7 +322,7 @@ def chat(session: Session, args: Namespace) -> None:
         raise BadUsage("the prompt is empty")
     messages.append({"role": "user", "content": text})
     if session.as_json:
-        output.print_json(gateway.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S))
+        output.print_json(gateway.send("POST", CHAT_PATH, body=body, timeout_s=WORK_TIMEOUT_S))
     else:
         _answer(gateway, body)
 
@@ -333,7 +331,7 @@ def _answer(gateway: Client, body: dict[str, Any]) -> str:
     """Print the answer as it comes, and say why there is none or why it ends early; returns it whole."""
     pieces, ended = [], None
     try:
-        for event in gateway.stream_events(CHAT_PATH, {**body, "stream": True}, ANSWER_TIMEOUT_S):
+        for event in gateway.stream_events(CHAT_PATH, {**body, "stream": True}, WORK_TIMEOUT_S):
             for choice in event.get("choices", ()):
                 piece = (choice.get("delta") or {}).get("content") or ""
                 ended = choice.get("finish_reason") or ended

@@ -129,11 +129,6 @@ def test_usage_errors(prepared, arguments):
     assert result.exit_code == 2 and result.stderr and not prepared.requests
 
 
-def test_slips_are_answered_with_a_guess():
-    assert "Did you mean 'job'?" in run("jbo", "list").stderr
-    assert "'list'" in run("gpu", "lits").stderr
-
-
 def test_a_download_that_was_cut_off_is_no_file(tmp_path):
     listener = socket.create_server(("127.0.0.1", 0))
 
