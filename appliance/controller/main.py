@@ -118,11 +118,8 @@ class Parts:
     """What the process starts, runs and stops beside what routes need."""
 
     context: ControllerContext
-    loop: SchedulerLoop
-    effects: RayEffects
     states: SqliteStateStore
     runs: JobRuns
-    memory: BoxMemory
     flow: TierFlow
     adapters: AdapterSource
     energy: EnergyMeter
@@ -244,7 +241,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)
     energy = EnergyMeter(db, health.newest, scheduler.status)
-    return Parts(context, loop, effects, states, runs, memory, flow, adapters, energy)
+    return Parts(context, states, runs, flow, adapters, energy)
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
@@ -259,7 +256,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
 
     tempfile.tempdir = str(paths.uploads)  # forms with a file are spooled there: /tmp may be memory
     parts = build(config, paths)
-    context, loop = parts.context, parts.loop
+    context, loop, effects = parts.context, parts.context.scheduler.loop, parts.context.scheduler.effects
     # Before the first gateway connects: it would read a table without its keys as a revocation of all of them.
     context.routing.models_changed()
     await parts.adapters.start()
@@ -267,7 +264,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     await context.nodes.connect()
     context.health.began({device.node for device in context.nodes.devices})
     context.health.check(context.nodes.devices)
-    there = await _observed(parts.effects)
+    there = await _observed(effects)
     parts.states.after_restart(adopted={group.job_id for group in there.groups.values() if group.ended is None})
     await loop.adopt()  # before a route answers, and before validations of jobs go on
 
@@ -292,7 +289,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
             server.should_exit = True
         loop.stop()
         await asyncio.wait({deciding, *serving})
-    saved = await _save_everything(parts.effects, parts.flow)
+    saved = await _save_everything(effects, parts.flow)
     await context.asking.close()
     await parts.adapters.stop()
     await context.bus.stop()
@@ -304,15 +301,16 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
 def _keep(parts: Parts, config: BoxConfig) -> None:
     """Start the tasks that run for the process's lifetime."""
     context, look_s = parts.context, config.scheduler.device_check_s
+    scheduler = context.scheduler
     keep, keep_every = context.background.keep, context.background.keep_every
-    keep("nodes that come and go", parts.effects.watch)
+    keep("nodes that come and go", scheduler.effects.watch)
     keep_every("health of devices", partial(context.health.look, context.nodes.readings), look_s, at_once=True)
     keep_every("energy of devices", parts.energy.look, look_s)
     keep_every("power profile", context.power.look, POWER_EVERY_S, at_once=True)
-    keep_every("host memory", lambda: parts.memory.look(parts.loop.status()), LOOK_EVERY_S, at_once=True)
+    keep_every("host memory", lambda: scheduler.memory.look(scheduler.loop.status()), LOOK_EVERY_S, at_once=True)
     keep_every("what is degraded", partial(_report_degraded, context), DEGRADED_EVERY_S)
     keep_every("usage", context.spending.flush, USAGE_EVERY_S)
-    tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(lifecycle.remove_bytes, context))
+    tidy = partial(parts.runs.tidy, scheduler.unload_adapters, partial(lifecycle.remove_bytes, context))
     keep_every("snapshots of finished jobs", tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
     if config.alerts.is_on:

@@ -7,7 +7,6 @@ The gateways apply the same rule to the table (`gateway.table.Principal`): a req
 from __future__ import annotations
 
 import re
-import string
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -44,12 +43,6 @@ def suffix_in_name(suffix: str) -> str:
     """The form that a job's suffix has in a model's name, as OpenAI makes it: in lower case, with "-" for characters
     that a name cannot have; "" if nothing is left."""
     return _NOT_IN_SUFFIX.sub("-", suffix.lower()).strip("-._")
-
-
-def fine_tuned_name(base: str, organization: str, suffix: str | None) -> str:
-    """`ft:{base}:{organization}:{suffix}:{8 characters}`, as OpenAI names them; the suffix may be empty."""
-    assert set(organization) <= set(string.ascii_lowercase + string.digits + "-")
-    return f"ft:{base}:{organization}:{suffix_in_name(suffix or '')}:{new_id('', 8)}"
 
 
 def is_stable_name(name: str) -> bool:

@@ -56,14 +56,12 @@ class KeyLimits(StrictBody):
     tokens_per_day: Limit | None = None
     tokens_per_month: Limit | None = None
     max_priority: Priority | None = None
-    bounds: dict[Bound, Amount | None] | None = None  # type: ignore[valid-type]
+    bounds: dict[Bound, Amount] | None = None  # type: ignore[valid-type]
     expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
     def columns(self) -> dict[str, Any]:
         """The columns of the fields that are set."""
         limits = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
-        if self.bounds is not None:
-            limits["bounds"] = {name: bound for name, bound in self.bounds.items() if bound is not None} or None
         if "max_priority" in limits:
             limits["max_priority"] = limits["max_priority"] or 0
         return limits

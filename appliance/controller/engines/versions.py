@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -48,8 +47,6 @@ T = TypeVar("T")
 GPU_ENGINE_BYTES = 4 * 2**30
 """Host memory of an engine whose tensors are on a GPU: Python, torch, the CUDA context, vLLM's buffers."""
 
-READERS_LEAVE_S = 30.0
-"""For an engine that is unloading an adapter, or a copy to a tier, before a deleted version is left to eviction."""
 AT_ONCE = 4
 """A tier elsewhere takes seconds for each, on threads that requests use too."""
 
@@ -194,19 +191,16 @@ class LibraryOps:
         await self._elsewhere(names)
 
     async def _forget(self, name: Name) -> None:
-        """Remove it from shared memory once it has no readers. If readers stay, eviction removes it later."""
-        until_s = time.monotonic() + READERS_LEAVE_S
-        while (stored := await self.run(self._store.find, *name)) is not None:
-            try:
-                await asyncio.to_thread(self._store.remove, stored)
-            except VersionNotFound:
-                return
-            except VersionLeased as error:
-                if time.monotonic() > until_s:
-                    log.warning("%s was deleted, but %s", name, error)
-                    await self.run(unpin, stored)
-                    return
-                await asyncio.sleep(0.05)
+        """Remove it from shared memory. If it has readers, eviction removes it later."""
+        if (stored := await self.run(self._store.find, *name)) is None:
+            return
+        try:
+            await asyncio.to_thread(self._store.remove, stored)
+        except VersionNotFound:
+            return
+        except VersionLeased as error:
+            log.info("%s was deleted and leaves shared memory later: %s", name, error)
+            await self.run(unpin, stored)
 
 
 # --- sizes of engines: memory and context, for everybody who asks; and their settings, by vLLM's own check

@@ -131,22 +131,18 @@ class DeviceBounds:
             return []
         by_batch, fitting = self.divided(resolved, nodes)
         if not fitting:
-            raise InvalidValue(no_size(resolved, by_batch), "min_devices")
+            together = auto.ranks_of_row(resolved)
+            grouped = f", each over {together} devices (tensor_parallel, sequence_parallel)," if together > 1 else ""
+            raise InvalidValue(
+                f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']}{grouped} "
+                f"divides into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices and "
+                "max_devices leave none of them.",
+                "min_devices",
+            )
         sizes = ", ".join(map(str, fitting))
         reason = f"such that a step of {resolved['batch_size']} sequences divides into {sizes} devices only"
         nodes.refuse_more("min_devices", fitting[0], reason)
         return fitting
-
-
-def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
-    """The message for a job that has no valid number of devices."""
-    together = auto.ranks_of_row(resolved)
-    grouped = f", each over {together} devices (tensor_parallel, sequence_parallel)," if together > 1 else ""
-    return (
-        f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']}{grouped} divides "
-        f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices and max_devices leave "
-        "none of them."
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +180,7 @@ class SettingsRequest:
         BadRequest if no number of devices within the bounds divides a step."""
         bounds, method, dataset, resolved = self.bounds, self.method, self.dataset, self.resolve()
         nodes = nodes_of(self.context)
-        by_batch, sizes = bounds.divided(resolved, nodes)
-        if not sizes:
-            raise BadRequest(no_size(resolved, by_batch), param="min_devices", code="invalid_devices")
+        sizes = bounds.check(resolved, nodes)
         speed, memory = jobs.factors(self.context.db, self.base.name, method.name, resolved["full"])
         box = replace(box_facts(self.context), memory_factor=memory, speed_factor=speed)
         kept = [name for name in capacity.LAYOUT if self._is_set(name)]

@@ -13,17 +13,10 @@ from pydantic import BaseModel, Field, StringConstraints, create_model
 from appliance.controller.access import model_access
 from appliance.controller.access.model_access import Resolved, resolve, root_base, usable_model
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.grading.evals import EVALS
 from appliance.controller.grading.judging import check_code, check_form, form_of, grader_of, teacher_of
 from appliance.controller.http.routers import Metadata, StrictBody
-from appliance.controller.interfaces.errors import (
-    ApiError,
-    BadRequest,
-    Conflict,
-    Forbidden,
-    InvalidValue,
-    NotFound,
-    shown,
-)
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, max_priority
@@ -288,7 +281,8 @@ def _output_model(
             param = "gate" if body.gate is not None else "activate"
             why = f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it."
             raise InvalidValue(why, param)
-        return model_access.fine_tuned_name(root_base(db, base.model), context.config.organization, suffix)
+        root, part = root_base(db, base.model), model_access.suffix_in_name(suffix or "")
+        return f"ft:{root}:{context.config.organization}:{part}:{new_id('', 8)}"  # as OpenAI names them
     if suffix is not None:
         why = "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one."
         raise InvalidValue(why, "suffix")
@@ -325,8 +319,7 @@ def _gate(context: ControllerContext, gate: Gate, caller: Principal) -> dict[str
     """The new job's `JobRow.gate`. Raises ApiError."""
     if not caller.may(INFERENCE):  # the box asks models for it
         raise Forbidden(INFERENCE)
-    if evals.find(context.db, gate.eval_id, viewer=caller.viewer) is None:
-        raise NotFound(f"No eval found with id {shown(gate.eval_id)}.", "gate.eval_id", "eval_not_found")
+    EVALS.known(context.db, gate.eval_id, caller, "gate.eval_id")
     if evals.newest_sampled(context.db, gate.eval_id, viewer=caller.viewer) is None:
         why = f"{gate.eval_id} has no run yet in which a model answered items of a file, whose data the gate could use"
         raise BadRequest(f"{why}: run it once (`appliance eval run`).", "gate.eval_id", "eval_not_run")

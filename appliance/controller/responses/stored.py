@@ -55,8 +55,6 @@ _LOOK_EVERY_S = 0.02
 RESPONSES = Resource("response", URL, (INFERENCE,), ROWS.find_visible, fields=("status",))
 _NOT_FOUND = "chat_completion_not_found"
 COMPLETIONS = Resource("completion", "/v1/chat/completions", (INFERENCE,), ROWS.find_visible, code=_NOT_FOUND)
-_OF_KIND = {"response": (RESPONSES, "resp_"), COMPLETION: (COMPLETIONS, "chatcmpl-")}
-"""And how the ids of engines begin, the only ones that can be on their way."""
 
 
 class CompletionUpdate(StrictBody):
@@ -90,14 +88,13 @@ class StoredResponses:
         return True
 
     async def find(self, response_id: str, viewer: str | None, kind: AnswerKind = "response") -> ResponseRow:
-        """Raises NotFound."""
-        resource, begins = _OF_KIND[kind]
-        until_s = time.monotonic() + (ARRIVES_WITHIN_S if response_id.startswith(begins) else 0.0)
+        """Raises NotFound, if it does not arrive in time either."""
+        until_s = time.monotonic() + ARRIVES_WITHIN_S
         find = partial(ROWS.find_visible, self._db, response_id, viewer=viewer)
         while (row := await asyncio.to_thread(find)) is None and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_EVERY_S)
         if row is None or row.kind != kind:
-            raise resource.absent(response_id)
+            raise (RESPONSES if kind == "response" else COMPLETIONS).absent(response_id)
         return row
 
     async def conversation(self, response_id: str, viewer: str | None) -> list[Object]:
