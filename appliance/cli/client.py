@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 
 from appliance.cli import output
-from appliance.cli.command import WORK_TIMEOUT_S
 from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Conflict, Unreachable, of_answer
 
-TIMEOUT_S = 60.0
+TIMEOUT_S, _UPLOAD_TIMEOUT_S = 60.0, 900.0  # the box reads a whole file before it answers
 _RESUMES = 6  # a minute in all, in which a box may start anew
 
 
@@ -113,7 +112,7 @@ class Client:
             raise BadUsage(f"cannot read {path}: {error.strerror}") from error
         with file, output.progress("sending the file, which the box then checks"):
             form = {"data": {"purpose": purpose}, "files": {"file": (path.name, file, "application/octet-stream")}}
-            return self.send("POST", "/v1/files", timeout_s=WORK_TIMEOUT_S, **form)
+            return self.send("POST", "/v1/files", timeout_s=_UPLOAD_TIMEOUT_S, **form)
 
     def parts(self, path: str) -> Iterator[bytes]:
         """The body of an answer, as it comes. An answer with an ETag that is cut off is resumed; after `_RESUMES`

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from appliance.controller.access.limits import ANSWERS_PER_INPUT
 from appliance.controller.access.model_access import caller_of, usable_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
+from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.resource import Resource, object_of, part
@@ -156,13 +156,8 @@ def kind(context: ControllerContext) -> Kind:
 
     async def fail(task: TaskRow, error: TaskFailed) -> None:
         errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
-        try:
-            if (batch := await opened(task)) is not None:
-                await batch.end("failed", errors=errors)
-        except OSError as unusable:  # its answers cannot be read or kept, so it gets no files
-            if is_full(unusable):
-                raise
-            set_status(context.db, ROWS.get(context.db, task.id), "failed", errors=errors)
+        if (batch := await opened(task)) is not None:
+            await batch.end("failed", errors=errors)
 
     return Kind(TASKS, run, fail, "batch")
 
@@ -196,10 +191,7 @@ class Batch:
             await self.end("failed", errors=lines.errors)
             return
         row = ROWS.get(self._db, row.id)
-        if row.status == "cancelling":  # since its file was read
-            await self.end("cancelled")
-            return
-        if row.status == "validating":
+        if row.status == "validating":  # one that was cancelled meanwhile runs again
             set_status(self._db, row, "in_progress", model=lines.model)
         end: BatchStatus = "completed"
         with open(path, "rb") as source:

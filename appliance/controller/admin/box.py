@@ -138,10 +138,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         # Only names in the list are opened: what a client writes is never a path.
         if name not in {log["name"] for log in logs_in(logs)}:
             raise NotFound(f"No log {shown(name)}; GET /admin/v1/logs lists them.", "name", "log_not_found")
-        try:
-            return {"name": name, "lines": end_of(logs / name, _LOG_BYTES)[-lines:]}
-        except FileNotFoundError:  # turned over meanwhile
-            return {"name": name, "lines": []}
+        return {"name": name, "lines": end_of(logs / name, _LOG_BYTES)[-lines:]}
 
 
 # --- hand-overs; the CLI and scripts rely on these keys

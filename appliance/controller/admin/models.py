@@ -114,12 +114,13 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
             why = f"max_replicas is {changed.max_replicas} and min_replicas {changed.min_replicas}"
             expected = "expected min <= max, and at least one for a pinned model"
             raise InvalidValue(f"{why}; {expected}.", "max_replicas")
-        nodes = job_settings.nodes_of(context)
-        # Values set before a node left stay valid while other fields change.
-        if "tensor_parallel" in changes:
-            nodes.refuse_more("tensor_parallel", changed.tensor_parallel)
-        if "tensor_parallel" in changes or "min_replicas" in changes:
-            nodes.refuse_more_replicas("min_replicas", changed.min_replicas, changed.tensor_parallel)
+        nodes, each = job_settings.nodes_of(context), changed.tensor_parallel
+        if "tensor_parallel" in changes:  # a value from before a node left stays valid while other fields change
+            nodes.refuse_more("tensor_parallel", each)
+        most = sum(count // each for count in nodes.counts)
+        if changed.min_replicas > most and changes.keys() & {"tensor_parallel", "min_replicas"}:
+            why = f"min_replicas is {changed.min_replicas}; expected at most {most}, of {each} devices each."
+            raise BadRequest(why, "min_replicas", "insufficient_devices")
         rows.DEPLOYMENTS.put(db, changed)
         context.scheduler.loop.reset_failures(name)  # engines that failed with the old settings may start now
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
@@ -208,12 +209,8 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
 
     @router.post("/models/{name:path}/promote")
     async def promote(name: str, caller: Caller) -> dict[str, Any]:
-        """A request that comes again, after minutes without an answer, is told what the first has changed."""
         async with activation.lock(name):
-            model, last = stored_model(db, name), rows.CANARIES.find(db, name)
-            if last is not None and last.state == "promoted" and last.version == model.active_version:
-                return {"model": name, "from": last.before, "to": last.version}
-            return await running.promote(model, caller, "asked for")
+            return await running.promote(stored_model(db, name), caller, "asked for")
 
 
 # --- how a model's engines are set up, and every version of that
@@ -255,9 +252,6 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
         if refused := await context.settings_check.refused(model, version, devices, settings):
             raise InvalidValue(f"vLLM does not start {name} with these settings: {refused[:2000]}", "set")
         with db.transaction():
-            if _settings(db, name) != before:
-                text = f"The settings of {name} changed meanwhile; look at them and try again."
-                raise BadRequest(text, "set", "conflict")
             if settings.as_json() != before:
                 by = name_of(context, caller)
                 models.add_settings(db, name, settings.as_json(), settings.digest, by, time.time())

@@ -57,12 +57,10 @@ def policy_of(mode: Mode, box_floor: int) -> Policy:
 
 
 def floor_notes(policy: Policy, device_count: int) -> list[str]:
-    """Notes for users about a floor that leaves training nothing. A floor above the number of present devices is no
-    error if it was set earlier: the box keeps what it has, and more once a node has joined."""
-    if policy.kind == "serve" or not device_count or policy.serving_floor < device_count:
+    """A note for users if the floor leaves training no device."""
+    if policy.kind == "serve" or policy.serving_floor < max(1, device_count):
         return []
-    have = "all" if policy.serving_floor == device_count else "all there are,"
-    return [f"The serving floor of {policy.serving_floor} keeps {have} {device_count} devices: training gets none."]
+    return [f"The serving floor of {policy.serving_floor} keeps all {device_count} devices: training gets none."]
 
 
 def mode_windows(db: Database, box_floor: int) -> tuple[Window, ...]:

@@ -47,9 +47,6 @@ T = TypeVar("T")
 GPU_ENGINE_BYTES = 4 * 2**30
 """Host memory of an engine whose tensors are on a GPU: Python, torch, the CUDA context, vLLM's buffers."""
 
-AT_ONCE = 4
-"""A tier elsewhere takes seconds for each, on threads that requests use too."""
-
 
 class VersionProvider:
     """Implements `scheduler.ray.effects.Versions`.
@@ -144,14 +141,12 @@ class AdapterSource(AdapterServer):
     def __init__(self, path: Path, db: Database, store: WeightStore, tiers: Tiers) -> None:
         super().__init__(path, self._bring_in, (LookupError, WeightsError, OSError))
         self._db, self._store, self._tiers = db, store, tiers
-        self._places = asyncio.Semaphore(AT_ONCE)
 
     async def _bring_in(self, model: str, version: str) -> Lease:
         row = models.find_version(self._db, model, version)
         if row is None or not row.meta.get("adapter"):
             raise LookupError(f"{model} {version} is not an adapter of this box")
-        async with self._places:
-            return self._store.lease(await asyncio.to_thread(self._tiers.bring_in, name_of(row)))
+        return self._store.lease(await asyncio.to_thread(self._tiers.bring_in, name_of(row)))
 
 
 class LibraryOps:

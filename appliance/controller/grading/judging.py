@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -123,7 +122,7 @@ ANSWER_WITHIN_S = 3600.0
 """How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
 person may want exactly that for a while."""
 WARN_EVERY_S = 600.0
-"""Between two events of one kind of a job."""
+"""Between two warnings of a job."""
 MOST_REWARD = 1e9
 """The largest reward: ranks learn in float32, where the squared gradients of larger rewards overflow and the loss
 becomes NaN."""
@@ -138,7 +137,7 @@ class CannotGoOn(Exception):
 class Grading:
     def __init__(self, db: Database, hosts: GraderHosts, asking: Asking):
         self._db, self._hosts, self._asking = db, hosts, asking
-        self._event_s: dict[tuple[str, str], float] = {}  # of a job's newest event, by the job and the event's kind
+        self._event_s: dict[str, float] = {}  # of a job's newest warning
 
     async def chat(self, key_id: str | None, body: dict[str, Any], within_s: float | None = None) -> ModelAnswer:
         """A model's answer to a chat completion, asked on behalf of this key, or in `error` why there is none."""
@@ -219,8 +218,7 @@ class Grading:
         if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
             failed = f"{sum(map(bool, errors))} of {len(errors)} answers to a prompt, of which the first {counts}"
-            kind = str([name for name, value in asdict(graded[first].errors).items() if value is True])
-            self._warn(row, kind, f"the grader failed at {failed}: {errors[first]}")
+            self._warn(row, f"the grader failed at {failed}: {errors[first]}")
         return {"rewards": rewards, "errors": errors}
 
     async def _teach(self, row: JobRow, teacher: str, prompt: Prompt, samples: Sequence[Sampled]) -> Verdict:
@@ -244,18 +242,16 @@ class Grading:
                     why = f"the teacher gave {error}"
             log_probs.append(scores)
             errors.append(why)
-        if counted := Counter(filter(None, errors)):
-            ((why, _),) = counted.most_common(1)
-            text = f"some answers train nothing, because the teacher {teacher} did not score them: {why}"
-            self._warn(row, text, text)
+        if why := next(filter(None, errors), ""):
+            self._warn(row, f"some answers train nothing, because the teacher {teacher} did not score them: {why}")
         return {"log_probs": log_probs, "errors": errors}
 
-    def _warn(self, row: JobRow, kind: str, text: str) -> None:
-        """Add an event, unless the job had one of this kind within WARN_EVERY_S."""
-        event, now_s = (row.id, kind), time.monotonic()
-        self._event_s = {key: at_s for key, at_s in self._event_s.items() if now_s - at_s < WARN_EVERY_S}
-        if event not in self._event_s:
-            self._event_s[event] = now_s
+    def _warn(self, row: JobRow, text: str) -> None:
+        """Add an event, unless the job had one within WARN_EVERY_S."""
+        now_s = time.monotonic()
+        self._event_s = {job_id: at_s for job_id, at_s in self._event_s.items() if now_s - at_s < WARN_EVERY_S}
+        if row.id not in self._event_s:
+            self._event_s[row.id] = now_s
             add_message(self._db, row.id, text, level="warn")
 
 

@@ -65,23 +65,14 @@ class NodeSizes:
 
     def refuse_more(self, name: str, devices: int, shown: str = "") -> None:
         """Raise BadRequest if no node has as many devices. name: the field at fault. shown: its value, in words."""
-        node = "the box" if len(self.counts) == 1 else "the largest node of the box"
-        _refuse_more(name, devices, self.largest, f", which is all that {node} has", shown)
-
-    def refuse_more_replicas(self, name: str, engines: int, tensor_parallel: int) -> None:
-        """Raise BadRequest if the nodes cannot hold as many engines of `tensor_parallel` devices each."""
-        most = sum(count // tensor_parallel for count in self.counts)
-        _refuse_more(name, engines, most, f": each replica takes {tensor_parallel} of {sum(self.counts)} devices")
-
-
-def _refuse_more(name: str, value: int, most: int, why: str, shown: str = "") -> None:
-    if value > most:
-        raise BadRequest(
-            f"{name} is {shown or value}; expected at most {most}{why}. Ask for less, or join a node with more devices "
-            "first (`appliance join`).",
-            param=name,
-            code="insufficient_devices",
-        )
+        if devices > self.largest:
+            node = "the box" if len(self.counts) == 1 else "the largest node of the box"
+            raise BadRequest(
+                f"{name} is {shown or devices}; expected at most {self.largest}, which is all that {node} has. Ask for "
+                "less, or join a node with more devices first (`appliance join`).",
+                param=name,
+                code="insufficient_devices",
+            )
 
 
 def nodes_of(context: ControllerContext) -> NodeSizes:
@@ -392,7 +383,8 @@ class JobValidation:
                 messages += [(level, f"{file.filename}: {text}") for text in texts]
         if "validation_file" in paths:
             compare = partial(_compare_rows, *paths.values())
-            messages += await to_thread.run_sync(compare, limiter=context.file_threads)
+            warning = await to_thread.run_sync(compare, limiter=context.file_threads)
+            messages += [("warn", warning)] if warning else []
         dataset = dataset_of(reports["training_file"])
         bounds = DeviceBounds(row.min_devices, row.max_devices)
         request = SettingsRequest(context, base, method, row.hyperparameters, dataset, bounds)
@@ -458,8 +450,8 @@ class JobValidation:
         return row
 
 
-def _compare_rows(training: Path, validation: Path) -> list[tuple[str, str]]:
-    """A warning if both files share many rows. Raises TaskFailed if they have the same, OSError."""
+def _compare_rows(training: Path, validation: Path) -> str:
+    """A warning if both files share many rows, else "". Raises TaskFailed if they have the same, OSError."""
     trained, held_out = set(_hashes(training)), set(_hashes(validation))
     if held_out == trained:
         raise TaskFailed(
@@ -470,12 +462,11 @@ def _compare_rows(training: Path, validation: Path) -> list[tuple[str, str]]:
         )
     shared = len(held_out & trained)
     if not shared or shared < SHARED_SHARE * len(held_out):
-        return []
-    text = (
+        return ""
+    return (
         f"{shared:,} of the {len(held_out):,} validation examples are training examples too: the validation loss looks "
         "better than it is. Keep them in one of the files."
     )
-    return [("warn", text)]
 
 
 def _hashes(path: Path) -> Iterator[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 from appliance.controller.access.model_access import base_of, made_by_jobs, may_use
 from appliance.controller.context.context import ControllerContext
@@ -235,12 +235,10 @@ def _refuse_if_in_use(db: Database, name: str, model: str, version: VersionRow |
         may_start = may_ask and base_of(db, job) is not None
         if job.wanted != "cancel" and (job.phase == "running" or may_start):
             user = job.id if caller.viewer in (None, job.owner) else "of another owner"
-            _in_use(f"{name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")
+            why = f"{name} is used by the fine-tuning job {user}; cancel the job or wait for its end."
+            raise Conflict(why, "model", "model_in_use")
     for adapter in models.adapters_on(db, model):
         if version is None or version.version == adapter.base_version:
             user = adapter.model if models.is_visible(db, adapter.model, caller.viewer) else "of another owner"
-            _in_use(f"The adapter {user} is served on {adapter.base} {adapter.base_version}; delete the adapter first.")
-
-
-def _in_use(why: str) -> NoReturn:
-    raise Conflict(why, param="model", code="model_in_use")
+            why = f"The adapter {user} is served on {adapter.base} {adapter.base_version}; delete the adapter first."
+            raise Conflict(why, "model", "model_in_use")

@@ -85,9 +85,8 @@ class SqliteStateStore:
         """Requeue jobs that a crash left "running", except those whose ranks still run (`adopted`)."""
         usage.close_left_open(self._db, set(adopted))
         for row in JOBS.list_all(self._db, "phase = 'running'"):
-            if row.id in adopted:
-                continue
-            self.job_waiting(row.id, "the box was restarted")
+            if row.id not in adopted:
+                self.job_waiting(row.id, "the box was restarted")
 
     def load(self, *, free_devices: int) -> Workload:
         planned = list[JobRow]()

@@ -74,8 +74,7 @@ async def test_a_version_that_does_not_answer_at_once_is_a_canary_first(control:
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
     path = "/models/fraud/canary"
     await ask(control, "PUT", path, json={"version": v2})
-    promoted = await ask(control, "POST", "/models/fraud/promote")
-    assert await ask(control, "POST", "/models/fraud/promote") == promoted, "a request that comes again"
+    await ask(control, "POST", "/models/fraud/promote")
     assert active(control) == v2 and models.running_canaries(control.db) == []
     assert (await ask(control, "POST", "/models/fraud/rollback", json={"version": v3}))["to"] == v3
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v2
