@@ -107,9 +107,7 @@ async def _run_and_exit(config: BoxConfig, paths: BoxPaths, ray_address: str) ->
         log.exception("the controller ends with an error; the main process restarts it")
     finally:
         logging.shutdown()
-        # Here, for `asyncio.run` would wait for its threads: one that makes a model has minutes to go, and the main
-        # process would kill what has long saved everything. Nor are idle threads of anyio (under Starlette's file
-        # responses) daemons.
+        # `asyncio.run` would wait for threads that may work for minutes, although everything is saved.
         os._exit(code)
 
 

@@ -64,8 +64,7 @@ class OtherSchema(StoreError):
 
 
 class RowNotFound(StoreError, LookupError):
-    """A LookupError as well, which is what the scheduler's ports may raise for what is gone: a job whose row had been
-    taken away ended the scheduler's loop."""
+    """Also a LookupError, which the scheduler's loop expects for a job that is gone."""
 
     def __init__(self, table: str, row_id: str):
         super().__init__(f"no row {row_id!r} in {table}")
@@ -161,8 +160,7 @@ class Database(AbstractContextManager["Database"]):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             connection.execute("PRAGMA synchronous = FULL")
-            # Builds of SQLite differ: without this, deleted rows, such as a forgotten person's texts, would stay in
-            # free pages.
+            # Some builds of SQLite leave deleted rows in free pages by default.
             connection.execute("PRAGMA secure_delete = ON")
             connection.execute("PRAGMA foreign_keys = ON")
         return self._of_thread.connection

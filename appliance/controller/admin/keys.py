@@ -218,8 +218,7 @@ def end_key(context: ControllerContext, key_id: str, caller: Principal, action: 
 
 
 async def end_expired(context: ControllerContext) -> None:
-    """Revoke the keys whose time is over. The gateways refuse them by themselves from then on, so the table of all
-    keys is written once for all of them: a course's three hundred end in the same second."""
+    """Revoke the keys whose time is over, and publish the table once for all of them: many may expire together."""
     ended = keys.list_all(context.db, "expires_s <= ? AND revoked_s IS NULL", time.time())
     for row in ended:
         end_key(context, row.id, caller_of(context.db, None), "key.expire")
@@ -230,15 +229,14 @@ async def end_expired(context: ControllerContext) -> None:
 
 # --- a person who leaves
 #
-# Deleted: files, uploads, stored responses, batches, evals, job folders and events. Kept without the name: usage, the
-# audit log, jobs. Revoked: the keys. Models that were trained on their files are listed. Repeating the request
-# continues where the last one stopped. A row belongs to its own owner, or to the owner of the key it was made with.
+# Deleted: files, uploads, stored responses, batches, evals, job folders and events. Kept under a pseudonym: usage, the
+# audit log, jobs. A repeated request continues where the last one stopped.
 
 _COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
 _WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
 _NAMED = (("audit", "target"), ("model_settings", "by_whom"), ("handovers", "asked_by"))
-"""Columns that say by the name of a key or an owner who did something; those of `_NAMED_IN` are JSON, in which the name
-is replaced only behind this text: a key may be called "train", as the mode is."""
+"""Columns that name a key or an owner. Those of `_NAMED_IN` are JSON, where only a name behind the third text is
+replaced, because a key may have the name of a mode, such as "train"."""
 _NAMED_IN = (("audit", "detail", ""), ("box", "value", '"by":'), ("cordons", "drain", '"by":'))
 Owner = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -331,8 +329,8 @@ def _delete(context: ControllerContext, owner: str) -> None:
 
 
 def rename(db: Database, owner: str, pseudonym: str) -> None:
-    """Give the owner's keys, jobs and what else stays a pseudonym. What the owner wrote goes: a job's suffix and
-    metadata, details of what was done. Call it on a thread: it reads whole tables."""
+    """Put a pseudonym in place of the owner, and delete what the owner wrote in the rows that stay: a job's suffix and
+    metadata, and details in the audit log. Call it on a thread: it reads whole tables."""
     known = keys.list_all(db, "owner = ?", owner)
     with db.transaction():
         db.execute(

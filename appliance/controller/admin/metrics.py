@@ -204,9 +204,8 @@ class ControllerCollector(Collector):
         yield series("job_rank_seconds", text, "job model rank device", ranks)
 
     def _mfu(self, row: JobRow) -> float | None:
-        """The share of the device's peak that the arithmetic of the weights takes: six operations of each weight for
-        each token (four with adapters, because what is frozen needs no gradient). None where other arithmetic counts
-        too: other methods ask other models, a token meets only some experts, and float32 has other rates."""
+        """Model FLOPs utilisation: six operations per weight and token (four with adapters, whose frozen weights need
+        no gradient) over the device's peak. None for other methods, mixtures of experts and float32."""
         name = next((device["name"] for device in self._now["devices"] if device["id"] in row.devices), "")
         device, model, chosen = accelerator(name), models.find(self._db, row.model), row.resolved or {}
         if device is None or model is None or row.tokens_per_s is None or chosen.get("precision") != "bf16":

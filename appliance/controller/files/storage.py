@@ -90,8 +90,8 @@ def remove(context: ControllerContext, row: FileRow) -> None:
 
 
 def sweep(context: ControllerContext) -> None:
-    """Call at start, before anything is written: delete what a crash left half written, and what is left of uploads
-    and batches that have ended. Other bytes that no row names stay: the database that knows them may come back."""
+    """Delete half-written files, and bytes of uploads and batches that have ended; call it at start. Other bytes
+    without a row stay: the database that has their rows may be restored."""
     of_parts = context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*")
     for half in (*of_parts, *context.files_dir.glob(f"{INCOMING_PREFIX}*")):
         half.unlink()
@@ -107,8 +107,8 @@ def sweep(context: ControllerContext) -> None:
 
 @contextlib.contextmanager
 def growing(files_dir: Path, *file_ids: str) -> Iterator[list[Path]]:
-    """Yield paths for the bytes of new files with these ids. Bytes that are not kept within are deleted, and so are
-    those kept by a transaction that fails: without a row they would have no owner until the next start."""
+    """Yield paths for the bytes of new files with these ids. Bytes without a row are deleted at the end of the block:
+    those that `keep` did not move, and after an error all of them."""
     paths = [files_dir / f"{INCOMING_PREFIX}{file_id}" for file_id in file_ids]
     try:
         yield paths
@@ -168,8 +168,8 @@ async def checked(
     tokenizer: Path | None = None,
     cut_at: int | None = None,
 ) -> DataReport:
-    """Check a training file, in a process of its own if it is large or its tokens are counted. One of a shape that the
-    method does not take has an error in its first line. Raises OSError.
+    """Check a training file, in a process of its own if it is large or its tokens are counted. A file in a format that
+    the method does not take has an error in its first line. Raises OSError.
 
     Args:
         chat_path: where to write it in the method's format.
@@ -192,8 +192,7 @@ async def described(context: ControllerContext, path: Path, row: FileRow) -> Fil
     if row.purpose != "fine-tune":
         return row
     report = await checked(context, path)
-    # Without the tokens of each example, before they are copied one by one: a row stays small, and whoever plans a job
-    # counts again, with the model's tokenizer.
+    # Without the tokens of each example, which a job counts again with its model's tokenizer.
     stored = asdict(replace(report, example_tokens=[]))
     del stored["example_tokens"]
     return replace(

@@ -49,9 +49,9 @@ from train.rollouts.samples import Prompt, Verdict
 _LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")
 URL = "/v1/completions"
 MOST_ANSWERS = 8
-"""As many as one request has at most; no engine of the box has fewer places unless it was told so."""
+"""Answers of one request at most: no engine has fewer slots by default."""
 MOST_TOKENS = 8192
-"""The tokens of the answers of one request together, where it has several: the controller reads them in one go."""
+"""Tokens of all answers of one request together, which the controller reads at once."""
 MOST_SCORED_TOKENS = 1 << 16
 """Tokens of a text at most, if a client asks for its log-probabilities."""
 GENERATED_TOKENS = 1
@@ -119,8 +119,7 @@ def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
 
 
 ANSWER_WITHIN_S = 3600.0
-"""How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
-person may want exactly that for a while."""
+"""How long a model that samples, judges or teaches may take, while the job's devices wait."""
 WARN_EVERY_S = 600.0
 """Between two warnings of a job."""
 MOST_REWARD = 1e9
@@ -204,9 +203,8 @@ class Grading:
         return await self._reward(row, grader, prompt, answers)
 
     async def _reward(self, row: JobRow, grader: Grader, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
-        """The reward is None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, and 0
-        where the grader failed. It is no error if an answer is not JSON although JSON is expected, or lacks an expected
-        field: the model has to learn that."""
+        """Rewards: None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, 0 where the
+        grader failed. An answer that is not the expected JSON, or lacks a field, is no error: the model learns that."""
         record = prompt.record
         item = {**record["item"], "messages": record["messages"]}
         sample_of = Sample.with_calls if record.get("tools") else Sample

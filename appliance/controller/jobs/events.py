@@ -90,9 +90,9 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
 
 
 def answers_at_once(db: Database, job: JobRow, new: VersionRow) -> bool:
-    """Whether this version of a job answers now: the job asks for that, or nothing else would answer, or the job's own
-    version answers. Never if the version that answers is of the other kind (adapter, whole weights), because its
-    engines would have to go first. Nor if a gate judges the job: the gate lets it answer."""
+    """Whether this version of a job answers now: the job requests it, or no other job's version answers. Never if the
+    active version is of the other kind (adapter, whole weights), whose engines would have to stop first, nor if a gate
+    judges the job."""
     active = resolve(db, job.output_model)
     if job.gate is not None or active is None:
         return job.gate is None
@@ -159,9 +159,8 @@ class JobEvents:
             add_message(self._db, job_id, text, data={"step": step})
 
     def conclude(self, job_id: str) -> None:
-        """Make the result file of a job whose ranks report no more; there may be 100,000 steps. A full disk costs the
-        table and not the success: an error here would reach the scheduler's loop, which would end the job again in each
-        round and plan nothing."""
+        """Make the result file of a job whose ranks have ended. On a full disk the job succeeds without the file,
+        because an error would stop the scheduler's loop."""
         db, row = self._db, jobs.get(self._db, job_id)
         table = _metrics_table(db, row)
         try:
@@ -316,7 +315,7 @@ class JobEvents:
         add_message(db, row.id, f"{kind} created at step {step}", data=data)
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
-        """An event tells of the first: small models on a CPU write one at nearly every step."""
+        """Only the first one gets an event: small models write one at nearly every step."""
         jobs.update(self._db, row.id, snapshot={"step": int(event["step"]), "path": str(event["path"])})
         if row.snapshot is None:
             data = {key: event[key] for key in ("step", "bytes", "seconds")}
@@ -464,8 +463,7 @@ def pause_jobs_of(db: Database, key_id: str) -> list[str]:
 
 def pause_jobs_without_model(db: Database) -> list[str]:
     """Pause the jobs whose keys may not use the models that they train any more; returns their ids. Call it in every
-    transaction that takes access to a model away: a waiting job would fail at its start, and a running one would go on
-    learning from a model that its owner may not see."""
+    transaction that takes away access to a model."""
     lost = [row for row in jobs.list_unfinished(db) if not may_use(db, row.key_id, row.model)]
     return _pause(db, lost, MODEL_WITHDRAWN)
 

@@ -1,6 +1,5 @@
-"""Chooses the settings of a job, and its numbers of devices, from model, data and box; and validates a job, which
-chooses them for good. Requests, validation and `plan job` call the same function, so that a plan and the job that
-follows cannot differ."""
+"""Chooses the settings of a job and its numbers of devices from model, data and box, and validates jobs. Requests,
+validation and `plan job` call the same function, so a plan and its job cannot differ."""
 
 from __future__ import annotations
 
@@ -111,9 +110,8 @@ class DeviceBounds:
         return by_batch, [size for size in by_batch if size >= self.least]
 
     def check(self, resolved: dict[str, Any] | None, nodes: NodeSizes) -> list[int]:
-        """The numbers of `divided` within the bounds, also those that only a node yet to join could provide; none
-        before the job is resolved. A `max_devices` that no node has only limits. Raises BadRequest if there is none, or
-        none for the known nodes."""
+        """The numbers of devices within the bounds that divide a step, also those that only a node yet to join has;
+        none before the job is resolved. Raises BadRequest if there is none, or none that a known node has."""
         least, most = self.least, self.max_devices
         if most is not None and least > most:
             raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
@@ -168,7 +166,7 @@ class SettingsRequest:
 
         Returns the fields of a TrainSpec; whether it fits, and on how many devices; and the layouts that fit as
         `Estimator.described` has them, the best first, which is that of the fields. Raises InvalidHyperparameter;
-        BadRequest if no number of devices within the bounds divides a step."""
+        BadRequest as `DeviceBounds.check` does."""
         bounds, method, dataset, resolved = self.bounds, self.method, self.dataset, self.resolve()
         nodes = nodes_of(self.context)
         sizes = bounds.check(resolved, nodes)
@@ -289,9 +287,8 @@ def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:
     return next((Path(folder) for folder in folders if folder and Path(folder, TOKENIZER).is_file()), None)
 
 
-# --- validation, before a job takes any device. A valid job gets its own copy of its data, as chat JSONL, so deleting
-# the uploaded file later does not stop it. Safe to run again after a crash: the phase stays "validating" until
-# everything is on disk.
+# --- validation, before a job takes any device. A valid job gets its own copy of its data, as chat JSONL. After a crash
+# validation runs again: the phase stays "validating" until everything is on disk.
 
 _COPIES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
 MOST_ROWS = 1_000_000

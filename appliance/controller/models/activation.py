@@ -79,8 +79,8 @@ class Canaries:
         self._context, self._db = context, context.db
 
     async def look(self, now_s: float) -> None:
-        """Start a task for each canary whose model is not being changed, which ends the canary if that is due. One task
-        each, because a swap may take minutes, in which another model's bad canary has to be rolled back."""
+        """Start a task for each canary whose model is not being changed; it ends the canary if that is due. Separate
+        tasks, because a swap may take minutes, during which another model's canary may have to be rolled back."""
         for row in models.running_canaries(self._db):
             if not lock(row.model).locked():
                 self._context.background.once(f"canary: {row.model}", partial(self._look_at, row.model, now_s))

@@ -64,8 +64,8 @@ def routes(context: ControllerContext) -> APIRouter:
         range_header: Annotated[str | None, Header(alias="range")] = None,
         if_range: Annotated[str | None, Header()] = None,
     ) -> StreamingResponse:
-        """All files of a version in one tar file, for the model's owner; of a base model for all who may use it.
-        `Range` resumes a download that broke off. base: the version that this adapter belongs to."""
+        """All files of a version in one tar file, for the model's owner; base models for all who may use them.
+        `Range` resumes an interrupted download. base: download the base version of this adapter instead."""
         resolved = usable_model(db, caller, name)
         if base:
             if (adapter := resolved.version.meta.get("adapter")) is None:

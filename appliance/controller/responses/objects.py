@@ -147,10 +147,8 @@ def _parts(content: Any, answered: bool) -> Any:
 
 
 def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
-    """The events of its stream so far with numbers above `after`, each with its number, in wire format. While the
-    response runs, more are appended and none of these changes.
-
-    One by one: most of them contain the whole request, so that all together would be several times its size."""
+    """Yield the events of its stream so far with numbers above `after`, each with its number, in wire format. While the
+    response runs, later calls append events and change none."""
     for place, (kind, data) in enumerate(_events(response)):
         if place > after:
             body = orjson.dumps({"type": kind, "sequence_number": place, **data})
