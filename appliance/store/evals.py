@@ -1,7 +1,5 @@
-"""Evaluations, their runs, and the items of each run.
-
-viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself.
-"""
+"""Evaluations, their runs, and the items of each run. viewer: the owner who asks and sees only their own; None for an
+admin or the box itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`appliance file`: training data in, checked; results out.
-
-A local file is checked here, and needs no box; the box checks its own.
-"""
+"""`appliance file`: uploads and checks training data, and saves results. A local file is checked without a box."""
 
 from __future__ import annotations
 

@@ -90,9 +90,9 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
 
 
 def answers_at_once(db: Database, job: JobRow, new: VersionRow) -> bool:
-    """Whether this version of a job answers now: the job requests it, or no other job's version answers. Never if the
-    active version is of the other kind (adapter, whole weights), whose engines would have to stop first, nor if a gate
-    judges the job."""
+    """Whether this version of a job answers now: the job requests it, no version answers yet, or one of the job's own
+    does. Never if the active version is of the other kind (adapter, whole weights), whose engines would have to stop
+    first, nor if a gate judges the job."""
     active = resolve(db, job.output_model)
     if job.gate is not None or active is None:
         return job.gate is None
