@@ -35,7 +35,7 @@ Examples:
 
 
 def below(group: str) -> list[tuple[str, str]]:
-    """The next words behind those of a group ("" for all), each with the first line of its help."""
+    """The words that may follow a group ("" for all), each with the first line of its help."""
     begin = f"{group} " if group else ""
     words = {name.removeprefix(begin).partition(" ")[0] for name in (*GROUPS, *COMMANDS) if name.startswith(begin)}
     helps = {word: GROUPS.get(begin + word) or COMMANDS[begin + word].help for word in words}
@@ -43,7 +43,7 @@ def below(group: str) -> list[tuple[str, str]]:
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:
-    """The name of a command or group and what is behind it; options of the box may stand before the command."""
+    """The name of a command or group, and its arguments; options of the box may come before the command."""
     leading: list[str] = []
     while words and words[0].partition("=")[0] in BOX_OPTIONS:
         width = 1 if "=" in words[0] else 2
@@ -87,7 +87,7 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read the output has gone; Python flushes it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone, and Python flushes once more
         return 1
     except OSError as error:  # of a file or folder that was named
         named = f"{error.filename}: " if error.filename else ""

@@ -88,7 +88,7 @@ def up(session: Session, args: Namespace) -> None:
 
 
 def _check_folder(data_dir: Path) -> None:
-    """Raises Conflict if a box runs there already, CommandFailed if it is no box's or others may write to it."""
+    """Raises Conflict if a box runs there, CommandFailed for a foreign directory or one that others may write to."""
     running = BoxFile.read(data_dir)
     if running.pid is not None:
         raise _runs_already(data_dir, f" ({running.state}, {running.fields.get('url')}, pid {running.pid})")
@@ -98,7 +98,7 @@ def _check_folder(data_dir: Path) -> None:
     if inside - {"lost+found"} and not inside & _OF_A_BOX:
         raise CommandFailed(f"{data_dir} is not empty and not a box's; name an empty directory, or a new one")
     try:
-        check_closed(data_dir)  # before it is closed: what others have put there would stay
+        check_closed(data_dir)  # before the mode changes: files that others have put there would stay
     except UnsafeFolder as error:
         raise CommandFailed(str(error)) from error
 
@@ -109,7 +109,7 @@ def _runs_already(data_dir: Path, known: str = "") -> Conflict:
 
 
 def _started(process: subprocess.Popen[bytes], data_dir: Path) -> BoxFile:
-    """The box once it is ready. Raises CommandFailed or Conflict if the process ends before."""
+    """Wait until the box is ready. Raises CommandFailed or Conflict if its process ends before."""
     with output.progress("starting the box") as meter:
         while (code := process.poll()) is None:
             box = BoxFile.read(data_dir)
@@ -128,9 +128,9 @@ def _started(process: subprocess.Popen[bytes], data_dir: Path) -> BoxFile:
 
 
 def show_ready(session: Session, box: BoxFile, *, detached: bool) -> None:
-    """Print where the box answers, and the key that it made for its owner."""
+    """Print the endpoint, and the key that the box made for its owner."""
     file, data_dir, url = box.fields.get("first_key_file"), str(box.data_dir), f"{box.fields['url']}/v1"
-    # For a person at a terminal. Anything else that reads what we print may be a journal, which would keep the key.
+    # Only for a person at a terminal: a journal would keep the key.
     key = Path(file).read_text().strip() if file and sys.stdout.isatty() else None
     shown = {
         "endpoint": url,
@@ -238,7 +238,7 @@ def set_mode(session: Session, args: Namespace) -> None:
 
 @command("mode history", opt("id ID", "Only this one.", nargs="?"), limit(10))
 def history(session: Session, args: Namespace) -> None:
-    """Show hand-overs of devices: bytes, seconds, who asked; of one its steps, each with its details.
+    """Show hand-overs of devices with their bytes, seconds and who asked for them; with an ID also the steps.
 
     Examples:
       appliance mode history --limit 3
@@ -252,7 +252,7 @@ def history(session: Session, args: Namespace) -> None:
 
 
 def _invitation(args: Namespace, act: str, *words: str) -> Any:
-    """An act of `appliance.invitation` for the box of these options. Raises CommandFailed."""
+    """Call a function of `appliance.invitation` for the box of these options. Raises CommandFailed."""
     look_for_all()
     from appliance import invitation
 
@@ -351,13 +351,13 @@ def init(session: Session, args: Namespace) -> None:
 def doctor(session: Session, args: Namespace) -> None:
     """Check whether this machine is fit for the box, and whether the box is well.
 
-    It takes a second, no device and no privilege; the box may run or not. Exit code: 0 all is well, 1 something
-    fails, 2 something is to be looked at.
+    It takes a second, no device and no privilege; the box may run or not. Exit code: 0 all is well, 1 a check
+    fails, 2 a check warns.
 
     Examples:
       appliance doctor --all                     every check, with what was measured
       appliance doctor -o json                   for scripts
-      appliance doctor --send-test               do alerts reach somebody?
+      appliance doctor --send-test               are alerts delivered?
     """
     settings = resolved(args.config, data_dir=args.data_dir)
     runs = BoxFile.read(settings.box.data_dir).pid is not None
@@ -409,7 +409,7 @@ _WHERE = opt("place PLACE", "A directory, or s3://bucket/prefix. Default: url in
 def make(session: Session, args: Namespace) -> None:
     """Take a backup of the box on this machine.
 
-    The box may run. Only what is new since the last backup is written: what backups share is there once.
+    The box may run. Only what is new since the last backup is written; backups share the rest.
     A backup has the database, files, models and the jobs' snapshots, not encrypted, and no private keys.
 
     Examples:
@@ -445,7 +445,7 @@ def list_backups(session: Session, args: Namespace) -> None:
 def restore(session: Session, args: Namespace) -> None:
     """Bring a backup back, on this machine or another one.
 
-    The directory is empty or not there, and appears whole. Other nodes have to join again.
+    The data directory must be empty or absent; it appears when all is restored. Other nodes have to join again.
 
     Examples:
       appliance restore /mnt/nas/box-1 --data-dir /srv/box
@@ -466,7 +466,7 @@ def restore(session: Session, args: Namespace) -> None:
 
 @contextmanager
 def _place(args: Namespace) -> Iterator[tuple[BoxConfig, Objects]]:
-    """The configuration, and the place of backups; their errors in the block become CommandFailed."""
+    """Yield the configuration and the place of backups; their errors in the block become CommandFailed."""
     settings = resolved(args.config, data_dir=args.data_dir)
     from appliance.backup import BackupError
     from weights.format.errors import WeightsError

@@ -37,7 +37,7 @@ def uploaded_id(session: Session, option: str, argument: str) -> str:
 
 
 def _refuse_bad(answer: dict[str, Any]) -> None:
-    """Raises CommandFailed with line numbers and reasons when the box found bad lines; says what else it noticed."""
+    """Raises CommandFailed with line numbers and reasons if the box found bad lines; prints its other remarks."""
     details = answer.get("status_details") or ""
     if answer.get("status") == "error":
         details = details.replace("; line ", "\n  line ").replace(": line ", ":\n  line ", 1)
@@ -69,7 +69,7 @@ def upload(session: Session, args: Namespace) -> None:
     flag("--errors", "Every bad line of training data, and why."),
 )
 def get(session: Session, args: Namespace) -> None:
-    """Show what the box knows of a file, or save its content.
+    """Show a file of the box and its status, or save its content.
 
     Examples:
       appliance file get file-abc123 --errors
@@ -145,7 +145,7 @@ def check(session: Session, args: Namespace) -> None:
 
 
 def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """The report of a file of this machine. Raises CliError."""
+    """Check a file of this machine and return the report. Raises CliError."""
     look_for_all()
     from train.data_checks.process import report_on
     from train.plan.errors import TrainError

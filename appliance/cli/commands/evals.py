@@ -64,7 +64,7 @@ def create(session: Session, args: Namespace) -> None:
 
 
 def _suite(text: str) -> tuple[Path, str]:
-    """A type of options: a file of prompts, and its lines as items of an evaluation."""
+    """Option type: the path of a file of prompts, and its lines as items of an evaluation."""
     items = []
     for at, line in enumerate(text_file(text).split("\n"), 1):  # JSON may have other ends of lines inside
         if not line.strip():
@@ -167,7 +167,7 @@ def show(session: Session, args: Namespace) -> None:
 
 
 def interval(passed: int, judged: int) -> tuple[float, float]:
-    """Where the true share lies with 95 % confidence (Wilson's score interval)."""
+    """Wilson's score interval: bounds of the true share with 95 % confidence."""
     if not judged:
         return 0.0, 1.0
     share, square = passed / judged, Z_95 * Z_95
@@ -182,7 +182,7 @@ def _share(passed: int, failed: int) -> str:
 
 
 def _side_by_side(evaluation: dict[str, Any]) -> Any:
-    """A line for each run, and for each of its graders."""
+    """A table with a row for each run and for each of its graders."""
     rows = []
     for run in evaluation["runs"]:
         counts, graders = run["result_counts"], run["per_testing_criteria_results"]

@@ -1,4 +1,4 @@
-"""`appliance model export|quantize`: takes a model's files home, or makes a smaller model of them."""
+"""`appliance model export|quantize`: downloads a model's files, or makes a smaller model of them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def quantize(session: Session, args: Namespace) -> None:
     chats = None if args.compare is None else _questions(args.compare, args.limit)
     plain = args.id.removeprefix("ft:").replace(":", "-").replace("@", "-")
     name = args.id if args.as_version else args.name or f"{plain}-{args.form}"
-    # In the data directory: the box may have a /tmp of its own.
+    # In the data directory, because the box may have a private /tmp.
     below = session.box_file.data_dir if session.box_file else None
     with _checkpoint(session, args.id, below, merged=True) as whole:
         rounded = whole.with_name(args.form)
@@ -106,7 +106,7 @@ def quantize(session: Session, args: Namespace) -> None:
         error = _remake(args.form, whole, rounded)["error"]
         origin = f"{args.id} in {args.form}"
         body = {"source": str(rounded), "origin": origin, "name": name, "as_version": args.as_version}
-        # The files are deleted when this command ends, so it waits for however long the import takes.
+        # The files are deleted when this command ends, so it waits for the import without a limit.
         waiting = Namespace(wait=True, timeout=None)
         operation = finish(session, session.client.post("/admin/v1/models/import", body), waiting)
     agreement = _agreement(session, (args.id, name), chats) if chats else {}

@@ -80,7 +80,7 @@ def options() -> tuple[Option, ...]:
 
 
 def hyperparameters(args: Namespace) -> dict[str, Any]:
-    """Hyperparameters in the arguments. Raises BadUsage if one is there twice."""
+    """The hyperparameters in the arguments. Raises BadUsage if one is given twice."""
     values = picked(args, options()[2:])
     for name, value in args.set_ or ():
         if name in values:
@@ -159,7 +159,7 @@ def submit(session: Session, args: Namespace) -> None:
     body["training_file"] = uploaded_id(session, "--file", args.file)
     if args.validation_file:
         body["validation_file"] = uploaded_id(session, "--validation-file", args.validation_file)
-    # The key keeps a copy of this request, sent again by something on the way, from making a second job.
+    # With the key, a proxy that repeats this request makes no second job.
     job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
     if not args.wait:
         session.show(job, lambda job: job["id"])
@@ -222,7 +222,7 @@ def _eta(job: dict[str, Any]) -> str:
 
 
 def _end_well(job: dict[str, Any]) -> None:
-    """Says how a finished job ended. Raises CommandFailed unless it succeeded."""
+    """Print how a finished job ended. Raises CommandFailed unless it succeeded."""
     if job["status"] == "succeeded":
         output.say(f"{job['id']} succeeded: {job['fine_tuned_model']}")
         return
@@ -237,7 +237,7 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
     last_id: str | None = None
 
     def fetch() -> Any:
-        job = session.client.get(job_path(job_id))  # before its events: if it has ended by then, they are all there
+        job = session.client.get(job_path(job_id))  # before its events: those of an ended job are complete
         events = session.client.listed(f"{job_path(job_id)}/events", limit=1000, order="asc", after=last_id)
         return job, events["data"]
 
@@ -246,7 +246,7 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
         if fetched := look():
             job, events = fetched
             for event in events:
-                # The time to finish is known as of now, so it belongs to the newest line only.
+                # The estimate is of now, so it belongs to the newest line only.
                 line = _event_line(event) + (_eta(job) if follow and event is events[-1] else "")
                 print(output.json_text(event) if session.as_json else output.printable(line), flush=True)
                 last_id = event["id"]

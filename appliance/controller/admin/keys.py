@@ -102,7 +102,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/keys")
     @audited("key.create", "scopes", "owner")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
-        # A key for certain models is for using them; one for training too names its scopes.
+        # A key limited to models gets inference alone, unless it names its scopes.
         scopes: Sequence[str] = body.scopes or [INFERENCE, *([FINE_TUNING] if body.models is None else [])]
         if (owner := body.owner or body.name) in RESERVED_OWNERS:
             param = "owner" if body.owner else "name"
@@ -125,7 +125,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
-            # Jobs that have a model which it may not use any more.
+            # Jobs that train a model which the key may not use any more.
             paused = {"jobs": ids} if (ids := pause_jobs_without_model(db)) else {}
             record(context, caller, "key.limit", row.id, name=row.name, **limits, **paused)
         context.spending.publish_keys()
@@ -137,7 +137,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def rotate(id_or_name: str, request: Request, caller: Caller) -> dict[str, Any]:
         """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
         the page that came by it; jobs, batches, usage and limits stay."""
-        await request.body()  # gateways cut off what still arrives by the old one, and nobody would see the new one
+        await request.body()  # gateways cut off requests of the old secret, and the new one would not arrive
         row = _known(context, id_or_name)
         if row.subject:
             message = f"{row.name} comes by the login provider, and nobody holds that key; make one of the same owner."
@@ -180,7 +180,7 @@ def key_view(row: KeyRow) -> dict[str, Any]:
 
 
 def _known(context: ControllerContext, id_or_name: str, *, live: bool = True) -> KeyRow:
-    """live: not a revoked key. Raises NotFound."""
+    """live: without revoked keys. Raises NotFound."""
     row = keys.find(context.db, id_or_name)
     if row is None or (live and row.revoked_s is not None):
         raise NotFound(f"No {'live ' * live}key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
@@ -258,7 +258,7 @@ def forget_routes(context: ControllerContext, router: APIRouter) -> None:
         """End an owner's work, delete what is stored of it, and take its name out of what stays. `done` false: the work
         in `unfinished` has not ended yet; ask again."""
         db, owner = context.db, body.owner
-        # Once each: a client that polls would restart, every half second, what ends the work of a key.
+        # Once each: a polling client would restart the end of the key's work every half second.
         for row in keys.list_all(db, "owner = ? AND revoked_s IS NULL", owner):
             end_key(context, row.id, caller, "key.revoke")
         context.spending.publish_keys()
@@ -273,12 +273,12 @@ def forget_routes(context: ControllerContext, router: APIRouter) -> None:
         context.spending.publish_keys()
         counts = {kind: stored[kind] for kind in _COUNTED}
         record(context, caller, "owner.forget", pseudonym, keys=len(stored["keys"]), **counts)
-        await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
+        await asyncio.to_thread(db.empty_log)  # deleted rows stay in the log until it is overwritten
         return {"owner": owner, "done": True, "pseudonym": pseudonym, **stored}
 
 
 def _stored_of(db: Database, owner: str) -> dict[str, Any]:
-    # One of several versions is enough.
+    # One version trained on the files is enough.
     models_of_files = db.column(
         f"WITH given AS (SELECT id FROM files WHERE {_mine('files')}), known AS (SELECT id FROM jobs WHERE"
         f" {_mine('jobs')} OR training_file IN given OR validation_file IN given)"
@@ -314,7 +314,7 @@ def _delete(context: ControllerContext, owner: str) -> None:
     for job_id in _ids(db, "jobs", owner):
         file_ids += jobs.get(db, job_id).result_files
         shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
-        # W&B's files on the box have the job's name, its tags and its project.
+        # W&B's local files contain the job's name, tags and project.
         for run in (context.files_dir.parent / "tracking" / "wandb").glob(f"*run-*-{glob.escape(job_id)}-*"):
             shutil.rmtree(run, ignore_errors=True)
         for table in ("job_events", "job_judges"):
@@ -347,7 +347,7 @@ def rename(db: Database, owner: str, pseudonym: str) -> None:
                 db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", texts)
         for number, key in enumerate(known, 1):
             keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
-        # Every table with an owner, so that one that is added later is not left out.
+        # From the schema, so that a table added later is not forgotten.
         tables = "SELECT m.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE c.name = 'owner'"
         for table in db.column(f"{tables} AND m.type = 'table'"):
             db.execute(f"UPDATE {table} SET owner = ?2 WHERE owner = ?1", [owner, pseudonym])

@@ -83,7 +83,7 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    """The bytes go before the row does: after a crash in between, the row leads here again."""
+    """Delete the bytes, then the row: after a crash in between, the row causes another deletion."""
     with context.db.transaction():
         files.delete(context.db, row.id)
         (context.files_dir / row.id).unlink(missing_ok=True)
@@ -207,7 +207,7 @@ def summary(report: DataReport, command: str = "") -> str | None:
     """For `status_details`: the first bad lines with their reasons, or the warnings and notes; None if there are none.
     command: lists all of them."""
     if not report.ok:
-        # Many lines often have one cause: it is said once, with its first line.
+        # Lines with the same cause are reported once, with the first line.
         first = {reason: line for line, reason in reversed(report.errors)}
         shown = sorted(first, key=first.__getitem__)[:_CAUSES_SHOWN]
         lines = "; ".join(f"line {first[reason]}: {reason}" for reason in shown)
@@ -260,7 +260,7 @@ def file_routes(context: ControllerContext) -> APIRouter:
     def content(file_id: str, caller: Caller) -> FileResponse:
         row = FILES.known(db, file_id, caller)
         headers = {
-            # RFC 6266: the encoded form carries any name; nothing of the name is interpreted by a browser.
+            # RFC 6266: the encoded form carries any name, and a browser interprets no part of it.
             "content-disposition": f"attachment; filename*=utf-8''{quote(row.filename, safe='')}",
             "x-content-type-options": "nosniff",
         }
@@ -302,7 +302,7 @@ def _copied(sources: Iterable[BinaryIO], target: Path) -> tuple[str, str]:
 
 
 def checked_filename(name: str, param: str = "file") -> str:
-    """The name is shown and sent back, never used as a path; names that look like a path are still rejected."""
+    """Check a filename, which is only displayed: names that look like a path are rejected. Raises BadRequest."""
     too_long = len(name.encode("utf-8", "replace")) > MAX_FILENAME_BYTES
     if name in ("", ".", "..") or too_long or "/" in name or "\\" in name or not name.isprintable():
         rule = f"a bare name of 1 to {MAX_FILENAME_BYTES} printable bytes"

@@ -81,7 +81,7 @@ def sampling_request(
         "seed": seed,
         "max_tokens": max_tokens,
         "stop_token_ids": list(ends),
-        # All of them: an engine takes what is left out from the model's generation_config.json.
+        # All sampling fields: an engine takes missing ones from the model's generation_config.json.
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
@@ -130,7 +130,7 @@ Judged = dict[str, tuple[dict[str, Any], ModelAnswer]]
 
 
 class CannotGoOn(Exception):
-    """Why a job gets no samples any more, in words."""
+    """A job gets no more samples; the text says why."""
 
 
 class Grading:
@@ -228,7 +228,7 @@ class Grading:
         ask = partial(self._asking.ask, row.key_id, teacher, URL, within_s=ANSWER_WITHIN_S)
         answers = await asyncio.gather(*map(ask, bodies))
         if fatal := next((answer for answer in answers if answer.code == ENGINES_DIED), None):
-            # The same sample would make an engine die again in each step, and others would lose their requests with it.
+            # Repeated, the same sample would kill engines with the requests of others.
             raise CannotGoOn(f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}")
         log_probs, errors = list[list[float] | None](), list[str]()
         for answer, tokens, sample in zip(answers, texts, samples, strict=True):
@@ -254,7 +254,7 @@ class Grading:
 
 
 def _rewarded(graded: Graded) -> tuple[float | None, str]:
-    """The reward of an answer, and its error."""
+    """The reward of an answer, None without one, and its error."""
     errors = graded.errors
     if abs(graded.reward) > MOST_REWARD:
         return None, f"the reward is {graded.reward:g}: a model can learn from rewards within ±{MOST_REWARD:,.0f}"
@@ -440,7 +440,7 @@ def _result(grader: Grader, graded: Graded, took_s: float) -> dict[str, Any]:
             "scores": graded.sub_rewards or {grader.name: graded.reward},
             "token_usage": tokens if models else None,
             "sampled_model_name": ", ".join(sorted(models)) or None,
-            # OpenAI's type does not have this: what went wrong, in words.
+            # Not in OpenAI's type: messages of the errors.
             "messages": graded.messages,
         },
         "model_grader_token_usage_per_model": {

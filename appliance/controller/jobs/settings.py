@@ -76,10 +76,10 @@ class NodeSizes:
 
 def nodes_of(context: ControllerContext) -> NodeSizes:
     devices = cordons.in_view(context.db, context.scheduler.status()["devices"])
-    # Home's devices come first: other nodes run what home prepared, for its kind of devices.
+    # The home node's devices come first, and other nodes are used only with devices of their kind.
     kind = devices[0]["kind"]
     counts = tuple(Counter(d["node"] for d in devices if d["kind"] == kind).values())
-    # Ranks that share a core take longer than fewer ranks.
+    # More ranks than cores are slower than fewer ranks.
     return NodeSizes(counts, min(max(counts), host_cores()) if kind_of(kind).on_host else max(counts))
 
 
@@ -180,15 +180,15 @@ class SettingsRequest:
             shared = resolved | {"sequence_parallel": parts}
             sizes = bounds.divided(shared, nodes)[1]
             by_micro = {n: bounds.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
-            # A micro-batch that the box chooses never costs a number of devices.
+            # The micro-batch that the box chooses must not exclude a number of devices.
             by_micro = {n: possible for n, possible in by_micro.items() if possible and set(sizes) <= set(possible)}
             layouts, warning = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
             if layouts:
                 candidates.append((shared, layouts, warning))
                 if parts == 1 and layouts[0].risk == capacity.NO_RISK and not warning:
-                    break  # ranks that share a row talk in every layer, and rule out numbers of devices
+                    break  # sharing a row costs communication in every layer and excludes numbers of devices
         layouts, warning = [], ""
-        # A request that is kept counts more than speed: without a warning before with one.
+        # Requested settings count more than speed: layouts without a warning come first.
         if candidates := [candidate for candidate in candidates if not candidate[2]] or candidates:
             best = capacity.fastest_of([layouts[0] for _, layouts, _ in candidates], capacity.NEAR)
             resolved, layouts, warning = next(candidate for candidate in candidates if candidate[1][0] is best)
@@ -307,7 +307,7 @@ class InvalidData(TaskFailed):
 
 
 def remove_copies(context: ControllerContext, job_id: str) -> None:
-    """Delete the data of a job that has ended: nothing reads it any more."""
+    """Delete the copied data of a job that has ended."""
     for name in _COPIES.values():
         (context.jobs_dir / job_id / name).unlink(missing_ok=True)
     shutil.rmtree(context.jobs_dir / job_id / TOKENS, ignore_errors=True)
@@ -393,7 +393,7 @@ class JobValidation:
         # Of the row as it is now: an operator may have changed it during the check.
         bounds = DeviceBounds(now.min_devices, now.max_devices)
         resolved, verdict, layouts = replace(request, bounds=bounds).choose()
-        # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
+        # Fixed from now on, so that a waiting job does not train a version made after the request.
         resolved = resolved | {"base_version": base.version.version}
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
@@ -440,7 +440,7 @@ class JobValidation:
                 raise InvalidData(param, file_id, cut, row.id)
 
     def _file(self, file_id: str) -> FileRow:
-        # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.
+        # Ignores the expiry: the file was valid when the job was created.
         row = files.find(self._db, file_id, viewer=None, now_s=0)
         if row is None:
             raise _unreadable(f"the file {file_id} was deleted")
