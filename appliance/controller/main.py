@@ -113,7 +113,7 @@ async def _run_and_exit(config: BoxConfig, paths: BoxPaths, ray_address: str) ->
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the process starts, runs and stops beside what routes need."""
+    """Parts that the process runs and stops, besides those that routes need."""
 
     context: ControllerContext
     states: SqliteStateStore
@@ -249,13 +249,13 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # More than asyncio's own number, a few more than cores: reads of requests share them with copies that take minutes.
+    # More threads than asyncio's default: requests share them with copies that take minutes.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "controller"))
 
     tempfile.tempdir = str(paths.uploads)  # forms with a file are spooled there: /tmp may be memory
     parts = build(config, paths)
     context, loop, effects = parts.context, parts.context.scheduler.loop, parts.context.scheduler.effects
-    # Before the first gateway connects: it would read a table without its keys as a revocation of all of them.
+    # Before the first gateway connects, which would take an empty table of keys as their revocation.
     context.routing.models_changed()
     await parts.adapters.start()
     await context.bus.start()
@@ -264,7 +264,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     context.health.check(context.nodes.devices)
     there = await _observed(effects)
     parts.states.after_restart(adopted={group.job_id for group in there.groups.values() if group.ended is None})
-    await loop.adopt()  # before a route answers, and before validations of jobs go on
+    await loop.adopt()  # before a route answers, and before validations resume
 
     app = create_app(context)
     listeners = (
@@ -344,7 +344,7 @@ class _Server(uvicorn.Server):
 
 
 async def _observed(effects: RayEffects) -> Box:
-    """The observed state, as soon as it can be read: a hanging supervisor is killed within a minute."""
+    """Wait until the box can be observed: a hanging supervisor is killed within a minute."""
     while True:
         try:
             return await effects.observe()
@@ -354,7 +354,7 @@ async def _observed(effects: RayEffects) -> Box:
 
 
 async def _save_everything(effects: RayEffects, flow: TierFlow) -> bool:
-    """False if something is in shared memory only, which is then kept for the next start."""
+    """Suspend jobs and write versions to disk. False if some remain only in shared memory, for the next start."""
     for group in (await _observed(effects)).groups.values():
         # A job that can no longer be suspended resumes from its last snapshot.
         with contextlib.suppress(TimeoutError, EffectFailed):

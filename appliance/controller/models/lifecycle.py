@@ -105,7 +105,7 @@ async def register(
     elif info.get("chat_template") is not None:
         meta = {"chat_template": info["chat_template"]}
     if not serves:
-        meta["quantization"] = info.get("quantization")  # it may have another form than the model's other versions
+        meta["quantization"] = info.get("quantization")  # its format may differ from that of the model's other versions
     now_s = time.time()
     version = VersionRow(imported.name, imported.version, source, imported.bytes, now_s, str(imported.path), meta=meta)
     why, code = "", "model_exists"
@@ -209,7 +209,7 @@ def _is_in_use(db: Database, row: VersionRow) -> bool:
 
 
 def _answers(db: Database, row: VersionRow) -> str:
-    """How this version answers requests, and what ends that; "" if it does not."""
+    """Why this version answers requests, with the remedy; "" if it does not."""
     model, running = models.find(db, row.model), models.find_canary(db, row.model)
     if model is not None and model.active_version == row.version:
         return f"the active version of {row.model}; roll back to another version first, or delete the model."
@@ -219,7 +219,7 @@ def _answers(db: Database, row: VersionRow) -> str:
 
 
 def _names(row: VersionRow) -> set[str]:
-    """Names by which a job may refer to this version, without its model's."""
+    """Names by which a job may refer to this version itself."""
     return {f"{row.model}@{row.version}"} | ({row.checkpoint} if row.checkpoint else set())
 
 

@@ -54,7 +54,7 @@ _reads = needs(FINE_TUNING, READ)
 
 
 def routes(context: ControllerContext) -> APIRouter:
-    """A key of the scope `read` sees that every job exists, and its progress."""
+    """Routes of jobs. A key of the scope `read` sees every job and its progress."""
     router, db = JOBS.router(), context.db
 
     def known(job_id: str, caller: Principal) -> JobRow:
@@ -133,7 +133,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
 
 def _view(context: ControllerContext, row: JobRow, caller: Principal) -> dict[str, Any]:
-    """With its grader or teacher, unless the caller sees the job by the scope `read` alone."""
+    """The job's object, with its grader or teacher unless the caller has only the scope `read`."""
     sees = row.method in _JUDGED and caller.viewer in (None, row.owner)
     return job_object(row, context.config.organization, jobs.find_judge(context.db, row.id) if sees else None)
 
@@ -202,7 +202,7 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
         _JOB_COLUMNS,
         fine_tuned_model=row.output_model if succeeded else None,
         finished_at=None if row.finished_s is None else int(row.finished_s),
-        # OpenAI has them here for its first method alone.
+        # At the top level only for the supervised method, as at OpenAI.
         hyperparameters=trained_with if row.method == DEFAULT.name else {},
         organization_id=f"org-{organization}",
         status=status,
@@ -253,7 +253,7 @@ def plan_routes(context: ControllerContext, router: APIRouter) -> None:
     async def plan(body: JobPlan, caller: Caller) -> dict[str, Any]:
         base, method = usable_model(context.db, caller, body.model), METHODS[body.method]
         counted = body.training_file is not None
-        if body.training_file is not None:  # what the job's validation would find in it
+        if body.training_file is not None:  # counted as the job's validation does
             row = FILES.known(context.db, body.training_file, caller, "training_file")
             tokenizer = settings.tokenizer_of(context, base)
             report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
@@ -389,7 +389,7 @@ def queue_routes(context: ControllerContext, router: APIRouter) -> None:
 
 
 def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) -> dict[str, Any]:
-    """The columns to write. Raises BadRequest."""
+    """Columns to write for these fields. Raises BadRequest."""
     changes = dict(fields)
     if not fields.keys().isdisjoint(("min_devices", "max_devices")):
         least, most = (fields.get(name, getattr(row, name)) for name in ("min_devices", "max_devices"))

@@ -79,7 +79,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 lease = take_lease(context.tiers.bring_in(name_of(resolved.version)))
                 folder, done = lease.path, BackgroundTask(lease.release)
             return _archive(folder, name, range_header, if_range, done)
-        except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box
+        except (LookupError, WeightsError, OSError) as error:  # not shown: its text may contain paths of the box
             log.warning("%s cannot be downloaded: %s", name, error)
             text = f"The files of {shown(name)} cannot be read now; ask again later."
             raise Conflict(text, "model", "model_not_ready") from error
@@ -167,7 +167,7 @@ def _view(context: ControllerContext, resolved: Resolved, caller: Principal, sta
 
 
 def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
-    """For a model that the caller sees. Raises ApiError."""
+    """Raises ApiError for another owner's model, which the caller may see."""
     if caller.viewer not in (None, model.owner):
         why = f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it."
         raise ApiError(403, why, "model", "insufficient_permissions")

@@ -69,7 +69,7 @@ def _row(key_id: str, owner: str, items: Any, answer: Object, request: Object | 
 
 
 def ended_status(status: str | None) -> ResponseStatus:
-    """Of an answer: a newer engine may report a status that rows do not have, and a completion has none."""
+    """The status of an answer as rows have it: newer engines may report others, and a completion has none."""
     return cast(ResponseStatus, status) if status in _ENDED else "completed"
 
 
@@ -83,7 +83,7 @@ def copy_row(copy: Object, owner: str) -> ResponseRow:
 def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> ResponseRow:
     completion = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
     completion["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
-    # As OpenAI's stored objects have them, null where nothing was asked.
+    # Null where the request has none, as in OpenAI's stored objects.
     completion["input_user"] = request.get("user")
     described = {"model": answer["model"], "metadata": request.get("metadata") or None}
     return _row(key_id, owner, request["messages"], completion, kind=COMPLETION, **described)
@@ -194,7 +194,7 @@ def completion_object(row: ResponseRow) -> Object:
 
 
 def stored_messages(row: ResponseRow) -> Iterator[Object]:
-    """What it was asked with, each message with an id."""
+    """Yield the messages of its request, each with an id."""
     for place, message in enumerate(row.input):
         content = message.get("content")
         parts = content if isinstance(content, list) else None
