@@ -105,7 +105,7 @@ TABLES: dict[str, tuple[set[str], str]] = {}
 
 
 def sql_list(words: Iterable[str]) -> str:
-    """Words of the code itself, never of a request, for `IN (...)`."""
+    """SQL for `IN (...)` from words of the code, never of a request."""
     return ", ".join(f"'{word}'" for word in words)
 
 
@@ -135,7 +135,7 @@ class Database(AbstractContextManager["Database"]):
             raise
 
     def _check_tables(self) -> None:
-        """Raises OtherSchema if a table that is there has other columns than it is declared to have."""
+        """Raises OtherSchema if an existing table has other columns than declared."""
         columns: dict[str, set[str]] = {}
         query = "SELECT m.name, c.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE m.type = 'table'"
         for table, column in self.execute(query):
@@ -201,7 +201,7 @@ class Database(AbstractContextManager["Database"]):
         many."""
         chosen = f"SELECT rowid FROM {table} WHERE {where} LIMIT {DELETED_AT_ONCE}"
         while self.execute(f"DELETE FROM {table} WHERE rowid IN ({chosen})", parameters).rowcount == DELETED_AT_ONCE:
-            time.sleep(0.001)  # whoever waits for the lock gets it only if this thread pauses
+            time.sleep(0.001)  # a thread that waits for the lock gets it only if this one pauses
 
     def empty_log(self) -> bool:
         """Move the log into the database and truncate it, so that deleted rows are gone from the disk. False if other
@@ -223,7 +223,7 @@ class Database(AbstractContextManager["Database"]):
         return None if row is None else row[0]
 
     def column(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
-        """The first column of what the statement finds."""
+        """The first column of all rows."""
         return [row[0] for row in self.execute(sql, parameters)]
 
 
@@ -259,7 +259,7 @@ def _column(name: str, hint: Any) -> Column:
 
 
 def encode(value: Any, column: Column) -> Any:
-    """A value as its column has it."""
+    """Convert a value for its column."""
     if column.is_json and value is not None:
         # `default` is for named tuples, and numbers of scipy are numpy's.
         options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
@@ -318,7 +318,7 @@ class Table(Generic[Row]):
         return [encode(getattr(row, name), column) for name, column in self._columns.items()]
 
     def delete(self, db: Database, *key: Any) -> bool:
-        """Whether there was one."""
+        """Delete a row; whether it was there."""
         return db.execute(f"DELETE FROM {self._name} WHERE {self._where}", key).rowcount > 0
 
     def list_all(
@@ -334,7 +334,7 @@ class Table(Generic[Row]):
         return next(iter(self.list_all(db, where, *parameters, limit=1, last=last)), None)
 
     def find(self, db: Database, *key: Any) -> Row | None:
-        """Finds it whoever owns it: for the box's own work, or where the caller knows whose the row is."""
+        """The row with this key, whoever owns it; None if there is none."""
         return db.one(self._kind, f"SELECT * FROM {self._name} WHERE {self._where}", key)
 
     def get(self, db: Database, *key: Any) -> Row:

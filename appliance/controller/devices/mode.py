@@ -119,7 +119,7 @@ class PowerKeeper:
 
 J_PER_KWH = 3.6e6
 WHOLE = 0.9
-"""Nothing is told per step or token of a job that was metered for less of its time."""
+"""Share of its time below which a job gets no energy per step or token."""
 
 
 class EnergyMeter:
@@ -139,7 +139,7 @@ class EnergyMeter:
             if before is None or holder.get("kind") != "job":
                 continue
             joules = (now.energy_j or 0.0) - (before.energy_j or 0.0)
-            if joules >= 0 and now.at_s > before.at_s:  # else its driver, or who reads it, has begun again
+            if joules >= 0 and now.at_s > before.at_s:  # not after a restart of the driver or the reader
                 booked[holder["id"]][0] += joules
                 booked[holder["id"]][1] += now.at_s - before.at_s
         self._seen = readings

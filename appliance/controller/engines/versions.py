@@ -67,7 +67,9 @@ class VersionProvider:
 
     async def in_memory(self, model: str, version: str) -> Path:
         name = Name("version", model if policy_of(model) is not None else self._resolve(model).model.id, version)
-        async with self._locks.setdefault(name, asyncio.Lock()):  # engines that start at once: the first one reads it
+        async with self._locks.setdefault(
+            name, asyncio.Lock()
+        ):  # of several engines that start together, the first reads it
             try:
                 stored = await asyncio.to_thread(self._tiers.bring_in, name)
                 lease = self._store.lease(stored)
@@ -84,7 +86,7 @@ class VersionProvider:
                 del self._leases[model, version]
 
     def _resolve(self, name: str) -> Resolved:
-        """The model of this name; of a model in training its base, whose engines are set up alike."""
+        """The model of this name; for a model in training its base, which has the same engine settings."""
         job = jobs.find(self._db, policy_of(name) or "")
         resolved = resolve(self._db, name if job is None else job.model)
         if resolved is None:
@@ -198,7 +200,7 @@ class LibraryOps:
             await self.run(unpin, stored)
 
 
-# --- sizes of engines: memory and context, for everybody who asks; and their settings, by vLLM's own check
+# --- sizes of engines (memory and context), and vLLM's own check of their settings
 
 
 class EngineSizes:
@@ -285,7 +287,7 @@ TIMEOUT_S = 60.0
 
 
 class SettingsCheck:
-    """Asks in a process that has vLLM imported, one check at a time."""
+    """Checks settings in a process that has vLLM imported, one check at a time."""
 
     def __init__(self, sizes: EngineSizes, home: NodeConfig, device: Device):
         self._sizes, self._home, self._device = sizes, home, device
