@@ -172,9 +172,7 @@ class DeviceWatch:
         if change == "joined":
             known = NODES.find(self._db, node)
             NODES.put(self._db, NodeRow(node, [columns(device, _SHOWN) for device in devices]))
-            if (
-                known is None or known.lost is not None
-            ):  # not if a new controller meets a node that its predecessor knew
+            if known is None or known.lost is not None:  # not a node that an earlier controller knew
                 self._record("node.joined", node)
             self.check(devices)
             return
@@ -228,9 +226,7 @@ class DeviceWatch:
             for name, row in before.items():
                 device_id = ids.get(name, name)
                 due = row.retry_s is not None and now_s >= row.retry_s and not row.drain
-                if (
-                    due and device_id not in faults and "/" in device_id
-                ):  # not an absent device, which is known only by its UUID
+                if due and device_id not in faults and "/" in device_id:  # an absent device has only a UUID
                     self._record("device.try_again", device_id, f"it was cordoned: {row.fault}")
                     CORDONS.delete(self._db, name)
                     lifted.append(device_id)

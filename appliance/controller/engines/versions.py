@@ -67,9 +67,7 @@ class VersionProvider:
 
     async def in_memory(self, model: str, version: str) -> Path:
         name = Name("version", model if policy_of(model) is not None else self._resolve(model).model.id, version)
-        async with self._locks.setdefault(
-            name, asyncio.Lock()
-        ):  # of several engines that start together, the first reads it
+        async with self._locks.setdefault(name, asyncio.Lock()):  # of engines that start together the first reads
             try:
                 stored = await asyncio.to_thread(self._tiers.bring_in, name)
                 lease = self._store.lease(stored)
