@@ -43,7 +43,7 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     assert "sums" in box.run("eval", "list").stdout
 
 
-def test_run_wait_follows_its_own_runs_whatever_else_the_evaluation_has(prepared, tmp_path: Path):
+def test_run_wait_follows_only_its_own_runs(prepared, tmp_path: Path):
     counts = {"total": 1, "passed": 0, "failed": 1, "errored": 0}
     run = {"id": "r", "model": "m", "status": "failed", "error": {"message": "no engine"}, "result_counts": counts}
     prepared.prepare("POST", "/v1/files", (200, {"id": "file-1"}))

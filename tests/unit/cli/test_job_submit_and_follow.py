@@ -73,7 +73,7 @@ def test_refused_request_names_the_uploaded_file(prepared, tmp_path, words):
     assert done.exit_code == 2 and "not so" in done.stderr and "file-1 on the box" in done.stderr
 
 
-def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names(box, tmp_path):
+def test_refusal_names_the_command_that_lists_bad_lines(box, tmp_path):
     path = tmp_path / "bad.jsonl"
     # Each for a reason of its own: one cause is said once.
     path.write_text("".join(json.dumps({"messages": [{"role": f"role {n}", "content": "a"}]}) + "\n" for n in range(9)))

@@ -181,7 +181,7 @@ def test_models_are_shared_with_owners_and_with_all(box: ControlledBox):
     assert box.json("model", "share", "starter", "--with", "all")["shared_with_everybody"] is True
 
 
-def test_model_import_takes_the_callers_path_and_says_why_it_failed(box: ControlledBox, tmp_path: Path, monkeypatch):
+def test_model_import_resolves_path_and_reports_failure(box: ControlledBox, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = box.json("model", "import", "./none", "--name", "none")  # the simulated box takes any
     assert box.json("model", "show", done["result"]["name"])["source"] == str(tmp_path / "none")

@@ -36,7 +36,7 @@ def actions(control: Control) -> list[tuple[str, str, str]]:
     return [(row.action, row.target, row.outcome) for row in rows if row.key_id != SCOPES["x-appliance-key-id"]]
 
 
-async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_once(control: Control):
+async def test_key_works_and_ends_at_gateways_at_once(control: Control):
     made = await ask(control, "POST", "/keys", json={"name": "laptop", "scopes": ["inference"]})
     digest = keys.fingerprint(made["key"])
     assert control.gateway_keys[digest] == {"id": made["id"], "owner": "laptop", "scopes": ["inference"]}
@@ -150,7 +150,7 @@ async def test_roll_back_goes_to_the_version_before_or_the_one_named(control: Co
     assert error["code"] == "no_older_version"
 
 
-async def test_a_roll_back_that_the_replicas_refuse_leaves_the_version_they_have(control: Control):
+async def test_refused_rollback_keeps_the_served_version(control: Control):
     insert_model(control.db, "m", versions=("v1", "v2"))
     control.scheduler.swap_error = "the fingerprint differs"
     error = (await ask(control, "POST", "/models/m/rollback", 409))["error"]
@@ -170,7 +170,7 @@ async def test_a_key_for_a_model_that_is_not_there_is_refused(control: Control):
     assert made["scopes"] == ["inference"], "for using one model: training was not asked for"
 
 
-async def test_the_ends_of_logs_are_for_administrators_and_nothing_else_is_read(control: Control):
+async def test_logs_are_read_by_administrators_and_by_listed_name(control: Control):
     folder = Path(control.context.box["data_dir"]) / "logs"
     (folder / "ray").mkdir(parents=True)
     (folder / "main.log").write_text("one\ntwo\nthree\n")

@@ -28,7 +28,7 @@ async def test_a_mode_has_a_floor_of_its_own_or_the_boxs(control: Control):
     assert error["param"] == "serving_floor"
 
 
-async def test_a_mode_set_by_hand_overrides_the_window_even_if_it_was_the_mode_before(control: Control):
+async def test_mode_set_again_by_hand_overrides_the_window(control: Control):
     await ask(control, "PUT", "/mode", json={"policy": "serve"})
     made = await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *"})
     held = await ask(control, "GET", "/mode")
@@ -71,7 +71,7 @@ async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Contro
     assert read_mode(control.db).policy == "auto" and actions(control) == [] and control.scheduler.nudges == []
 
 
-async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(control: Control):
+async def test_job_without_a_valid_size_is_refused_with_valid_sizes(control: Control):
     with pytest.raises(openai.BadRequestError, match="1, 2, 4 devices") as refused:
         await control.job(hyperparameters={"batch_size": 8}, extra_body={"min_devices": 5, "max_devices": 7})
     assert refused.value.param == "min_devices"
@@ -153,7 +153,7 @@ async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any]
 
 
 @pytest.mark.parametrize(("wish", "sizes"), [({}, [1, 2]), ({"max_devices": 4}, [1, 2, 4]), ({"min_devices": 4}, [4])])
-async def test_job_on_logical_devices_takes_no_more_than_the_cores_unless_asked(
+async def test_job_on_logical_devices_is_limited_to_cores_by_default(
     control: Control, monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any], sizes: list[int]
 ):
     monkeypatch.setattr(settings, "host_cores", lambda: 2)

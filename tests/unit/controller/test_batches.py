@@ -252,7 +252,7 @@ def test_read_of_an_endless_line_stops_at_the_limit(tmp_path):
     assert [(error["code"], error["line"]) for error in lines.errors] == [("line_too_long", 2)]
 
 
-def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(tmp_path):
+def test_read_lines_skips_byte_order_marks_and_blank_lines(tmp_path):
     mark, rows = b"\xef\xbb\xbf", [jsonl([line(number)]).rstrip() for number in (1, 2, 3)]
     data = mark + rows[0] + b"\r\n\r\n" + rows[1] + b"\r\n" + mark + rows[2]
     lines = read(tmp_path, data)

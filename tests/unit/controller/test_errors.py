@@ -19,7 +19,7 @@ def checked(answer, status: int, code: str | None) -> dict:
     return error
 
 
-async def test_document_says_how_refusals_look_and_nothing_of_fastapis_own(control: Control):
+async def test_openapi_document_has_only_our_error_shape(control: Control):
     document = (await control.http.get("/openapi.json")).json()
     answers = [operation["responses"] for verbs in document["paths"].values() for operation in verbs.values()]
     assert len(answers) > 50 and not any("422" in one for one in answers)

@@ -56,7 +56,7 @@ async def made(control: Control, *criteria: Any) -> str:
     return found.id
 
 
-async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_the_model(control: Control):
+async def test_eval_run_needs_inference_scope_and_model_access(control: Control):
     control.as_key("ann", owner="ann")
     judged, plain, file = await made(control, JUDGE), await made(control), await control.upload()
     reinforcement = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}

@@ -139,7 +139,7 @@ async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: 
     assert jobs.get(control.db, job_id).eta_s == 36.0, "by the ranks' clock: 18 steps of 2 s"
 
 
-async def test_steps_that_nobody_heard_of_are_recorded_from_the_snapshot(control: Control, events: JobEvents):
+async def test_unreported_steps_are_recorded_from_the_snapshot(control: Control, events: JobEvents):
     job_id = await control.job()
     reports = [metrics(step, 1.0) | {"at_s": 1e9 + step} for step in (1, 2, 3)]
     events.ingest(job_id, dict(reports[0]))
@@ -151,9 +151,7 @@ async def test_steps_that_nobody_heard_of_are_recorded_from_the_snapshot(control
 
 
 @pytest.mark.parametrize("end", ["succeeded", "failed"])
-async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_the_model_but_the_result(
-    control: Control, events: JobEvents, end: str
-):
+async def test_checkpoints_are_listed_and_only_the_result_answers(control: Control, events: JobEvents, end: str):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     name = jobs.get(control.db, job_id).output_model

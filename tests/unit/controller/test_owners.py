@@ -428,7 +428,7 @@ READ_TOO = {"/v1/models", "/v1/models/{name:path}", _JOBS, f"{_JOBS}/{{job_id}}"
 """Routes of OpenAI's API that a key of the scope `read` may ask."""
 
 
-async def test_read_sees_models_and_jobs_and_changes_or_reads_nothing_else(control: Control, people: People):
+async def test_read_scope_sees_models_and_jobs_alone(control: Control, people: People):
     row, _ = keys.create(control.db, "looker", ["read"])
     for (method, path), what in judged(control):
         if path.startswith("/v1/") and what is not ADMINS:

@@ -66,7 +66,7 @@ def steps(db):
 
 
 @pytest.mark.parametrize("publish", ["checkpoints", "best"])
-async def test_publish_keeps_the_last_three_checkpoints_and_those_in_use(runs, db, add_model, add_job, publish):
+async def test_publish_keeps_three_checkpoints_and_used_ones(runs, db, add_model, add_job, publish):
     add_model()
     row = add_job(phase="running", resolved={"publish": publish})
     name, removed = row.output_model, []
@@ -126,9 +126,7 @@ async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, a
         await runs.prepare("ftjob-1")
 
 
-async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
-    runs, flow, store, db, add_model, add_job, tmp_path
-):
+async def test_base_damaged_on_disk_is_loaded_from_the_next_tier(runs, flow, store, db, add_model, add_job, tmp_path):
     add_model()
     write(store, "v1")
     for tier in ("disk", "remote"):
