@@ -12,7 +12,7 @@ from tests.unit.cli.test_tables_and_json import make_job
 JOB = "/v1/fine_tuning/jobs/ftjob-1"
 
 
-def test_submit_sends_what_was_asked(prepared, tmp_path):
+def test_submit_sends_the_given_options(prepared, tmp_path):
     for name in ("train.jsonl", "valid.jsonl"):
         (tmp_path / name).write_text('{"messages": []}\n')
     uploads = [(200, {"id": f"file-{n}", "filename": "f", "status": "processed"}) for n in (1, 2)]
@@ -125,7 +125,7 @@ def test_logs_of_a_real_job_until_it_succeeds(box, tmp_path):
     assert box.json("job", "wait", job_id)["fine_tuned_model"] == model
 
 
-def test_a_job_that_fails(box, tmp_path):
+def test_logs_of_a_failing_job_exit_with_1(box, tmp_path):
     job_id = make_job(box, tmp_path)
     box.do(lambda: fail(box.context.db, job_id, "out_of_memory", "the model does not fit"))
     for command in (("job", "wait", job_id), ("job", "logs", "-f", job_id)):

@@ -21,7 +21,7 @@ def test_split_with_train_auto_is_the_policy_auto(box: ControlledBox):
     )
 
 
-def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
+def test_schedule_is_added_listed_and_removed(box: ControlledBox):
     night = box.json("mode", "schedule", "add", "0 22 * * *", "train", "--until", "0 6 * * *", "--tz", "Europe/Berlin")
     assert night["policy"] == "train" and night["until"] == "0 6 * * *"
     noon = box.json(

@@ -82,7 +82,7 @@ async def test_bad_keys_are_refused(control: Control, body: dict[str, Any], para
 
 
 @pytest.mark.parametrize(("source", "code"), [("broken", "invalid_checkpoint"), ("bug", "internal_error")])
-async def test_a_failed_import_says_why_and_leaves_no_model(control: Control, source: str, code: str):
+async def test_failed_import_has_a_reason_and_leaves_no_model(control: Control, source: str, code: str):
     done = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": source}))
     assert (done["state"], done["error"]["code"]) == ("failed", code)
     assert [row.id for row in models.list_all(control.db)] == ["starter"]
@@ -102,7 +102,7 @@ async def test_bad_imports_are_refused(control: Control, body: dict[str, Any], s
     assert OPERATIONS.page(control.db).data == []
 
 
-async def test_the_same_import_twice_at_once_is_refused(control: Control, hanging: asyncio.Event):
+async def test_concurrent_equal_import_is_refused(control: Control, hanging: asyncio.Event):
     body = {"source": "/data/m", "name": "m"}
     first = await ask(control, "POST", "/models/import", 202, json=body)
     await hanging.wait()
@@ -160,7 +160,7 @@ async def test_refused_rollback_keeps_the_served_version(control: Control):
     assert actions(control) == [("model.rollback", "m", "failed")]
 
 
-async def test_a_key_for_a_model_that_is_not_there_is_refused(control: Control):
+async def test_key_for_an_unknown_model_is_refused(control: Control):
     for method, path, body in (("POST", "/keys", {"name": "bob"}), ("PATCH", "/keys/joe", {})):
         if method == "PATCH":
             assert (await ask(control, "POST", "/keys", json={"name": "joe"}))["scopes"] == ["inference", "fine_tuning"]

@@ -54,7 +54,7 @@ def test_step_event_is_sent_at_once_and_never_again():
 
 
 @given(st.lists(st.tuples(st.floats(1, 2 * DAY_S), st.booleans()), max_size=30))
-def test_step_ends_only_what_it_has_sent(looks):
+def test_step_resolves_only_sent_problems(looks):
     timeline, now_s, is_open = Timeline(), 0.0, False
     for pause_s, lasts in looks:
         now_s += pause_s

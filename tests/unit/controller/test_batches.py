@@ -110,7 +110,7 @@ async def test_batch_with_a_bad_line_fails_with_its_number(control: Control, row
     assert control.engines.sent == [] and batch.output_file_id is None
 
 
-async def test_batch_lines_are_asked_for_its_key_and_stored_nowhere(control: Control):
+async def test_batch_lines_use_its_key_and_are_not_stored(control: Control):
     key_id = control.as_key("ann")
     rows = [line(0, url="/v1/responses", body={"model": "starter", "input": "x", "store": True})]
     assert (await ended(control, await begun(control, rows, "/v1/responses"))).status == "completed"
@@ -132,7 +132,7 @@ async def test_refused_line_goes_to_the_error_file(control: Control):
     assert len(await content(control, batch.output_file_id)) == 2
 
 
-async def test_batch_without_engines_says_why_it_waits(control: Control):
+async def test_batch_without_engines_has_a_reason_to_wait(control: Control):
     control.engines.lines = 0
     batch_id = await begun(control, [line(n) for n in range(3)])
     batch = await until(control, batch_id, lambda b: b.waiting_for)

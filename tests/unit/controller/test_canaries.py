@@ -60,7 +60,7 @@ def active(control: Control) -> str | None:
     return row.active_version
 
 
-async def test_a_canary_says_what_it_does_and_what_it_waits_for(served: Control):
+async def test_canary_view_has_its_decision(served: Control):
     begun = await ask(served, "PUT", version="v2", share=0.2)
     assert (begun["name"], begun["before"], begun["state"], begun["auto"]) == ("m@v2", "v1", "running", False)
     assert begun["decision"] == {"verdict": "wait", "reason": "v2 answered 0 of 50 requests"}
@@ -88,7 +88,7 @@ async def test_what_cannot_be_is_refused_by_code(served: Control):
     assert await code("PUT", PATH, 409, version="v2") == "no_room_for_canary"
 
 
-async def test_a_good_one_is_promoted_on_its_own_when_its_time_is_over(served: Control):
+async def test_good_canary_is_promoted_after_its_time(served: Control):
     await ask(served, "PUT", version="v2", auto=True)
     counted(served, v2=good(60), v1=good(540))
     assert (await look_later(served, 300)).state == "running"

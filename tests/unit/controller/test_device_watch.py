@@ -157,7 +157,7 @@ def seen(db):
     return {device["id"]: (device["health"], device["lost"]) for device in cordons.in_view(db, [])}
 
 
-def test_a_lost_node_stays_in_view_until_it_is_back(db, watch):
+def test_lost_node_stays_in_view_until_it_returns(db, watch):
     watch.node_changed("n1", "joined", DEVICES)
     assert seen(db) == {}, "those that are there are told by the scheduler"
     watch.node_changed("n1", "lost", DEVICES)
@@ -205,7 +205,7 @@ def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
     assert cordoned(db) == ["b"]
 
 
-def test_a_gpu_that_cannot_be_used_is_cordoned_when_it_is_found(db, watch):
+def test_unfit_gpu_is_cordoned_at_discovery(db, watch):
     watch.node_changed("n0", "joined", gpus("a", "", unfit=[1]))
     assert cordoned(db) == ["n0/1"]
     assert ("device.cordon", "n0/1", "does not answer", None) in told(db)

@@ -99,7 +99,7 @@ async def test_gate_with_threshold_decides_for_the_first_version(control: Contro
     assert "gate.decide" in [one.action for one in AUDIT.page(control.db, after=None, limit=3).data]
 
 
-async def test_gate_without_threshold_refuses_what_is_worse(control: Control, events: JobEvents, answers: Answers):
+async def test_gate_without_threshold_refuses_a_worse_version(control: Control, events: JobEvents, answers: Answers):
     eval_id = await evaluation(control)
     first = await gated(control, eval_id)
     v1 = run(control, events, first)

@@ -77,7 +77,7 @@ async def test_repeated_create_returns_the_first_without_its_file(control: Contr
     assert [one.json()["id"] for one in repeated] == [one.json()["id"] for one in first]
 
 
-async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
+async def test_repeated_create_ignores_a_reached_bound(control: Control):
     control.as_key("ann", owner="ann", bounds={"bytes": 400})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
 

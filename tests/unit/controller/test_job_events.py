@@ -33,7 +33,7 @@ async def table_of(control: Control, job_id: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(base64.b64decode(content, validate=True).decode())))
 
 
-async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
+async def test_job_events_from_start_to_success(control: Control, events: JobEvents):
     job_id, api = await control.job(suffix="maths"), control.sdk.fine_tuning.jobs
     events.started(job_id, ["n0/0", "n0/1"])
     assert (await api.retrieve(job_id)).status == "running"
@@ -107,7 +107,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
         ),
     ],
 )
-async def test_the_table_of_a_job_has_what_its_method_measures(
+async def test_metrics_table_has_the_methods_columns(
     control: Control, events: JobEvents, method: str, step: dict, validation: dict, columns: dict
 ):
     job_id = await control.job()
@@ -126,7 +126,7 @@ async def test_the_table_of_a_job_has_what_its_method_measures(
     assert "mismatch_kl" not in str(line)
 
 
-async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: Control, events: JobEvents):
+async def test_step_reported_twice_has_one_event(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     for at_s in (1e9, 1e9, 1e9 + 60):  # read in the log, delivered, and done again
@@ -214,7 +214,7 @@ async def test_numbers_that_json_does_not_know_are_unknown(control: Control, eve
     assert shown.status_code == 200 and shown.json()["data"][1]["data"]["grad_norm"] is None
 
 
-async def test_an_adapter_is_shown_and_keeps_its_base_in_place(control: Control, events: JobEvents):
+async def test_delete_base_of_an_adapter_is_refused(control: Control, events: JobEvents):
     job_id = await control.job()
     adapter = {"base": "starter", "base_version": "v1", "rank": 8}
     events.started(job_id, ["n0/0"])

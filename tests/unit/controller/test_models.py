@@ -122,7 +122,7 @@ async def test_delete_version_used_by_a_job_is_refused_by_any_name(control: Cont
 @pytest.mark.parametrize(
     ("suffix", "part"), [("My Great Model", "my-great-model"), ("a:b/c..d", "a-b-c-d"), ("客服 v2", "v2")]
 )
-async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Control, suffix: str, part: str):
+async def test_suffix_in_name_follows_openai(control: Control, suffix: str, part: str):
     job_id = await control.job(suffix=suffix)
     name = jobs.get(control.db, job_id).output_model
     assert name.startswith(f"ft:starter:local:{part}:") and is_model_name(name)
@@ -187,7 +187,7 @@ async def test_import_as_version_needs_weights_and_activates_nothing(roomy: Cont
         assert error["error"]["param"] == "name"
 
 
-async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
+async def test_adapter_of_a_private_base_is_private(roomy: Control):
     models.unshare(roomy.db, "starter", "*")
     models.share(roomy.db, "starter", "ann")
     await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"}))
@@ -205,7 +205,7 @@ async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
         ({"source": "/x/adapter-starter", "base": "cold"}, 409, "base"),
     ],
 )
-async def test_an_adapter_without_a_base_is_refused(roomy: Control, body, status, param):
+async def test_adapter_without_a_base_is_refused(roomy: Control, body, status, param):
     insert_model(roomy.db, "tuned", kind="fine-tuned", base="starter")
     models.update_version(roomy.db, "tuned", "v1", meta={"adapter": {"base": "starter", "base_version": "v1"}})
     insert_model(roomy.db, "cold")
@@ -213,7 +213,7 @@ async def test_an_adapter_without_a_base_is_refused(roomy: Control, body, status
     assert (await ask(roomy, "POST", "/models/import", status, json=body))["error"]["param"] == param
 
 
-async def test_what_an_adapter_never_uses_of_a_deployment_is_refused(roomy: Control):
+async def test_deploy_adapter_refuses_engine_settings(roomy: Control):
     await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"}))
     path = "/models/adapter-of-starter"
     for field, value in (("idle_sleep_s", 60), ("tensor_parallel", 2), ("max_replicas", 1), ("ttft_p95_s", 2)):

@@ -35,7 +35,7 @@ async def _send(app: ASGIApp, method: str, path: str, headers: list[tuple[str, s
 
 
 @pytest.mark.parametrize("headers", NOBODY.values(), ids=list(NOBODY))
-async def test_gateways_without_exactly_one_identity_are_nobody(control: Control, headers: list[tuple[str, str]]):
+async def test_gateway_request_without_one_identity_is_refused(control: Control, headers: list[tuple[str, str]]):
     app = Listener(control.app, TOKEN)
     for path in ("/admin/v1/keys", "/internal/responses/context?id=resp_1", "/openapi.json", "/nothing"):
         answer = await _send(app, "GET", path, headers)

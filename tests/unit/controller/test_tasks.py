@@ -136,7 +136,7 @@ async def test_owners_take_turns_and_a_kind_is_bounded(db: Database):
     )
 
 
-async def test_finished_cancels_what_began_before_its_source_failed():
+async def test_finished_cancels_running_after_a_failed_source():
     def begin() -> Iterator[Coroutine[None, None, None]]:
         yield asyncio.sleep(60)
         raise ValueError

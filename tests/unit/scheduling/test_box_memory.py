@@ -130,7 +130,7 @@ async def test_short_node_releases_in_order_and_home_nothing(box, world, db, add
     assert box.job_nodes(jobs.get(db, "ftjob-2")) == ("n0", "n1")
 
 
-async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, caplog):
+async def test_missing_or_failing_node_delays_nothing(box, world, caplog):
     world.fails = True
     short(world)
     await box.look(world.status())

@@ -111,7 +111,7 @@ def load(*reported, tokens, **more):
     return ModelLoad(*reported, waiting_prompt_tokens=waiting, prefill_tokens_per_s=per_s, prompt_tokens=prompt, **more)
 
 
-async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
+async def test_demand_of_adapters_counts_for_their_base(routing, bus):
     await routing.open("r1", "starter", "v1", SOCKET)
     bus.reported = Report(
         replicas={"r1": 4},
@@ -186,7 +186,7 @@ async def test_failing_model_has_reason_and_next_try(bus, db, add_model, add_ada
     assert not bus.table["starter"]["trouble"], "another version is another chance"
 
 
-async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
+async def test_routing_table_has_the_owners_of_each_name(routing, bus, db):
     """A model's versions, checkpoints and canary are for whom it is for; null: everybody, whoever comes later too."""
     models.update(db, "ft:a", owner="alice")
     models.share(db, "ft:a", "bob")
