@@ -390,6 +390,8 @@ def queue_routes(context: ControllerContext, router: APIRouter) -> None:
 
 def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) -> dict[str, Any]:
     """Columns to write for these fields. Raises BadRequest."""
+    if not fields:
+        raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
     changes = dict(fields)
     if not fields.keys().isdisjoint(("min_devices", "max_devices")):
         least, most = (fields.get(name, getattr(row, name)) for name in ("min_devices", "max_devices"))

@@ -140,6 +140,7 @@ async def test_update_of_device_bounds_estimates_memory_of_all_sizes(control: Co
 @pytest.mark.parametrize(
     ("body", "param"),
     [
+        ({}, None),
         ({"preemptible": None}, "preemptible"),
         ({"min_devices": 3, "max_devices": 2}, "min_devices"),
         ({"min_devices": 5, "max_devices": 7}, "min_devices"),
