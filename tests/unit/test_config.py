@@ -80,7 +80,7 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
         ("[scheduler]\nturn_s = 0", {}, "box.toml: scheduler.turn_s is 0"),
         ("[power.limits_w]\nfast = {a = 1}", {}, "box.toml: power.limits_w.fast is "),
         ("[gateway.limits]\nsequences = -1", {}, "box.toml: gateway.limits.sequences: -1 given"),
-        ("[gateway]\ntls_cert_path = 'x'", {}, "tls_cert_path and tls_key_path: one given, expected both"),
+        ("[gateway]\ntls_cert_path = 'x'", {}, "tls_cert_path and tls_key_path: only one is set, expected both"),
         ("box = 3", {}, "box.toml: box is 3; expected a section, [box]"),
         ("[box\n", {}, "box.toml is not TOML"),
         ("", {"APPLIANCE_PORT": "tcp://10.0.0.1"}, "the environment: APPLIANCE_PORT is 'tcp://10.0.0.1'"),
