@@ -129,7 +129,7 @@ class HostMemory:
             return True
         if not has_one and not self.too_large(model):
             if model not in self._waiting_engines:
-                log.warning("an engine of %s waits for memory: %s of %s", model, gb(max(0, room)), gb(needed))
+                log.warning("an engine of %s waits for memory: %s free, %s needed", model, gb(max(0, room)), gb(needed))
             self._waiting_engines[model] = (needed, self._clock())
         return False
 
