@@ -1,12 +1,12 @@
-"""Make a training file of a model's answers to prompts, or of its answers that the box has kept.
+"""Make a training file from a model's answers to prompts, or from its answers that the box has stored.
 
     export OPENAI_BASE_URL=http://box:8000/v1 OPENAI_API_KEY=sk-...
     python answers_of_a_teacher.py --teacher qwen3-32b prompts.jsonl > train.jsonl
     python answers_of_a_teacher.py --teacher qwen3-32b --kept > train.jsonl
 
-A line of prompts.jsonl is {"prompt": "..."} or {"messages": [...], "tools": [...]}; an answer at its end is replaced by
-the teacher's. Prompts are sent as a batch, which engines answer while they are idle. Calls of tools are kept; refusals,
-answers that were cut off and repeated ones are left out and counted.
+A line of prompts.jsonl is {"prompt": "..."} or {"messages": [...], "tools": [...]}; the teacher's answer replaces an
+answer at the end. Prompts are sent as a batch, which engines answer while they are idle. Tool calls are kept; refusals,
+truncated answers and duplicates are left out and counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def questions(lines: Iterable[bytes]) -> Iterator[Json]:
 
 
 def ask(client: OpenAI, teacher: str, asked: list[Json], poll_s: float = 5.0, **sampling: Any) -> Iterator[Answered]:
-    """Raises RuntimeError if the batch does not complete."""
+    """Send prompts to the teacher as a batch. Raises RuntimeError if the batch does not complete."""
     url = "/v1/chat/completions"
     bodies = ({"model": teacher, **one, **sampling} for one in asked)
     lines = ({"custom_id": str(at), "method": "POST", "url": url, "body": body} for at, body in enumerate(bodies))
@@ -57,14 +57,14 @@ def ask(client: OpenAI, teacher: str, asked: list[Json], poll_s: float = 5.0, **
 
 
 def kept(client: OpenAI, teacher: str, metadata: dict[str, str]) -> Iterator[Answered]:
-    """Chat completions that were requested with `store: true`."""
+    """Yield stored chat completions (requested with `store: true`)."""
     found = client.chat.completions.list(model=teacher, metadata=metadata, extra_query={"messages": True})
     for one in (completion.to_dict() for completion in found):
         yield {name: one[name] for name in ("messages", "tools") if one.get(name)}, one["choices"][0]
 
 
 def examples(answered: Iterable[Answered], left_out: Counter[str]) -> Iterator[Json]:
-    """Rows of a training file."""
+    """Yield the rows of a training file. left_out: counts dropped answers by reason."""
     seen = set[str]()
     for asked, choice in answered:
         message = choice["message"]
@@ -86,16 +86,16 @@ def examples(answered: Iterable[Answered], left_out: Counter[str]) -> Iterator[J
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompts", nargs="?", type=Path, help="File of prompts; not with --kept.")
-    parser.add_argument("--teacher", required=True, help="Model that answers, NAME or NAME@VERSION.")
-    parser.add_argument("--kept", action="store_true", help="Take the answers that the box has kept.")
-    parser.add_argument("--metadata", action="append", default=[], metavar="NAME=VALUE", help="Filter of --kept.")
-    parser.add_argument("--n", type=int, default=1, help="Answers to each prompt.")
+    parser.add_argument("--teacher", required=True, help="Model that answers: NAME or NAME@VERSION.")
+    parser.add_argument("--kept", action="store_true", help="Use the answers that the box has stored.")
+    parser.add_argument("--metadata", action="append", default=[], metavar="NAME=VALUE", help="Filter for --kept.")
+    parser.add_argument("--n", type=int, default=1, help="Number of answers to each prompt.")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--max-tokens", type=int, default=1024, help="Longer answers are left out.")
-    parser.add_argument("--poll", type=float, default=5.0, help="Seconds between two looks at the batch.")
+    parser.add_argument("--poll", type=float, default=5.0, help="Seconds between two requests for the batch's status.")
     given = parser.parse_args()
     if given.kept == (given.prompts is not None):
-        parser.error("give either a file of prompts or --kept")
+        parser.error("expected either a file of prompts or --kept")
     client, left_out = OpenAI(), Counter[str]()
     if given.kept:
         answered = kept(client, given.teacher, dict(pair.split("=", 1) for pair in given.metadata))

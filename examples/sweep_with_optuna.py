@@ -4,7 +4,7 @@
     OPENAI_BASE_URL=http://box:8000/v1 OPENAI_API_KEY=sk-... \\
         python sweep_with_optuna.py --model qwen3-8b --train train.jsonl --validation held-out.jsonl --trials 12
 
-Trials run one after another on all devices; the model of each trial but the best is deleted. To go on after an
+Trials run one after another on all devices; all models except the best one are deleted. To continue after an
 interruption, give Optuna a storage (`--storage sqlite:///sweep.db`).
 """
 
@@ -23,7 +23,7 @@ from openai import OpenAI
 def objective(
     client: OpenAI, model: str, training_file: str, validation_file: str, poll_s: float = 10.0
 ) -> Callable[[Any], float]:
-    """Returns the function that Optuna minimises: it trains with the hyperparameters of a trial and returns the loss.
+    """Return the function that Optuna minimizes: it trains with a trial's hyperparameters and returns the loss.
 
     Raises RuntimeError if a job fails; `study.optimize(catch=RuntimeError)` continues with the next trial.
     """
@@ -53,7 +53,7 @@ def objective(
 
 
 def keep_best(client: OpenAI, best: str, models: list[str]) -> None:
-    """Delete the models of all other trials."""
+    """Delete the models of all trials except the best."""
     for name in models:
         if name != best:
             client.models.delete(name)
@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--train", required=True, type=Path)
     parser.add_argument("--validation", required=True, type=Path)
     parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument("--storage", help="Where Optuna keeps the study, such as sqlite:///sweep.db.")
+    parser.add_argument("--storage", help="Storage of Optuna's study, such as sqlite:///sweep.db.")
     given = parser.parse_args()
     client = OpenAI()
     train, validation = (

@@ -1,6 +1,6 @@
-"""Writes the Grafana dashboard: python images/monitoring/dashboard.py > images/monitoring/dashboard.json
+"""Write the Grafana dashboard: python images/monitoring/dashboard.py > images/monitoring/dashboard.json
 
-A list of panels instead of 1,500 lines of JSON by hand. The dashboard asks for its data source when it is imported.
+The list of panels below replaces 1,500 lines of JSON by hand. Grafana asks for the data source at import.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 SOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 _ASKED = "appliance_gateway_model_requests_total"
-WIDTH, HEIGHT = 24, 8  # of Grafana's grid, and of one panel
+WIDTH, HEIGHT = 24, 8  # columns of Grafana's grid, and rows of a panel
 
 
 @dataclass(frozen=True)
 class Panel:
-    """queries: (expression, legend). unit: Grafana's name of it. width: of 24."""
+    """A panel. queries: (expression, legend). unit: Grafana's unit name. width: columns of 24."""
 
     title: str
     queries: tuple[tuple[str, str], ...]
@@ -237,7 +237,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 
 
 def dashboard() -> dict[str, Any]:
-    """For Grafana 10 and later: Dashboards, New, Import."""
+    """Build the dashboard for Grafana 10 and later (import it by Dashboards, New, Import)."""
     panels: list[dict[str, Any]] = []
     x = y = 0
     for title, row in ROWS:
