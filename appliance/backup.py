@@ -269,10 +269,10 @@ def _restore_file(place: Objects, file: SavedFile, target: Path) -> None:
     os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
 
 
-def _remove_old(place: Objects, made: str, keep: int) -> None:
+def _remove_old(place: Objects, newest: str, keep: int) -> None:
     """Delete all backups except `made` and the newest `keep`, and chunks that no other backup uses."""
     known = names(place)
-    old = [name for name in known[:-keep] if name != made]
+    old = [name for name in known[:-keep] if name != newest]
     if not old:
         return
     needed = {chunk for name in {*known} - {*old} for file in read(place, name).files for chunk in file.chunks}

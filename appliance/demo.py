@@ -97,8 +97,8 @@ def run() -> bool:
     headline("3  Chat: the same question to both models, served by one engine")
     answers = {}
     for name in (MODEL, tuned):
-        asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0}
-        answers[name] = client.chat.completions.create(model=name, **asked).choices[0].message.content or ""
+        request: Any = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0}
+        answers[name] = client.chat.completions.create(model=name, **request).choices[0].message.content or ""
     for name, text in (("you", QUESTION), *answers.items()):
         console.print(f"[bold]{name}[/]  {text}")
 
@@ -141,7 +141,7 @@ def headline(text: str) -> None:
 
 
 def summary(report: Any, seconds: float) -> Table:
-    steps = [step for one in admin("mode", "history", "--limit", "1000")["data"] for step in one["steps"]]
+    steps = [step for move in admin("mode", "history", "--limit", "1000")["data"] for step in move["steps"]]
     table = Table("what", "measured", "what it means", title="One run on this machine")
     for verb, (name, meaning) in STEPS.items():
         if took := [s["seconds"] for s in steps if s["verb"] == verb and s["state"] == "done"]:
@@ -203,8 +203,8 @@ class Load:
 
     def wait_for(self, count: int, timeout_s: float = 600.0) -> None:
         """Wait until `count` more requests have ended."""
-        wanted, deadline_s = self.finished + count, time.monotonic() + timeout_s
-        while self.finished < wanted:
+        target, deadline_s = self.finished + count, time.monotonic() + timeout_s
+        while self.finished < target:
             if time.monotonic() > deadline_s:
                 raise SystemExit(f"no answers within {timeout_s:.0f} s")
             time.sleep(0.05)
@@ -215,11 +215,11 @@ class Load:
         done = list(self.outcomes)
         return SimpleNamespace(
             requests=len(done),
-            dropped=sum(one.error is not None for one in done),
-            truncated=sum(one.error is None and one.finish_reason is None for one in done),
-            duplicated=sum(one.answers > 1 for one in done),
-            longest_s=max((one.seconds for one in done), default=0.0),
-            errors=tuple(sorted({one.error for one in done if one.error})),
+            dropped=sum(outcome.error is not None for outcome in done),
+            truncated=sum(outcome.error is None and outcome.finish_reason is None for outcome in done),
+            duplicated=sum(outcome.answers > 1 for outcome in done),
+            longest_s=max((outcome.seconds for outcome in done), default=0.0),
+            errors=tuple(sorted({outcome.error for outcome in done if outcome.error})),
         )
 
     def _work(self) -> None:

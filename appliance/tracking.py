@@ -113,10 +113,10 @@ class Follower:
         while rows := self._rows(query + "ORDER BY seq LIMIT ?", job.id, at.seq, EVENTS_AT_ONCE):
             points = [point(row["seq"], row["created_s"], json.loads(row["data"])) for row in rows]
             new = []
-            for one in points:
-                if one.step > at.last.get(one.kind, -1):
-                    at.last[one.kind] = one.step
-                    new += [one] if one.values else []
+            for item in points:
+                if item.step > at.last.get(item.kind, -1):
+                    at.last[item.kind] = item.step
+                    new += [item] if item.values else []
             self._tracker.log(at.run, new)
             at.seq = points[-1].seq
         if job.finished_s is not None:
@@ -139,7 +139,7 @@ class Follower:
             finished_s=row["finished_s"],
             error=str(json.loads(row["error"] or "{}").get("message", "")),
             version=published[0]["version"] if published else None,
-            wandb=[one["wandb"] for one in json.loads(row["integrations"] or "[]") if one["type"] == "wandb"],
+            wandb=[entry["wandb"] for entry in json.loads(row["integrations"] or "[]") if entry["type"] == "wandb"],
             params=params,
         )
 
@@ -164,13 +164,13 @@ def point(seq: int, at_s: float, data: dict[str, Any]) -> Point:
 
 def flat(table: dict[str, Any], before: str = "") -> dict[str, str]:
     """Flatten nested settings: {"options": {"beta": 0.1}} becomes {"options.beta": "0.1"}."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name, value in table.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{before}{name}.")
+            result |= flat(value, f"{before}{name}.")
         elif value is not None:
-            found[f"{before}{name}"] = value if isinstance(value, str) else json.dumps(value)
-    return found
+            result[f"{before}{name}"] = value if isinstance(value, str) else json.dumps(value)
+    return result
 
 
 class Mlflow:
@@ -189,8 +189,8 @@ class Mlflow:
     def begin(self, job: Job) -> str:
         from mlflow.entities import Param
 
-        found = self._client.get_experiment_by_name(self._experiment)
-        experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.create_experiment(self._experiment) if existing is None else existing.experiment_id
         runs = self._client.search_runs([experiment], f"tags.`appliance.job` = '{job.id}'", max_results=1)
         if not runs:
             tags = {"appliance.job": job.id, "appliance.model": job.output_model}
@@ -204,9 +204,9 @@ class Mlflow:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(name, value, round(one.at_s * 1000), one.step)
-            for one in points
-            for name, value in one.values.items()
+            Metric(name, value, round(item.at_s * 1000), item.step)
+            for item in points
+            for name, value in item.values.items()
         ]
         self._client.log_batch(run, metrics=metrics)
 
@@ -235,15 +235,15 @@ class Wandb:
 
     def begin(self, job: Job) -> list[Any]:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return [self._init(job, f"{job.id}-{number}", one) for number, one in enumerate(job.wandb)]
+        return [self._init(job, f"{job.id}-{number}", entry) for number, entry in enumerate(job.wandb)]
 
     def log(self, runs: list[Any], points: list[Point]) -> None:
         for run in runs:
-            for one in points:
+            for item in points:
                 # The smallest step that W&B accepts; `step` of a resumed run is 0 until something is logged.
-                if one.seq >= max(run.step, run.starting_step):
-                    row = {STEP[one.kind]: one.step, **one.values, "_timestamp": one.at_s}
-                    run.log(row, step=one.seq)
+                if item.seq >= max(run.step, run.starting_step):
+                    row = {STEP[item.kind]: item.step, **item.values, "_timestamp": item.at_s}
+                    run.log(row, step=item.seq)
 
     def end(self, runs: list[Any], job: Job) -> None:
         outcome = {"state": job.phase, "error": job.error, "model": job.output_model, "version": job.version}
@@ -251,7 +251,7 @@ class Wandb:
             run.summary.update({f"appliance.{name}": text for name, text in outcome.items() if text})
             run.finish(exit_code=0 if job.phase == "succeeded" else 1)
 
-    def _init(self, job: Job, run_id: str, wanted: dict[str, Any]) -> Any:
+    def _init(self, job: Job, run_id: str, entry: dict[str, Any]) -> Any:
         if self._mode == "offline":
             for left in (self._folder / "wandb").glob(f"offline-run-*-{run_id}"):
                 shutil.rmtree(left)
@@ -271,10 +271,10 @@ class Wandb:
             **({} if self._url is None else {"base_url": self._url}),
         )
         run = self._wandb.init(
-            project=wanted["project"],
-            entity=wanted.get("entity"),
-            name=wanted.get("name") or job.name,
-            tags=[*filter(None, wanted.get("tags") or ()), job.id],
+            project=entry["project"],
+            entity=entry.get("entity"),
+            name=entry.get("name") or job.name,
+            tags=[*filter(None, entry.get("tags") or ()), job.id],
             config=job.params,
             id=run_id,
             resume="allow" if self._mode == "online" else None,
@@ -294,10 +294,10 @@ def read_credentials(path: Path) -> dict[str, str]:
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         raise SystemExit(f"[tracking] credentials_file {path} is open to other users: run chmod 600 on it")
     lines = [line for line in map(str.strip, path.read_text().splitlines()) if line and not line.startswith("#")]
-    found = {name.strip(): text.strip().strip("'\"") for name, _, text in (line.partition("=") for line in lines)}
-    if wrong := [name for name in found if not name.startswith(("MLFLOW_", "WANDB_"))]:
+    variables = {name.strip(): text.strip().strip("'\"") for name, _, text in (line.partition("=") for line in lines)}
+    if wrong := [name for name in variables if not name.startswith(("MLFLOW_", "WANDB_"))]:
         raise SystemExit(f"[tracking] credentials_file {path} has {wrong[0]}; expected MLFLOW_* and WANDB_* variables")
-    return found
+    return variables
 
 
 def follow(settings: Settings) -> None:

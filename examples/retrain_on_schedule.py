@@ -58,9 +58,9 @@ def main() -> int:
     parser.add_argument("--data", required=True, type=Path, help="Folder with new training files.")
     parser.add_argument("--eval", required=True, help="Id of the evaluation that decides; it must have run once.")
     parser.add_argument("--poll", type=float, default=10.0, help="Seconds between two requests for the job's status.")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        print(retrain(OpenAI(), given.base, given.name, given.data, given.eval, given.poll))
+        print(retrain(OpenAI(), options.base, options.name, options.data, options.eval, options.poll))
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1

@@ -68,15 +68,15 @@ def main() -> int:
     parser.add_argument("--validation", required=True, type=Path)
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--storage", help="Storage of Optuna's study, such as sqlite:///sweep.db.")
-    given = parser.parse_args()
+    options = parser.parse_args()
     client = OpenAI()
     train, validation = (
-        client.files.create(file=path, purpose="fine-tune").id for path in (given.train, given.validation)
+        client.files.create(file=path, purpose="fine-tune").id for path in (options.train, options.validation)
     )
-    study = optuna.create_study(study_name=given.model, storage=given.storage, load_if_exists=True)
-    study.optimize(objective(client, given.model, train, validation), n_trials=given.trials, catch=RuntimeError)
+    study = optuna.create_study(study_name=options.model, storage=options.storage, load_if_exists=True)
+    study.optimize(objective(client, options.model, train, validation), n_trials=options.trials, catch=RuntimeError)
     best = study.best_trial
-    keep_best(client, best.user_attrs["model"], [one.user_attrs["model"] for one in study.trials if one.user_attrs])
+    keep_best(client, best.user_attrs["model"], [t.user_attrs["model"] for t in study.trials if t.user_attrs])
     print(f"{best.user_attrs['model']}: loss {best.value:.4f} with {best.params}")
     return 0
 

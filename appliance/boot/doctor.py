@@ -161,8 +161,8 @@ def _disk(folder: Path) -> Iterator[Finding]:
         "`appliance file rm`, shorten [controller.retention], or move the data directory to a larger disk"
     )
     yield _judged("disk free", share >= DISK_SHARE, found, f"at least {DISK_SHARE:.0%}", remedy, "fail")
-    mounts = [one for one in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(one.mountpoint)]
-    kind = max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else ""
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(mount.mountpoint)]
+    kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
     is_local = not kind.startswith(REMOTE_FILE_SYSTEMS) if kind else None
     remedy = "move the data directory to a local disk; make copies with `appliance backup make PLACE`"
     yield _judged("file system", is_local, kind, "a local file system", remedy, "fail")
@@ -196,7 +196,7 @@ def _machine(config: BoxConfig, runs: bool) -> Iterator[Finding]:
 
 def _box(data_dir: Path, runs: bool) -> Iterator[Finding]:
     if runs:
-        troubles = "; ".join(f"{one['name']}: {one['why']}" for one in BoxFile.read(data_dir).troubles)
+        troubles = "; ".join(f"{trouble['name']}: {trouble['why']}" for trouble in BoxFile.read(data_dir).troubles)
         remedy = "see `appliance status` and the logs in `logs` of the data directory"
         yield _judged("box", not troubles, troubles or "runs", "nothing degraded", remedy)
     elif ended := BoxFile.read(data_dir).fault:
@@ -232,8 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, type=Path, help="JSON file with the resolved configuration")
     parser.add_argument("--runs", action="store_true", help="the box of this configuration is up")
     options = parser.parse_args(argv)
-    found = findings(load_resolved(options.config), runs=options.runs)
-    print(json.dumps({"exit_code": exit_code(found), "at_s": time.time(), "data": [asdict(one) for one in found]}))
+    results = findings(load_resolved(options.config), runs=options.runs)
+    print(json.dumps({"exit_code": exit_code(results), "at_s": time.time(), "data": [*map(asdict, results)]}))
     return 0
 
 

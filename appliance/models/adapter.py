@@ -51,7 +51,7 @@ def names_adapter(names: Collection[str]) -> bool:
     return CONFIG_FILE in names and not whole
 
 
-def wanted(where: str, names: Collection[str]) -> set[str]:
+def files_of(where: str, names: Collection[str]) -> set[str]:
     """Return the files of an adapter's directory or repository to import. Raises NotACheckpoint, PickleRefused."""
     if WEIGHTS_FILE not in names:
         if _PICKLE in names:
@@ -67,7 +67,7 @@ def wanted(where: str, names: Collection[str]) -> set[str]:
 def choose_files(directory: Path) -> dict[str, Path]:
     """Return the adapter's files by name. Other files, such as a tokenizer, are left out, because engines use the
     base's. Raises NotACheckpoint, PickleRefused, UnsafeLink."""
-    taken = {name: regular(directory, name) for name in sorted(wanted(str(directory), os.listdir(directory)))}
+    taken = {name: regular(directory, name) for name in sorted(files_of(str(directory), os.listdir(directory)))}
     check_header(taken[WEIGHTS_FILE], WEIGHTS_FILE)
     return taken
 
@@ -104,14 +104,14 @@ def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, 
         raise AdapterRefused(CONFIG_FILE, "r must be an integer of at least 1")
     for name, kinds, least in (("rank_pattern", (int,), 1), ("alpha_pattern", (int, float), -math.inf)):
         # peft reads these keys as regular expressions; a hostile one could block an engine for all users of the base.
-        found = config.get(name) or {}
-        if not isinstance(found, dict) or not all(
-            _LAYER.fullmatch(key) and type(n) in kinds and n >= least for key, n in found.items()
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, dict) or not all(
+            _LAYER.fullmatch(key) and type(n) in kinds and n >= least for key, n in pattern.items()
         ):
             numbers = "integers of at least 1" if name == "rank_pattern" else "numbers"
             raise AdapterRefused(
                 CONFIG_FILE,
-                f"{name} is {str(found)[:80]}; expected {numbers} by layer name or by the end of a layer name",
+                f"{name} is {str(pattern)[:80]}; expected {numbers} by layer name or by the end of a layer name",
             )
     ranks = [rank, *(config.get("rank_pattern") or {}).values(), *_pairs(layout, base, base_layout)]
     if max(ranks) > rank_limit:

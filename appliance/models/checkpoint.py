@@ -80,11 +80,11 @@ def choose_files(directory: Path) -> dict[str, Path]:
     weights = _weight_files(directory, names)
     taken: dict[str, Path] = {}
     for name in names:
-        wanted = name in weights or name in KEPT_TEXT or (name.endswith(AUX_SUFFIXES) and name not in _NEVER_TAKEN)
-        wanted = wanted and not name.startswith(".") and not (directory / name).is_dir()
+        is_taken = name in weights or name in KEPT_TEXT or (name.endswith(AUX_SUFFIXES) and name not in _NEVER_TAKEN)
+        is_taken = is_taken and not name.startswith(".") and not (directory / name).is_dir()
         if name.endswith(INDEX_SUFFIX):
-            wanted = name == f"model{INDEX_SUFFIX}"
-        if wanted:
+            is_taken = name == f"model{INDEX_SUFFIX}"
+        if is_taken:
             taken[name] = regular(directory, name)
     for name in sorted(weights):
         if name not in taken:
@@ -141,8 +141,8 @@ def no_weights(where: str, names: Collection[str]) -> CheckpointRefused:
             "where you trust them: `AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)` writes safetensors",
         )
     others = sorted(name for name in names if name.endswith(OTHER_WEIGHTS))
-    found = f"; {others[0]} is another format" if others else ""
-    return NotACheckpoint("", f"{where} has no *{WEIGHT_SUFFIX} file{found}. Expected a Hugging Face checkpoint")
+    hint = f"; {others[0]} is another format" if others else ""
+    return NotACheckpoint("", f"{where} has no *{WEIGHT_SUFFIX} file{hint}. Expected a Hugging Face checkpoint")
 
 
 def regular(directory: Path, name: str) -> Path:

@@ -87,18 +87,18 @@ def list_files(repository: str, revision: str | None, settings: HubSettings) -> 
     api = HfApi(endpoint=settings.endpoint, token=settings.token or False)
     info = _ask(settings, repository, lambda: api.model_info(repository, revision=revision, files_metadata=True))
     siblings = info.siblings or []
-    wanted, files = _wanted(repository, {sibling.rfilename for sibling in siblings}), []
+    names, files = _files_of(repository, {sibling.rfilename for sibling in siblings}), []
     for sibling in siblings:
-        if sibling.rfilename in wanted:
+        if sibling.rfilename in names:
             digest = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
             files.append(HubFile(sibling.rfilename, sibling.size or 0, digest or ""))
     return Listing(repository, str(info.sha), tuple(sorted(files, key=lambda file: file.nbytes)))
 
 
-def _wanted(repository: str, names: Iterable[str]) -> set[str]:
+def _files_of(repository: str, names: Iterable[str]) -> set[str]:
     top = {name for name in names if "/" not in name and not name.startswith(".")}
     if adapter.names_adapter(top):
-        return adapter.wanted(repository, top)
+        return adapter.files_of(repository, top)
     top -= {adapter.CONFIG_FILE, adapter.WEIGHTS_FILE}
     weights = {name for name in top if name.endswith(WEIGHT_SUFFIX)}
     if not weights:
@@ -124,10 +124,10 @@ def download(listing: Listing, directory: Path, settings: HubSettings, on_file: 
             token=settings.token or False,
         )
         path = Path(_ask(settings, listing.repository, fetch))
-        if (found := _digest(path, file.digest)) != file.digest:
+        if (actual := _digest(path, file.digest)) != file.digest:
             path.unlink()
             raise DownloadCorrupt(
-                f"{file.name} does not have the checksum that the hub announced (expected {file.digest}, got {found}); "
+                f"{file.name} does not have the checksum of the hub (expected {file.digest}, got {actual}); "
                 "it was deleted. Run the import again; if this repeats, a proxy may be changing files"
             )
         done += file.nbytes

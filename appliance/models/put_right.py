@@ -112,8 +112,8 @@ def check_tensors(trial: Mapping[str, Any]) -> None:
     if trial["missing"]:
         raise NotACheckpoint(
             trial["missing"][0],
-            f"is not among the tensors{_and_more(trial['missing'])}, though the architecture "
-            "that config.json describes has it; the copy is incomplete, or config.json is another model's",
+            f"is not among the tensors{_and_more(trial['missing'])}, but the architecture in "
+            "config.json needs it; the copy is incomplete, or config.json belongs to another model",
         )
     for name, stored, expected in trial["shapes"]:
         rows = stored[1:] == expected[1:] and name.rpartition(".")[0] in (trial["head"], trial["embedding"])
@@ -169,9 +169,9 @@ def put_tensors_right(directory: Path, trial: Mapping[str, Any], arch: str) -> l
         if head != f"{trial['head']}.weight":
             continue
         layout = Layout.read(directory)
-        one, other = layout.find(head), layout.find(embedding)
-        is_alike = (one.spec.dtype, one.spec.shape) == (other.spec.dtype, other.spec.shape)
-        if is_alike and np.array_equal(_mapped(directory, one, "u1"), _mapped(directory, other, "u1")):
+        own, tied = layout.find(head), layout.find(embedding)
+        is_alike = (own.spec.dtype, own.spec.shape) == (tied.spec.dtype, tied.spec.shape)
+        if is_alike and np.array_equal(_mapped(directory, own, "u1"), _mapped(directory, tied, "u1")):
             continue
         if arch.startswith(_ALWAYS_TIED):
             raise NotACheckpoint(

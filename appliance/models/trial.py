@@ -38,7 +38,7 @@ def run_trial(
     subject: str,
     module: str,
     *options: str,
-    given: str = "",
+    stdin_text: str = "",
     limit_s: float = LOAD_S,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
 ) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def run_trial(
 
     Args:
         subject: the file for error messages.
-        given: text for its standard input.
+        stdin_text: text for its standard input.
 
     Raises TrialEnded, TrialFailed.
     """
@@ -68,7 +68,7 @@ def run_trial(
         limit.start()
         try:
             with suppress(BrokenPipeError), process.stdin as stdin:
-                stdin.write(given)  # the end of input declines questions to run a model's own code
+                stdin.write(stdin_text)  # the end of input declines questions to run a model's own code
             for line in process.stdout:
                 if last:
                     on_event(json.loads(last))
@@ -131,9 +131,9 @@ def try_template(template: str, special: Mapping[str, str] | None = None) -> Tri
         raise TemplateRefused(
             "chat template", f"{len(template)} characters long; at most {MAX_TEMPLATE_CHARACTERS} are accepted"
         )
-    given = json.dumps({"template": template, "special": dict(special or {})})
+    text = json.dumps({"template": template, "special": dict(special or {})})
     try:
-        result = run_trial("chat template", "appliance.models.template_trial", given=given, limit_s=TEMPLATE_S)
+        result = run_trial("chat template", "appliance.models.template_trial", stdin_text=text, limit_s=TEMPLATE_S)
     except TrialFailed as error:
         raise TemplateRefused(
             "chat template",

@@ -120,8 +120,7 @@ class Tiers:
     # Restoring
 
     def bring_in(self, name: Name, store: WeightStore | None = None) -> StoredVersion:
-        """Bring `name` into shared memory (or `store`) from the nearest tier with an undamaged copy; keep an existing
-        one.
+        """Bring `name` into shared memory (or `store`), if absent, from the nearest tier with an undamaged copy.
 
         Damaged copies in nearer tiers are then removed, so that the flow writes them again. Raises LookupError if no
         tier has an undamaged copy, StoreFull.

@@ -66,13 +66,13 @@ def site() -> Mapping[bytes, SiteFile]:
 
 def read_site(folder: Path) -> Mapping[bytes, SiteFile]:
     """Read the files below `folder`, by URL path. Raises KeyError for a suffix that is not in CONTENT_TYPES."""
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     total = hashlib.sha256()
-    for name, content in sorted(found.items()):
+    for name, content in sorted(contents.items()):
         total.update(b"%b\0%d\0%b" % (name.encode(), len(content), content))
     digest = total.hexdigest()[:16].encode()
-    document = found.pop(DOCUMENT).replace(HASH_MARK, digest)
-    files = {b"%b/%b/%b" % (ROOT, digest, name.encode()): _file(name, found[name], _FOR_EVER) for name in found}
+    document = contents.pop(DOCUMENT).replace(HASH_MARK, digest)
+    files = {b"%b/%b/%b" % (ROOT, digest, name.encode()): _file(name, contents[name], _FOR_EVER) for name in contents}
     return files | {ROOT: _file(DOCUMENT, document, b"no-cache")}
 
 

@@ -114,7 +114,7 @@ def _set_tools(route: str, data: Object) -> list[str]:
         data |= legacy.as_tools(data)  # `functions` stays, because the answer must have the older form too
     if "tools" not in data:
         return []
-    ignored: dict[str, Any] = {}  # label -> own name
+    ignored: dict[str, Any] = {}  # label -> tool name
     kept = _runnable(route, data["tools"], ignored)
     choice = data.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
