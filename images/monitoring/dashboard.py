@@ -209,7 +209,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Computing time of each rank per step",
                 (("appliance_job_rank_seconds", "{{job}} rank {{rank}} on {{device}}"),),
                 unit="s",
-                text="without waiting for other ranks; a slower rank delays all others",
+                text="forward passes of each rank; a slower rank delays all others",
             ),
             Panel("Unfinished jobs", (("appliance_jobs", "{{phase}}"),)),
         ),
