@@ -405,7 +405,7 @@ class Connection(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(LINGER_S, self.close)
 
     def end_if_late(self, now_s: float) -> None:
-        """Close a connection that is idle, or whose head takes, too long. now_s: monotonic time."""
+        """Close a connection that idles too long, or sends its head too slowly. now_s: monotonic time."""
         limits, begun = self.state.limits, self._unparsed_bytes or self.running is None
         longest_s = limits.head_timeout_s if begun else limits.keepalive_s
         if self._awaits_since_s is None or now_s - self._awaits_since_s < longest_s:
