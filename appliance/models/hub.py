@@ -79,7 +79,7 @@ def list_files(repository: str, revision: str | None, settings: HubSettings) -> 
     NotACheckpoint."""
     if not settings.allowed:
         raise HubDisallowed(
-            f"{repository!r} is not a directory here, and this box does not use model hubs (the default). "
+            f"{repository!r} is not a directory here, and this box does not use model hubs (offline by default). "
             "Give the path of a checkpoint directory, or a package by its name in `appliance model catalog`, or "
             f"allow downloads from {settings.endpoint} with `hub_offline = false` under [box] (`hub_endpoint` sets a "
             "mirror)"

@@ -89,7 +89,7 @@ def test_bytes_other_than_announced_are_refused_and_not_kept(tmp_path, served, c
 
 
 def test_offline_is_the_default_and_says_how_to_change_it(tmp_path):
-    with pytest.raises(HubDisallowed, match=r"the default.*hub_offline = false.*\[box\].*hub_endpoint"):
+    with pytest.raises(HubDisallowed, match=r"offline by default.*hub_offline = false.*\[box\].*hub_endpoint"):
         ModelLibrary(tmp_path / "models").import_model(REPOSITORY)
 
 
