@@ -160,7 +160,7 @@ def test_a_second_run_does_nothing_and_a_changed_lock_installs_again(box, tmp_pa
 def test_torch_falls_back_to_its_own_index_with_a_message(box):
     done = run("--no-compile", env=box | {"FAIL_ON": r"^(?!.*download\.pytorch\.org).*torch==="})
     assert done.returncode == 0, done.stderr
-    assert "not to be had from your package index" in done.stderr
+    assert "is not in your package index" in done.stderr
     first, second = calls(box)[1:3]
     assert "--extra-index-url" not in first
     assert second[second.index("--extra-index-url") + 1] == "https://download.pytorch.org/whl/cpu"
