@@ -14,7 +14,7 @@ class SchedulerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    # --- deciding
+    # --- decisions
     target_inflight: int = Field(32, ge=1)
     """Requests one replica carries before another one is wanted, if no engine rate has been measured."""
     give_back_after_s: Seconds = 10.0
@@ -39,7 +39,7 @@ class SchedulerConfig(BaseModel):
     max_asleep_per_device: int = Field(2, ge=0)
     """The most of them on one GPU: each keeps 1 to 2 GB of its memory, which plans for jobs and engines leave free."""
 
-    # --- doing
+    # --- hand-over steps
     drain_timeout_s: Seconds = 600.0
     sleep_timeout_s: Seconds = 60.0
     start_replica_timeout_s: Seconds = 600.0
@@ -52,7 +52,7 @@ class SchedulerConfig(BaseModel):
     slow_step_s: Seconds = 10.0
     """A step that takes longer than this says in `appliance status` what it waits for."""
 
-    # --- trying again
+    # --- retries
     backoff_first_s: Seconds = 1.0
     """Wait before the second try of a failed operation; it doubles with each consecutive failure."""
     backoff_max_s: Seconds = 60.0
@@ -72,7 +72,7 @@ class SchedulerConfig(BaseModel):
     """A replica that stayed open this long clears its model's failures. One that was open for longer than the previous
     backoff is replaced after `backoff_first_s`."""
 
-    # --- devices that fail
+    # --- failing devices
     device_retry_s: Seconds = 900.0
     """A device cordoned for heat, slowness or silence is tried again after this time. Broken hardware waits for
     `appliance gpu undrain`."""
@@ -83,6 +83,6 @@ class SchedulerConfig(BaseModel):
     device_check_s: Seconds = 5.0
     """How often the driver is asked about the health of every GPU."""
 
-    # --- observing
+    # --- observation
     observe_every_s: Seconds = 30.0
     """Level trigger: how often the scheduler observes the world without an event."""

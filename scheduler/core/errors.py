@@ -2,9 +2,9 @@
 
 SchedulerError
 ├── InvalidSchedule      a mode window with an invalid cron expression, time zone or policy
-├── NodeNameTaken        a node joined under a name that another node of the box has
+├── NodeNameTaken        a node joined under the name of another node of the box
 ├── EffectFailed         a verb failed; the only exception an Effects implementation may raise
-└── Stopped              the loop that was called has ended
+└── Stopped              the loop has ended
 """
 
 from __future__ import annotations

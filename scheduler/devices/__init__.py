@@ -1,5 +1,5 @@
 """Discovers the devices of this node and judges their health.
 
-Never: Assigns devices.
+It never assigns devices.
 Begin with discovery.py.
 """

@@ -1,4 +1,4 @@
-"""Reads how much memory the host has left for the box: the machine, or a control group above us if it has less."""
+"""Reads how much memory is left for the box: that of the machine, or of an enclosing control group if it has less."""
 
 from __future__ import annotations
 

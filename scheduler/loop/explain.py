@@ -1,4 +1,5 @@
-"""What users read of the loop: its state as plain values, and the reasons of its moves in sentences. Pure functions."""
+"""Describes the loop to users: its state as plain values, and the reasons for its moves as sentences. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def reason_of(moves: Iterable[Move], policy: Policy) -> str:
 
 
 def waits_for(step: RunningStep, now_s: float) -> str:
-    """What a step in progress waits for, in one sentence without a full stop."""
+    """A sentence, without a full stop, on what a step in progress waits for."""
     return (
         f"{step.verb} {step.move.holder.id} has waited {now_s - step.since_s:.0f} s {STEPS[step.verb][1]}; "
         f"it fails after {step.limit_s:.0f} s"
@@ -109,7 +110,8 @@ def waits_for(step: RunningStep, now_s: float) -> str:
 
 
 def explain(moves: Iterable[Move], allocation: Allocation, plan_input: PlanInput, now_s: float) -> dict[str, Any]:
-    """What would be done and why, as plain values: one sentence per move, per waiting job, per model kept short."""
+    """Planned actions and reasons as plain values: one sentence per move, waiting job, and model with too few
+    replicas."""
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:
         opened.setdefault(replica.model, []).append(list(replica.devices))

@@ -5,8 +5,8 @@ lead from it to the wanted state. No round depends on having seen an event; even
 sooner. A round leaves holders alone while a hand-over moves them and replans all others, so a slow step of one holder
 does not delay the rest.
 
-After a crash a new loop observes the world, closes the open journal records, and continues with rounds: the plan alone
-decides whether half-done work is finished or undone, never a record.
+After a crash a new loop observes the world, closes the open journal records, and continues with rounds: the plan alone,
+not the journal, decides whether half-done work is finished or undone.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class SchedulerLoop(cluster_state.ClusterState):
         book_engine: Callable[[str, str], bool] = lambda model, node: True,
         too_large: Callable[[str], str] = lambda model: "",
     ):
-        """book_engine: whether the host memory of this node allows one more engine of this model now. The loop asks
-        before each start and wake, and asks again in the next round for a refused model. too_large: why no host ever
-        has the memory for an engine of this model, which is a failure of the model; "" where one may have."""
+        """book_engine: whether the host memory of this node allows one more engine of this model now. The loop calls it
+        before each start and wake, and again in the next round after a refusal. too_large: a sentence if no host can
+        ever have the memory for an engine of this model, which counts as a failure of the model; else ""."""
         super().__init__(effects, clock, config or SchedulerConfig(), store)
         self._journal, self._inbox = journal, inbox or cluster_state.Inbox()
         self._book_engine, self._too_large = book_engine, too_large
@@ -69,9 +69,9 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._troubles: dict[str, Failure] = {}
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
         self._transitions: dict[Holder, cluster_state.Transition] = {}
-        self._suspended_s: dict[str, float] = {}  # by job: what its last suspend took
-        self._pauses_s: dict[str, float] = {}  # by job: what its last change of size cost on each of its devices
-        self._gave_way: Counter[str] = Counter()  # by job: starts that gave way
+        self._suspended_s: dict[str, float] = {}  # by job: seconds of its last suspend
+        self._pauses_s: dict[str, float] = {}  # by job: seconds that its last change of size cost on each device
+        self._gave_way: Counter[str] = Counter()  # by job: starts that were cancelled in favour of others
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[int, Runner] = {}
         self._workload = Workload(Policy())
@@ -97,8 +97,8 @@ class SchedulerLoop(cluster_state.ClusterState):
         await self._rounds_until(lambda: self._settled >= generation)
 
     async def next_handover(self, generation: int) -> int | None:
-        """The id of the first hand-over that begins from now on; None if the loop settles for this nudge without one.
-        Raises Stopped if the loop ends first."""
+        """The id of the next hand-over to begin; None if the loop settles for this nudge without one. Raises Stopped if
+        the loop ends first."""
         before = self._journal.last_id()
         await self._rounds_until(lambda: self._settled >= generation or self._journal.last_id() > before)
         return before + 1 if self._journal.last_id() > before else None
@@ -115,12 +115,12 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._wake.set()
 
     def reset_failures(self, model: str) -> None:
-        """This model was changed: if its engines failed, try again at once."""
+        """Retry a changed model at once if its engines failed."""
         self.failures.models.pop(model, None)
         self.nudge()
 
     def trouble(self, model: str, version: str) -> Failure | None:
-        """What keeps engines of this version from starting; None if nothing does."""
+        """The failure that keeps engines of this version from starting, if any."""
         return self.failures.model(model, version)
 
     def status(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         }
 
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
-        """What a round would do now under this policy (None: the current one), and why. Changes nothing."""
+        """The actions of a round under this policy (None: the current one), with reasons. Changes nothing."""
         plan_input = self._plan_input(policy)
         now_s = self._clock()
         allocation = plan(plan_input, now_s, self._config)
@@ -183,10 +183,10 @@ class SchedulerLoop(cluster_state.ClusterState):
                 self._round_done.notify_all()
 
     async def adopt(self) -> None:
-        """Observe the world, and close hand-overs that a crash interrupted: the plan continues from what is.
+        """Observe the world, and close hand-overs that a crash interrupted; the plan continues from the observed state.
 
-        `run` does it unless it is done. Call it before routes answer: until then `status` has no devices, and a job
-        that was judged then failed for want of memory."""
+        `run` calls it if nobody has. Call it before routes answer: until then `status` has no devices, and a job
+        checked against that status failed for lack of memory."""
         if self._adopted:
             return
         for handover_id in self._journal.unfinished():
@@ -232,14 +232,14 @@ class SchedulerLoop(cluster_state.ClusterState):
         return True
 
     def _planned(self) -> tuple[Move, ...] | None:
-        """The moves that lead from the current state to the wanted one; None if it has to plan again at once."""
+        """The moves that lead from the current state to the wanted one; None if it must plan again at once."""
         self._workload = self._store.load(free_devices=len(self.box.devices.keys() - self.box.holders.keys()))
         now_s = self._clock()
         for cause in self._inbox.take_resolved():
             self.failures.retry(cause)
         self._take_policy_in_force(now_s)
         self.clear_failures_of_stable_replicas()
-        for d in self._workload.deployments:  # a restarted controller goes back to what served last
+        for d in self._workload.deployments:  # a restarted controller reverts to the settings that served last
             if d.served not in (None, d.build) and self._serves(d.model, d.build):
                 self._store.model_served(d.model, d.build)
         self._cancel_steps(now_s)
@@ -258,7 +258,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._plan_s = time.perf_counter() - began_s
         moves = self._moves(plan_input, self._allocation)
         if self._fail_too_large(moves):
-            self._wake.set()  # planned again without it, before a holder releases devices for it
+            self._wake.set()  # plan again without it, before a holder releases devices for it
             return None
         self._report_waiting(plan_input, now_s)
         return tuple(
@@ -289,7 +289,7 @@ class SchedulerLoop(cluster_state.ClusterState):
 
     def _fail_too_large(self, moves: tuple[Move, ...]) -> bool:
         """Fail the starts of engines that no host has the memory for; False if there are none. Without a failure,
-        requests would wait for them as long as they are held, and no user would see why."""
+        requests would be held until they time out, and no user would see why."""
         reasons = {
             (plan.model, plan.build): why
             for move in moves
@@ -304,7 +304,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         return any(("open", model, build) == (r.state, r.model, r.build) for r in self.box.replicas.values())
 
     def _start_failed(self, model: str, build: Build, failure: EffectFailed) -> None:
-        """Record that an engine did not start. Where its settings alone are at fault, and no other engine serves with
+        """Record that an engine did not start. If only its settings can be at fault, and no other engine serves with
         them, restore the settings that served last; engines with these then get the held requests."""
         deployment = next((d for d in self._workload.deployments if d.model == model), None)
         served = None
@@ -316,7 +316,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         elif deployment is None or deployment.settings == build.settings:
             now_s = self._clock()
             self.failures.model_failed(model, build.version, failure.reason, now_s, blame=failure.blame, at_start=True)
-        self._wake.set()  # the next try may have other settings
+        self._wake.set()  # the retry may have other settings
 
     def _moves(self, plan_input: PlanInput, allocation: Allocation) -> tuple[Move, ...]:
         return handover.moves(
@@ -338,12 +338,12 @@ class SchedulerLoop(cluster_state.ClusterState):
             self._in_force = mode_schedule.in_force(*settings, now_s)
 
     def _cancel_steps(self, now_s: float) -> None:
-        """Cancel starts of jobs that do not run any more, and steps that the loop would not begin now.
+        """Cancel starts of jobs that should not run any more, and steps that the loop would not begin now.
 
-        A drain is the one long step of a release: the engine answers its requests before it sleeps. Until then staying
-        costs nothing, so a mode that switches back, or new requests, should not wait for a sleep and a wake. Ranks may
-        prepare their data for minutes, of which only tokens are kept: a long start gives way as a running job would.
-        The planner itself decides: had the steps not begun, would it begin them?"""
+        A drain is the one long step of a release: the engine answers its requests before it sleeps. During a drain it
+        can be reopened at no cost, so a reversed mode or new requests need not wait for a sleep and a wake. Ranks may
+        prepare their data for minutes and keep only the tokens: a long start gives way as a running job would. To
+        decide, the planner plans as if these steps had not begun."""
         policy, doubtful = self._in_force.policy, []
         runs = {job.id for job in self._workload.jobs if job.phase != "paused"}
         steps = [(runner, step) for runner in self._running.values() for step in runner.running_steps]
@@ -378,7 +378,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             return request
         now = self._in_force
         if now.window is not None and now.since_s != self._window_since_s:
-            # The first hand-over since it began; later ones follow demand and the queue again.
+            # The first hand-over of the window; later ones follow demand and the queue again.
             self._window_since_s = now.since_s
             return f"window {now.window.id}", f"mode {now.policy.kind}"
         return "scheduler", "demand and queue"
@@ -390,7 +390,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             self._crash = self._crash or task.exception()
         self._wake.set()
 
-    # --- what the runner reports --------------------------------------------------------------------------------
+    # --- reports of the runner --------------------------------------------------------------------------------
 
     def unwanted(self, move: Move) -> bool:
         return self._transitions[move.holder].over
@@ -440,8 +440,8 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._clear_in_progress(holder)
 
     def _try_again(self, holder: Holder) -> None:
-        """Observe first: readings of a holder are discarded while a hand-over moves it. Without this, an engine that
-        died with the failed step was drained again forever."""
+        """Let the loop observe the holder, and retry. Readings are discarded during a hand-over, so without this an
+        engine that died in the failed step was drained forever."""
         self.observe_again_s = 0.0
         self._clear_in_progress(holder)
 
@@ -486,7 +486,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             max_asleep=workload.max_asleep,
         )
 
-    # --- at rest ------------------------------------------------------------------------------------------------
+    # --- waiting ------------------------------------------------------------------------------------------------
 
     async def _pause(self) -> None:
         """Wait for a nudge, an event, the end of a move, or the next observation time."""
