@@ -13,8 +13,8 @@ from typing import Literal
 
 Blame = Literal["own", "input", "outside", "memory", "version"]
 """Whose fault a failure is. own: the job's or the model's engine. input: bad input, so a retry cannot help. outside: a
-supervisor, a node, a fence, a tier. memory: the host ran out of it. version: the running engine does not take this
-version, and a new one may. The last three are not counted against the job or model."""
+supervisor, a node, a fence, a tier. memory: the host ran out of memory. version: the running engine cannot load this
+version, but a new one may. The last three do not count against the job or model."""
 
 
 class SchedulerError(Exception):

@@ -22,8 +22,7 @@ from scheduler.core.workload import Build, DeploymentView, Workload
 log = logging.getLogger(__name__)
 
 Cause = Literal["memory", "device", "configuration"]
-"""Causes that may be gone, so that a retry makes sense at once: memory was short, a device was missing, a setting was
-wrong."""
+"""Causes whose end justifies an immediate retry: short memory, a missing device, a wrong setting."""
 
 
 LONGEST_REASON = 700

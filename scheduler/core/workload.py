@@ -16,9 +16,9 @@ from scheduler.core.errors import Blame
 
 Health = Literal["ok", "draining"]
 CORDONED = "cordoned"
-"""Why a device drains whose cordon the loop has read; who cordoned it is in the store."""
+"""Reason of a device that drains because the loop has read its cordon; the store has the author of the cordon."""
 NodeChange = Literal["joined", "left", "lost"]
-"""What happened to a node with its devices. left: in order, when nobody held them any more."""
+"""What happened to a node and its devices. left: orderly, after all holders had left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ Busy = Literal["coming", "leaving"] | None
 PATIENT = 0.5
 """Share of the time-to-first-token target that the backlog may take before another replica is woken."""
 FULL = 0.8
-"""Share of the requests that one replica carries at which another is woken: requests differ in size, so caches are
-full, and all that come are late, before their number says so."""
+"""Load of a replica, as a share of `target_inflight`, at which another is woken: requests differ in size, so caches may
+be full, and new requests late, before the count reaches the target."""
 
 
 @dataclass(frozen=True, slots=True)

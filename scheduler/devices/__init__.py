@@ -1,5 +1,5 @@
 """Discovers the devices of this node and judges their health.
 
-It never assigns devices.
+Never: Assigns devices.
 Begin with discovery.py.
 """

@@ -29,8 +29,8 @@ def discover_devices(setting: str | int = "auto", node: str = HOME_NODE) -> tupl
 
 
 def check_build(devices: tuple[Device, ...]) -> None:
-    """Raises DevicesRefused: the engines of this installation compute on no device of this kind. Without this a box
-    whose GPUs are not there yet, or are not shown to its container, came up on logical CPU devices."""
+    """Raise DevicesRefused if the engines of this installation cannot compute on devices of this kind. Without this
+    check, a box whose GPUs were missing or hidden from its container came up on logical CPU devices."""
     if why := kinds.kind_of(devices[0].kind).of_another_build():
         raise DevicesRefused(f"{why}.")
 

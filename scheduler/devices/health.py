@@ -29,7 +29,7 @@ from scheduler.core.workload import Device, node_of
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.8
-"""How long a look waits for the drivers: shorter than the box waits for a node's answer."""
+"""Limit for the answer of the drivers: shorter than that of the box for a node's answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,9 +140,9 @@ STEPS = {
     "suspend_group": ("suspend_timeout_s", "for the ranks to leave their step and write a snapshot"),
     "stop_group": ("stop_timeout_s", "for the ranks' processes to be gone"),
 }
-"""By verb of `effects.Effects`: the setting that limits its time, and what it waits for."""
+"""By verb of `effects.Effects`: the setting of its time limit, and what it waits for."""
 _LOADS = ("start_replica", "wake_replica", "swap_replica")
-"""Exceeding their time is the engine's fault, of the others the box's."""
+"""A timeout of these verbs is the engine's fault; of other verbs, the box's."""
 
 
 MoveState = Literal["done", "undone", "failed", "skipped", "cancelled"]

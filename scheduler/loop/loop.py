@@ -33,11 +33,11 @@ from scheduler.plan.plan import plan
 log = logging.getLogger(__name__)
 
 LONG_START_S = 60.0
-"""After this long a start of ranks gives way as a running job would. The next one has twice as long, up to four times:
-little of what a start does is kept, and one that always gave way would never be done."""
+"""After this long a start of ranks gives way as a running job would. The limit doubles per retry, up to four times:
+little work of a cancelled start is kept, and a start that always gave way would never finish."""
 USUAL_PAUSE_S = 2.25
-"""What suspending and starting ranks takes where a change of size costs `job_pause_s`. The rest of that cost (the step
-that is done again, leases, the wait for engines) shows in no step."""
+"""Seconds of suspending and starting ranks in a change of size that costs `job_pause_s`. The rest (the repeated step,
+leases, the wait for engines) shows in no step."""
 
 
 class SchedulerLoop(cluster_state.ClusterState):

@@ -32,7 +32,7 @@ MEMORY_S = 1800.0
 EARLY = 0.25
 """As PATIENT: the share of the time-to-first-token target that the backlog may take before another is woken."""
 KNOWN_REQUESTS, KNOWN_S = 30.0, 120.0
-"""Until so many requests came, and for so long, the careful choice is in force: one awake, more on a small backlog."""
+"""Until this many requests and seconds, the careful choice is in force: one replica awake, more on a small backlog."""
 
 
 class Slot(NamedTuple):

@@ -28,9 +28,9 @@ from scheduler.plan import autoscaler, queue
 from scheduler.plan.free_devices import FreeDevices
 
 _ROUNDS = 8
-"""How often to recount jobs that found fewer devices side by side; after that the next plan handles them."""
+"""How often to recount jobs that got fewer devices side by side; the next plan handles the rest."""
 FALLS_ASLEEP_S = 10.0
-"""How long a model that wants a replica waits for one of its own that is going to sleep, before starting again."""
+"""How long a model that needs a replica waits for one of its own that is about to sleep, before it starts a new one."""
 _STARVED = "Its devices are lent to the engine that writes the answers it learns from."
 
 

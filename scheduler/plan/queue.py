@@ -26,7 +26,8 @@ class Queue:
 
 
 URGENCY = 1.5
-"""A job is urgent when its deadline is nearer than this many times its remaining run time at its largest size."""
+"""A job is urgent when the time to its deadline is below this factor times its remaining run time at its largest
+size."""
 
 
 def urgent_from_s(job: JobView) -> float | None:

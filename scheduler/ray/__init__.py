@@ -1,5 +1,5 @@
 """Implements the hand-over verbs with Ray: actors, reservations, engines, groups of ranks, further nodes.
 
-It decides nothing. No other package of the scheduler imports ray, train or serve.
+Never: Decides anything. No other package of the scheduler imports ray, train or serve.
 Begin with effects.py.
 """
