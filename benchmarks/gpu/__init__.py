@@ -1,1 +1,1 @@
-"""`make gpu-smoke`: what a machine with GPUs can do, against what its parts allow, in ten minutes."""
+"""`make gpu-smoke`: compares the performance of a machine with GPUs with the limits of its parts, in ten minutes."""

@@ -1,7 +1,7 @@
 """Simulates the gateway: routes requests to engines, holds them, and drives the simulation's clock.
 
 Requests go to the open replica with the least work before a first token, as in the gateway's router
-(`appliance.gateway.core.router`). Its affinity for warm prefixes is left out, because traces have no text. If no
+(`appliance.gateway.core.router`). Its affinity for warm prefixes is not simulated, because traces have no text. If no
 replica is open, requests are held up to `hold_s`; when one opens, requests that have no first token yet move to it.
 """
 
@@ -67,7 +67,7 @@ class Cluster:
         self._move_to(replica_id)
 
     def _move_to(self, replica_id: str) -> None:
-        """Move requests without a first token to a replica that has just opened, while they are served sooner there."""
+        """Move requests without a first token to a replica that has just opened, while it serves them earlier."""
         to = self._engines[replica_id]
         while True:
             name = max(

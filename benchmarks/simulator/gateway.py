@@ -1,4 +1,4 @@
-"""Simulates a gateway's load reports and what the scheduler learns from them."""
+"""Simulates a gateway's load reports and the scheduler's learning from them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ QUIET_REPORTS, QUIET_S = 20, 5.0
 
 class Gateway:
     """Reports load every `REPORT_S`. It nudges the loop when the demand needs another number of replicas, and when a
-    request arrives after a pause: by then the planner has forgotten what it kept for the previous one.
-
-    learner: None for a fixed split, which ignores demand; then nothing is reported.
+    request arrives after a pause in which the planner has dropped its replicas. learner: None for a fixed split, which
+    ignores demand; then nothing is reported.
     """
 
     def __init__(self, store: SimStore, config: SchedulerConfig, learner: StandbyLearner | None):
@@ -29,7 +28,7 @@ class Gateway:
         self._arrived = 0
 
     def _wanted(self, now_s: float) -> int:
-        """Takes a report, and returns the replicas that the planner would want now."""
+        """Process a report; return the number of replicas that the planner would want now."""
         deployment = self._store.deployment()
         if self._learner is not None:
             self._store.standby = self._learn(self._learner, deployment, now_s)
