@@ -1,7 +1,6 @@
-"""Pytest plugin for the run of openai-python's tests of inference: what they leave out when they ask for a response.
-
-They name no model and no input, as OpenAI lets a stored prompt say both. A box that guessed a model would answer what
-nobody asked it, so it is this harness that says them, in the SDK's own client, just before a request is sent.
+"""Pytest plugin for openai-python's tests of inference: adds the fields that their requests for responses lack. They
+send no model and no input, because OpenAI takes both from a stored prompt. A box must not guess a model, so this plugin
+adds them in the SDK's own client, just before a request is sent.
 """
 
 from typing import Any

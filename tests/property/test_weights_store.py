@@ -1,4 +1,5 @@
-"""The store against a model of itself, in any order of operations; retention keeps what it must and comes to rest."""
+"""Compares the store with a model of it, for any order of operations; retention keeps the right records and is
+stable."""
 
 import hashlib
 import os
@@ -28,7 +29,7 @@ from weights.memory.segment import mappings
 from weights.memory.store import WeightStore
 
 SIZES = (70_000, 140_000, 300_000)
-# Manifests and pin files come at commit and are not reserved; they are small and bounded.
+# Manifests and pin files are written at commit without a reservation; they are small and bounded.
 SLACK_BYTES = 50_000
 
 
@@ -87,7 +88,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(draft=consumes(drafts))
     def writer_dies(self, draft):
-        draft._lock.close()  # what the kernel does
+        draft._lock.close()  # as the kernel does
         self.open_drafts -= 1
 
     @precondition(lambda self: self.committed)
@@ -166,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert usage.used_bytes <= self.budget + SLACK_BYTES
 
     def _note_evictions(self):
-        """Only unleased, unpinned versions may have gone."""
+        """Check that only unleased, unpinned versions were evicted."""
         for key in list(self.committed):
             stored, _, pinned = self.committed[key]
             if self.store.find("version", *key) is None:
@@ -199,7 +200,7 @@ RECORDS = st.lists(
 
 
 @given(RECORDS, RULES)
-def test_what_is_protected_or_asked_for_stays_and_the_rest_goes(records, rules):
+def test_keep_returns_exactly_protected_and_ruled_records(records, rules):
     kept = set(keep(records, rules))
     assert {record.key for record in records if record.protected} <= kept <= {record.key for record in records}
     for family in "ab":
@@ -223,7 +224,7 @@ def test_what_is_protected_or_asked_for_stays_and_the_rest_goes(records, rules):
 
 
 @given(RECORDS, RULES)
-def test_keep_is_newest_first_and_comes_to_rest(records, rules):
+def test_keep_is_newest_first_and_idempotent(records, rules):
     kept = keep(records, rules)
     created = {record.key: record.created_s for record in records}
     assert [created[key] for key in kept] == sorted((created[key] for key in kept), reverse=True)
