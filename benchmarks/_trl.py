@@ -109,8 +109,7 @@ def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 def grpo(
     model: str, rows: list[Any], steps: int, prompts: int, tokens: int, group: int, rank: int, rate: float, seed: int
 ):
-    """Run GRPOTrainer: (seconds since training began, mean reward, mean tokens of an answer, CPU seconds) of each
-    step."""
+    """Run GRPOTrainer: (seconds since training began, mean reward, mean answer tokens, CPU seconds) of each step."""
     sys.path.insert(0, str(FOLDER))
     from datasets import Dataset
     from peft import LoraConfig

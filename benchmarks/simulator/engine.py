@@ -137,8 +137,7 @@ class Engine:
         self._prefill, self._left = request, float(self.requests.prompt[request])
 
     def next_event_s(self) -> float | None:
-        """Time at which its state next changes by itself. Call it after every change: it sets the rates for
-        `advance`."""
+        """Time of its next change by itself. Call it after every change: it sets the rates for `advance`."""
         prefilling, batch, model = self._prefill is not None, self._batch, self.model
         if not prefilling and not batch:
             return None

@@ -67,8 +67,7 @@ class Failure:
 
 
 class Failures:
-    """Failures of jobs, models and hand-over moves. Kept in the loop's memory only: a restarted controller retries at
-    once."""
+    """Failures of jobs, models and hand-over moves. Only in memory: a restarted controller retries at once."""
 
     def __init__(self, config: SchedulerConfig):
         self._config = config

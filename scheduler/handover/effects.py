@@ -195,8 +195,7 @@ class StateStore(Protocol):
         """Record that its ranks train on these devices now."""
 
     def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
-        """Record that it gets these devices: its ranks start once engines on `answering` of them have finished their
-        requests."""
+        """Record that it gets these devices: its ranks start when engines on `answering` of them have drained."""
 
     def job_waiting(self, job_id: str, reason: str) -> None:
         """Record that it holds no devices; `reason` is one sentence for users. Called again when the reason changes."""
@@ -205,7 +204,7 @@ class StateStore(Protocol):
         """Record that it has ended; the next `load` omits it. May be repeated after a crash."""
 
     def model_trouble(self, model: str, trouble: Failure | None) -> None:
-        """Record that its replicas fail and are retried at `trouble.not_before_s`; open ones stay open. None: they
+        """Record that its replicas fail, with a retry at `trouble.not_before_s`; open ones stay open. None:
         recovered."""
 
     def model_served(self, model: str, build: Build) -> None:

@@ -110,8 +110,7 @@ def waits_for(step: RunningStep, now_s: float) -> str:
 
 
 def explain(moves: Iterable[Move], allocation: Allocation, plan_input: PlanInput, now_s: float) -> dict[str, Any]:
-    """Planned actions and reasons as plain values: one sentence per move, waiting job, and model with too few
-    replicas."""
+    """Planned actions and reasons as plain values: a sentence per move, waiting job and model with few replicas."""
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:
         opened.setdefault(replica.model, []).append(list(replica.devices))

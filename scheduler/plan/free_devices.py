@@ -68,8 +68,7 @@ class FreeDevices:
 
 def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[str, ...]:
     """`count` of one node's devices: with the most direct links, then the fewest NUMA nodes, then the most devices of
-    `prefer`, then the tightest NUMA node. A node is small (at most 16 devices), so a group is grown from each
-    device."""
+    `prefer`, then the tightest NUMA node. Nodes are small (up to 16 devices): a group grows from each device."""
     if count < len(devices):
         on_numa = Counter(d.numa_node for d in devices)
 

@@ -90,8 +90,7 @@ class Supervisor:
         return self._over.done()
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the actor. Raises SupervisorDied if it dies meanwhile or never answers, and the errors of
-        the method."""
+        """Call a method of the actor. Raises SupervisorDied if it dies or never answers, and errors of the method."""
         if self._over.done():
             raise SupervisorDied(self.name, self._over.result())
         answer = asyncio.ensure_future(getattr(self.actor, method).remote(*arguments, **named))

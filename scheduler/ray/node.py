@@ -216,8 +216,7 @@ class Node(NodeAgent):
         return folder
 
     async def forget_job(self, job_id: str, leases_only: bool) -> None:
-        """Release the job's leases here, and delete its snapshots and folder unless `leases_only` (the job may
-        return)."""
+        """Release the job's leases here; unless `leases_only` (it may return), delete its snapshots and folder."""
         for holder in [holder for holder in self._held if holder.startswith(f"job {job_id} ")]:
             self._held.pop(holder).release()
         if leases_only:

@@ -325,8 +325,7 @@ async def _start(node_config: NodeConfig, ray_id: str) -> Any:
 
 
 async def _answer(answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
-    """The answer of a node's agent; None if it is dying or busy. A stopped agent must not delay the poll of the
-    others."""
+    """The answer of a node's agent; None if it is dying or busy. A stopped one must not delay other polls."""
     try:
         async with asyncio.timeout(seconds):
             return await answer

@@ -91,8 +91,7 @@ class WholeBox:
         return json.loads(self.run(*arguments, "-o", "json", **named))
 
     def submit(self, model: str, file: str | Path, options: str, *more: str) -> str:
-        """Submit a job; return its id. file: a local path, or the id of an uploaded file. options: as on the command
-        line."""
+        """Submit a job; return its id. file: a local path or the id of an upload. options: as on the command line."""
         return self.ask("job", "submit", "--model", model, "--file", str(file), *options.split(), *more)["id"]
 
     def tune(
@@ -288,8 +287,7 @@ class WholeBox:
         return found
 
     def _is_of_ray(self, process: psutil.Process) -> bool:
-        """Whether it is a Ray agent of this box, by its log files: the titles of Ray's agents overwrite their
-        environment."""
+        """Whether it is a Ray agent of this box, by its log files: its title overwrites its environment."""
         if not "".join(process.cmdline()[:1]).startswith("ray::"):
             return False
         logs = str(BoxPaths.of(self.data_dir).ray_logs)

@@ -26,8 +26,7 @@ def launch(driver: Any) -> Any:
 
 
 def watched_page(browser: Any, url: str, faults: list[str], **options: Any) -> Any:
-    """A page in a new context. Appends its console messages, and its requests to other hosts than `url`, to
-    `faults`."""
+    """A page in a new context. Appends console messages and requests to other hosts than `url` to `faults`."""
     page = browser.new_context(**{"locale": "en-US", **options}).new_page()
     page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: faults.append(str(error)))

@@ -42,8 +42,7 @@ def key(front: Front) -> str:
 
 @pytest.fixture
 def statuses_seen(front: Front, key: str) -> Iterator[list[int]]:
-    """List for the statuses of answers to an attack; afterwards checks: no new key, no server error, no harmed
-    neighbour."""
+    """Collects statuses of answers to an attack, then checks: no new key, server error or harmed neighbour."""
     seen: list[int] = []
     before = key_names(front)
     with Neighbours(front) as neighbours:

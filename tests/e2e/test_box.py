@@ -187,8 +187,7 @@ def test_background_response_fails_when_key_is_revoked(box, starter):
 
     def charged() -> int:
         rows = {row["name"]: row for row in box.admin("usage?by=key")["data"]}
-        # If an engine has just begun, only prompts are charged. One of the two responses may be charged before the
-        # other.
+        # If an engine has just begun, only prompts are charged. The two responses may be charged separately.
         spent = rows.get("guests-0", {"requests": 0})
         return spent["prompt_tokens"] + spent["completion_tokens"] if spent["requests"] == len(ids) else 0
 

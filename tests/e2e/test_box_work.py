@@ -75,8 +75,7 @@ def test_settings_change_under_load_loses_no_request(box, tiny):
 
 @contextmanager
 def load_that_loses_nothing(box, before):
-    """Send requests during a change of settings; at the end other engines than `before` answer, and no request was
-    lost."""
+    """Send requests during a change of settings; in the end engines not in `before` answer, and none was lost."""
     with Load(box.url, box.key, "tiny") as load:
         wait_for(lambda: len(load.outcomes) > 8, "a load", 60)
         yield

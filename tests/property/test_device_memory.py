@@ -49,8 +49,7 @@ def sized(kind: str, memory: int, shape: ServedShape, asleep: int, shards: int, 
 
 
 def vllm_starts(size: EngineSize, kind: str, memory: int, asleep: int) -> bool:
-    """Whether vLLM would start (vllm/v1/worker/utils.request_memory, after it created its context) and has enough
-    memory."""
+    """Whether vLLM would start (vllm/v1/worker/utils.request_memory, with its context) and has enough memory."""
     free = memory - asleep * kind_of(kind).asleep_bytes
     asked = -(-memory * round(size.gpu_memory_fraction * 10_000) // 10_000)
     return free - kind_of(kind).context_bytes >= asked and size.memory.device_bytes <= free

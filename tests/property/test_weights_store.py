@@ -1,5 +1,4 @@
-"""Compares the store with a model of it, for any order of operations; retention keeps the right records and is
-stable."""
+"""Compares the store with a model of it for any order of operations; retention keeps the right records."""
 
 import hashlib
 import os

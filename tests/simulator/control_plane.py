@@ -1,5 +1,4 @@
-"""Simulates the rest of the box for the controller, without Ray or weights: it fulfils requests at once and records
-them."""
+"""Simulates the rest of the box for the controller, without Ray or weights; fulfils and records requests."""
 
 import asyncio
 import time

@@ -179,8 +179,7 @@ async def kill(box: Box) -> None:
 
 
 async def adapters(box: Box) -> None:
-    """Three adapters in two slots with steps scheduled ahead, before and after a sleep: answers must equal those of
-    merged weights."""
+    """Three adapters in two slots, steps scheduled ahead, before and after a sleep: must answer like merged weights."""
     from tests.e2e.engine_support import save_model
     from tests.e2e.test_engine_adapters import save_adapter
 
@@ -238,8 +237,7 @@ WHAT = {
     **{f"{form}-128": functools.partial(quantised, form=form, size=formats.USUAL_GROUP) for form in FOUR_BITS},
     # On Hopper their kernels are compiled at the first start.
     **{f"{form}-32": functools.partial(quantised, form=form) for form in FOUR_BITS},
-    # Layers with biases, which kernels pad or lay out differently. VLLM_DISABLED_KERNELS selects those of older
-    # devices.
+    # Layers with biases, which kernels pad or lay out differently. VLLM_DISABLED_KERNELS selects older kernels.
     **{f"{form}-biases": functools.partial(quantised, form=form, family="qwen2") for form in ("fp8", *FOUR_BITS)},
     "kill": kill,
     "adapters": adapters,

@@ -109,8 +109,7 @@ async def moved(shop: Workshop, name: str, fields: dict) -> None:
 
 
 async def killed(shop: Workshop) -> None:
-    """Kill one of two ranks in its step. Expected: the world fails within 5 s naming rank 1, and no process holds the
-    card."""
+    """Kill one of two ranks in its step. Expected: the world fails within 5 s naming rank 1, the card is free."""
     world = await OnCard(shop, spec_of(shop, "killed", zero_stage=2, n_epochs=40), 2, None, LIMITS).start()
     await world.reached(2)
     os.kill(world.pids()[1], signal.SIGKILL)
