@@ -1,4 +1,4 @@
-"""Models for the benchmarks, and machine rates to compare their figures with."""
+"""Models for the benchmarks, and rates of this machine to compare their figures with."""
 
 from __future__ import annotations
 

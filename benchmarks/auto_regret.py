@@ -1,8 +1,8 @@
 """Compares mode `auto` with the best static split in hindsight, on untuned traffic in the simulator.
 
 The best split has the most training among those with 99 % of the requests in time or, if no split reaches that, with
-the share that all devices together reach. `auto` learns in the first half hour; the split compared with it afterwards
-must have been in time in both parts, because a configured number does not change.
+the share that all devices together reach. `auto` learns in the first half hour. Afterwards it is compared with a split
+that was in time in both parts, because a configured split does not change.
 
     python -m benchmarks.auto_regret [--only NAME ...] [--seeds 110700 110701 ...] [--json FILE]
 

@@ -67,7 +67,7 @@ class Control:
             after = {"after": page["data"][-1]["id"]}
 
     def gaps_ms(self, until: threading.Event) -> list[float]:
-        """Milliseconds between chunks of successive streams, until the event is set."""
+        """Read streams one after the other until the event is set; return the milliseconds between chunks."""
         found, body = [], {**QUESTION, "max_completion_tokens": 200, "stream": True, "ignore_eos": True}
         with self.client() as http:
             while not until.is_set():

@@ -1,4 +1,5 @@
-"""Compares GRPO by TRL and by a box with the same model, prompts, rewards, settings and cores: time to a reward.
+"""Compares GRPO by TRL and by a box with the same model, prompts, rewards, settings and cores: time until a reward is
+reached.
 
     python -m benchmarks.grpo_trl [--steps N] [--prompts N] [--tokens N] [--ways WAY ...] [--seeds N ...]
 

@@ -1,1 +1,1 @@
-"""`make gpu-smoke`: compares the performance of a machine with GPUs with the limits of its parts, in ten minutes."""
+"""`make gpu-smoke`: compares measured rates of a GPU machine with the limits of its hardware, in ten minutes."""

@@ -24,17 +24,17 @@ def _weight(engine: Engine) -> int:
 def is_sooner_there(
     prompt_tokens: int, *, pending: tuple[int, int], inflight: tuple[int, int], stuck: bool = False
 ) -> bool:
-    """Whether a request without a first token is served sooner by an engine that has just opened than where it waits.
+    """Whether a newly opened engine would serve a waiting request earlier than its present engine.
 
-    pending, inflight: prompt tokens without a first token, and requests: (here, there), itself here. stuck: no prompt
-    is being computed here, because the cache has no room for the first that waits.
+    pending, inflight: prompt tokens without a first token, and requests, each as (here, there), with this request here.
+    stuck: no prompt is computed here, because the cache has no room for the first one.
     """
     here, there = pending
     return there + prompt_tokens <= here - prompt_tokens or (stuck and inflight[1] + 1 < inflight[0])
 
 
 class Cluster:
-    """All engines and the requests in progress. `advance` is cheap when little happened."""
+    """All engines and the requests in progress. `advance` is cheap if few events are due."""
 
     def __init__(self, requests: Requests, model: EngineModel, *, hold_s: float = 600.0, seed: int = 0):
         self.requests, self.model, self.hold_s = requests, model, hold_s

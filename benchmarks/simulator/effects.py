@@ -97,7 +97,7 @@ class SimEffects:
         self._replicas: dict[str, ReplicaView] = {}
         self._group: GroupView | None = None
         self._since_s = 0.0
-        self._left_a_step = False  # at the last suspension; the first step after it is always finished
+        self._left_a_step = False  # at the last suspension: the next step is never aborted
         self.trained: list[tuple[float, float, int]] = []
 
     def _now(self) -> float:

@@ -65,7 +65,7 @@ class Served:
 
 
 class Engine:
-    """One replica's queue and batch. Call `advance(t)` before anything else at time t."""
+    """One replica's queue and batch. Call `advance(t)` before any other method at time t."""
 
     __slots__ = (
         *("model", "requests", "served", "now_s", "version", "waiting", "tokens", "prompt_tokens", "_prefill", "_left"),
@@ -78,7 +78,7 @@ class Engine:
         self.version = 0
         self._prefill: int | None = None
         self._left = 0.0
-        self._emitted = 0.0  # tokens of a sequence in the batch since the beginning
+        self._emitted = 0.0  # tokens of a sequence that is in the batch from the beginning
         self._batch: list[tuple[float, int]] = []  # (value of _emitted at which it ends, request)
         self._context = 0.0
         self._reserved = 0

@@ -61,7 +61,7 @@ class Gateway:
             await asyncio.sleep(self._until_next_s(now_s, until_s, over, busy))
 
     def _until_next_s(self, now_s: float, until_s: float, over: bool, busy: bool) -> float:
-        """Time of the next report: a multiple of the interval, more than one if nothing can happen before."""
+        """Time to the next report: one interval, or several if nothing can happen before."""
         if self._learner is None and not over:
             reports = min(QUIET_S, until_s - now_s) / REPORT_S
         elif busy or over:

@@ -18,11 +18,11 @@ version, but a new one may. The last three do not count against the job or model
 
 
 class SchedulerError(Exception):
-    """Base of everything raised by `scheduler`."""
+    """Base class of all errors of `scheduler`."""
 
 
 class InvalidSchedule(SchedulerError, ValueError):
-    """An invalid mode window; `param` names the field of mode_schedule.Window at fault."""
+    """An invalid mode window; `param` names the invalid field of mode_schedule.Window."""
 
     def __init__(self, message: str, param: str = "cron"):
         super().__init__(message)
@@ -42,10 +42,10 @@ class EffectFailed(SchedulerError):
     Args:
         reason: one sentence for users.
         blame: whose fault it is.
-        of_settings: the engine refuses its settings; no memory, device or other process is at fault.
+        of_settings: the engine refuses its settings; neither memory, a device nor another process is at fault.
 
     `step`: verb and target of the step that failed; `seq`: its number. `cancelled`: the loop ended the step, because
-    its reason is gone. `undone`: False if what came before it could not be taken back.
+    its reason is gone. `undone`: False if the steps before it could not be undone.
     """
 
     step, seq, cancelled, undone = "", 0, False, True

@@ -1,5 +1,5 @@
-"""Devices and who may hold them; the planner's input (jobs, deployments, replicas, policy: frozen views that the store
-and the loop fill in), and its output.
+"""Devices and their holders; the planner's input (jobs, deployments, replicas, policy: frozen views filled by the store
+and the loop), and its output.
 
 Times are seconds since the epoch by the box's clock (`_s`), device counts are whole devices.
 """
@@ -180,7 +180,7 @@ class Standby:
     backlog_share: float = PATIENT
 
     def for_load(self, load: float) -> int:
-        """Replicas needed for requests in flight that fill this many replicas, without an upper bound."""
+        """Number of replicas to keep awake for this load (in replicas), without an upper bound."""
         return math.ceil(load / FULL)
 
     def for_backlog(self, backlog_s: float, target_s: float) -> int:
@@ -206,7 +206,7 @@ class DeploymentView:
     None: it sleeps only when another holder needs the devices. `idle_limit_s`: seconds without a request after which
     models that no user deployed sleep, if `idle_sleep_s` is None.
     `kv_tokens`: capacity of the KV cache of one replica, None if unknown.
-    `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; where
+    `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; if
     both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
     measured time is above it, a replica counts as carrying fewer requests.
     `standby`: replicas to keep awake, learned from the traffic (None: the planner learns it from its own rounds).
@@ -312,7 +312,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Hysteresis:
-    """What the planner remembers of a model between rounds, so that its replicas do not follow every change of demand.
+    """State of a model between planning rounds, so that its replicas do not follow every change of demand.
 
     low_since_s, low_peak: since when fewer replicas are enough, and the highest need since then. waiting_since_s: since
     when it has had requests but no open replica.

@@ -5,7 +5,7 @@ Rules
 - At once: uncorrected ECC errors that are new since the watch began.
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
 - Slowed by its board or its power supply for `slow_for_s` while most devices of its node are not: all ranks of a job
-  wait for such a device. Where most are slowed, draining them would stop the box.
+  wait for such a device. If most are slowed, draining them would stop the box.
 - At least a quarter slower than the other devices of its job for `slow_for_s`: all ranks wait for it at each step.
 - Heat, slowness, silence and configuration may pass: such a device is retried automatically. Broken hardware waits for
   an operator.
@@ -107,7 +107,7 @@ class DeviceReadings:
     def __init__(self, devices: tuple[Device, ...]):
         self._watch = kind_of(devices[0].kind).watch({device.index: device.id for device in devices})
         self._reading: asyncio.Task[tuple[Reading, ...]] | None = None
-        self._trouble = ""  # of the last look, to log each once
+        self._trouble = ""  # of the last reading, to log each once
 
     async def look(self, released: Collection[str] = ()) -> tuple[Reading, ...]:
         """Call `read` in a thread, one at a time. Empty while a driver does not answer: a call about a hung GPU may

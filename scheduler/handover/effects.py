@@ -35,9 +35,9 @@ Outcome = Literal["succeeded", "failed", "cancelled"]
 class GroupEnded:
     """How a job's group ended by itself.
 
-    `step`: the last training step that is safe (in a snapshot or published); a higher value than at the previous
-    failure counts as progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`:
-    whose fault it was.
+    `step`: the last saved training step (in a snapshot or published); a higher value than at the previous failure
+    counts as progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`: whose
+    fault it was.
     """
 
     outcome: Outcome
@@ -94,7 +94,7 @@ class Box:
 
 
 class Effects(Protocol):
-    """The verbs. All but `observe` and `changed` are steps of a hand-over."""
+    """The verbs. All except `observe` and `changed` are steps of a hand-over."""
 
     async def start_replica(self, plan: ReplicaView) -> Detail:
         """Start an engine process on the plan's devices, in this order by tensor-parallel rank, and load the version.
@@ -160,7 +160,7 @@ class StepRecord:
 
 
 class Journal(Protocol):
-    """Where hand-overs are recorded. Only the loop writes."""
+    """The record of all hand-overs. Only the loop writes to it."""
 
     def last_id(self) -> int:
         """The highest hand-over number ever used; 0 if none."""
@@ -184,8 +184,8 @@ class StateStore(Protocol):
     """The store of jobs, deployments and policy. Calls are short, and their writes are durable on return."""
 
     def load(self, *, free_devices: int) -> Workload:
-        """Everything to schedule now, where nobody holds this many devices: unfinished jobs, deployments with their
-        demand, the policy.
+        """The workload to schedule, given the number of free devices: unfinished jobs, deployments with their demand,
+        policy.
 
         Re-read in every round. A job that a user cancelled or deleted is absent; a job that a user paused has phase
         "paused". The loop itself fills `devices`, `since_s`, `not_before_s`, `failed` and `busy` of jobs.

@@ -33,9 +33,9 @@ SERVING = ("open", "ready", "draining")
 class Move:
     """One holder's part of a hand-over.
 
-    how: free: a replica is drained, if it serves, and put to "sleep" or "stop"ped; a job is "suspend"ed, or "end"ed if
-    it is over. take: a replica "wake"s or "start"s as `plan` says, a job "train"s. swap: a replica takes another
-    version ("swap"), or is "open"ed. devices: those it leaves or takes. needs: holders that must leave first.
+    how: for free: drain a serving replica, then "sleep" or "stop" it; "suspend" a job, or "end" it if it is over. For
+    take: "wake" or "start" a replica as in `plan`; "train" a job. For swap: "swap" the version of a replica, or "open"
+    it. devices: those it leaves or takes. needs: holders that must leave first.
     """
 
     holder: Holder
@@ -226,7 +226,7 @@ class Runner:
                 self._skipped.add(move)
                 self._loop.move_ended(move, "skipped", None)
 
-    # --- moves ----------------------------------------------------------------------------------------------------
+    # --- moves --------------------------------------------------------------------------------------------------
 
     async def carry_out(self, move: Move) -> None:
         """Wait until the holders in `needs` have left, then do the move. Raises only for bugs."""
@@ -350,7 +350,7 @@ class Runner:
         """A new, unique name in the history for the holder's right to its devices."""
         return f"{self._id}:{move.holder.kind}:{move.holder.id}"
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------
 
     async def _undo(self, cause: EffectFailed, move: Move, verb: str) -> bool:
         """Undo the steps before the one that failed. True if that succeeded."""

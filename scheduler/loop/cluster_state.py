@@ -85,7 +85,7 @@ class ClusterState:
         try:
             observed = await self._effects.observe()
             silent = {replica.id for replica in observed.replicas.values() if not replica.answered}
-            if unknown := silent - self.box.replicas.keys() - {h.id for h in busy}:  # their devices would look free
+            if unknown := silent - self.box.replicas.keys() - {h.id for h in busy}:  # their devices would seem free
                 raise EffectFailed(f"{', '.join(sorted(unknown))} did not answer yet")
         except EffectFailed as error:
             log.warning("the box cannot be observed (%s)", error)
@@ -93,7 +93,7 @@ class ClusterState:
             return False
         self._discarded = busy | frozenset(moving)
         self._merge(observed, self._discarded)
-        if self._discarded.difference(moving):  # their moves ended during the reading
+        if self._discarded.difference(moving):  # holders whose moves ended during the reading
             self.observe_again_s = 0.0
         return True
 
@@ -247,6 +247,6 @@ def as_if_not_begun(
             replicas[holder.id] = runner.before.replicas[holder.id]
         for take in runner.waiting_for(holder):
             transition = others.pop(take.holder, None)
-            if transition is not None and transition.moves > 1:  # it also leaves devices, and continues with that
+            if transition is not None and transition.moves > 1:  # its move that leaves devices continues
                 others[take.holder] = Transition(transition.moves - 1)
     return replace(box, replicas=replicas), others

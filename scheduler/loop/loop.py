@@ -87,7 +87,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._stopping = False
         self._crash: BaseException | None = None
 
-    # --- from outside -------------------------------------------------------------------------------------------
+    # --- for callers --------------------------------------------------------------------------------------------
 
     async def wait_settled(self, generation: int) -> None:
         """Return once a round that began after this nudge found nothing to do and no hand-over in progress.
@@ -167,7 +167,7 @@ class SchedulerLoop(cluster_state.ClusterState):
                 if self._crash is not None:
                     raise self._crash
                 generation = self._inbox.generation
-                while self._clock() >= self.observe_again_s:  # again where a move ended during it
+                while self._clock() >= self.observe_again_s:  # repeated if a move ended during the reading
                     await self.observe(self._transitions)
                 if not self._round() and not self._transitions and not self._running:
                     self._settled = max(self._settled, generation)
@@ -221,7 +221,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             elif move.side == "swap":
                 moving.target = move.devices
         policy, reason = self._in_force.policy, explain.reason_of(moves, self._in_force.policy)
-        self._journal.begin(handover_id, reason, self._clock(), *self._requested())  # before anything happens
+        self._journal.begin(handover_id, reason, self._clock(), *self._requested())  # before the first step
         runner = self._running[handover_id] = Runner(
             handover_id, moves, self, self._effects, self._journal, self._clock, self._config, policy, self._workload
         )
@@ -268,14 +268,14 @@ class SchedulerLoop(cluster_state.ClusterState):
         )
 
     def _report_troubles(self) -> None:
-        """Tell the store which models fail, once per change."""
+        """Report failing models to the store, once per change."""
         before, self._troubles = self._troubles, {m: replace(f) for m, f in self.failures.models.items()}
         for model in sorted(before.keys() | self._troubles.keys()):
             if before.get(model) != (now := self._troubles.get(model)):
                 self._store.model_trouble(model, now)
 
     def _report_waiting(self, plan_input: PlanInput, now_s: float) -> None:
-        """Tell the store why each job waits, once per change of the sentence or of the job's phase."""
+        """Report to the store why each job waits, once per change of the reason or of the job's phase."""
         before, self._reasons = self._reasons, {}
         for job in plan_input.jobs:
             reason = self._allocation.waiting.get(job.id)
@@ -390,7 +390,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             self._crash = self._crash or task.exception()
         self._wake.set()
 
-    # --- reports of the runner --------------------------------------------------------------------------------
+    # --- reports of the runner ----------------------------------------------------------------------------------
 
     def unwanted(self, move: Move) -> bool:
         return self._transitions[move.holder].over
@@ -419,7 +419,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             return
         if move.side == "free":
             if holder.kind == "replica":
-                self._transitions[holder].target = ()  # it should have stayed after all, but could not
+                self._transitions[holder].target = ()  # the drain was cancelled, but its undo failed
             self.failures.moves[move.name] += 1
             wait_s = self.failures.backoff_s(self.failures.moves[move.name])
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}

@@ -56,7 +56,7 @@ class Window:
             if self.for_s is not None:
                 raise InvalidSchedule("a window ends either by `until` or after `for_s` seconds, not by both", "until")
         if self.for_s is not None and not 60.0 <= self.for_s <= _MAX_S:
-            raise InvalidSchedule(f"a window lasts {self.for_s:g} s; from a minute to a year expected", "for_s")
+            raise InvalidSchedule(f"a window lasts {self.for_s:g} s; expected from a minute to a year", "for_s")
 
     def last_s(self, now_s: float) -> float | None:
         """The latest beginning at or before now; None if there was none within a year."""
@@ -115,7 +115,7 @@ def in_force(windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s
 
 
 def check_cron(cron: str, param: str) -> None:
-    """Raises InvalidSchedule."""
+    """Raise InvalidSchedule unless this is a cron expression that fires."""
     # croniter also accepts "R" (random at each evaluation) and "H"; a schedule must give the same result every time.
     plain = re.fullmatch(r"[\d*/,\-#lL ]+", _NAMES.sub("1", cron)) is not None
     if len(cron.split()) != 5 or not plain or not croniter.is_valid(cron):

@@ -74,7 +74,7 @@ def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig
         standby = deployment.standby or Standby(deployment.max_replicas)
         count = max(count, standby.for_backlog(backlog_s, deployment.ttft_target_s))
     if now_s < _one_until_s(deployment, config):
-        count = max(count, 1)  # short requests come and go between two evaluations
+        count = max(count, 1)  # short requests can begin and end between two evaluations
     return min(max(count, deployment.floor_replicas), deployment.max_replicas)
 
 
@@ -145,7 +145,7 @@ def slots(
     models after their turn; models that began to wait; models that need only their minimum. Order of later replicas:
     pinned, then by name. Replicas that no demand needs come last.
     """
-    since_s: dict[str, list[float]] = {}  # by model, of its open replicas
+    since_s: dict[str, list[float]] = {}  # by model: since when its replicas are open
     for replica in replicas:
         if replica.state == "open" or replica.busy == "coming":
             since_s.setdefault(replica.model, []).append(replica.since_s)
@@ -184,7 +184,7 @@ class Shadow:
 
     @property
     def stop_s(self) -> float:
-        """Device seconds of training that a change to its present number of replicas costs."""
+        """Device seconds of training that a change to its current number of replicas costs."""
         return self._config.job_pause_s * max(self._devices - self._level.replicas, 1)
 
     def live(self, now_s: float, passed_s: float, works_s: Sequence[float], load: float, most: int) -> None:
@@ -250,7 +250,7 @@ class StandbyLearner:
         self._shadows = [Shadow(choice, bounds.target_s, config, bounds.devices) for choice in choices]
         self._in_force = next((shadow for shadow in self._shadows if shadow.choice.replicas), self._shadows[-1])
         self._at_s: float | None = None
-        self._seen_s = self._requests = 0.0  # since the first request; a faded sum
+        self._seen_s = self._requests = 0.0  # since the first request; decays exponentially
 
     @property
     def best(self) -> Standby:

@@ -418,7 +418,7 @@ class Round:
             if stays and self.usable.issuperset(job.devices) and taken.isdisjoint(job.devices):
                 self.groups[job_id] = job.devices
 
-    # --- remaining replicas -------------------------------------------------------------------------------------------
+    # --- remaining replicas -------------------------------------------------------------------------------------
 
     def keep_open(self) -> None:
         """Keep engines open while no other holder needs their devices and their idle time has not passed, and outdated

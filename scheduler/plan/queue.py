@@ -31,7 +31,8 @@ size."""
 
 
 def urgent_from_s(job: JobView) -> float | None:
-    """When the job becomes urgent; None without a deadline. If its remaining work is unknown, at the deadline."""
+    """Time at which the job becomes urgent: at the deadline if its remaining work is unknown. None without a
+    deadline."""
     if job.deadline_s is None:
         return None
     left_s = (job.remaining_device_s or 0.0) / job.sizes[-1]

@@ -1,6 +1,5 @@
-"""Starts, finds, calls and watches named detached actors. They outlive the controller.
-
-`Supervisor` calls an actor, and its calls end when the actor is gone or silent for too long.
+"""Starts, finds, calls and watches named detached actors. They outlive the controller. Calls through a `Supervisor` end
+when its actor is gone or silent for too long.
 """
 
 from __future__ import annotations

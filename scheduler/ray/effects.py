@@ -48,7 +48,7 @@ STOP_SLACK_S = 15.0  # extra time for a supervisor to end an engine that did not
 
 
 class Routing(Protocol):
-    """Which replicas the gateways send requests to; implemented by the controller's bus."""
+    """The gateways' routing table of replicas; implemented by the controller's bus."""
 
     async def open(self, replica_id: str, model: str, version: str, address: str) -> None:
         """Add the replica to the routing table; returns when every gateway has it. address: see Replica.status."""
@@ -147,7 +147,7 @@ class RayEffects(Groups):
                 detail = await engine.supervisor.call("start", spec)
         engine.supervisor.reported = True
         self._watch(plan.id, engine)
-        # Versions on other nodes are not read here.
+        # The home node cannot read versions on other nodes.
         home = node_config.name == self._nodes.home.name
         read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
         return {**detail, "bytes": read}

@@ -69,7 +69,7 @@ class Groups:
         self._hosts: dict[str, Supervisor] = {}
         self._groups: dict[str, _RunningGroup] = {}
         self._in_hand: set[str] = set()  # jobs whose ranks a verb is starting or ending
-        self._touched: set[str] = set()  # jobs in hand since the last observation began
+        self._touched: set[str] = set()  # jobs that verbs handled since the last observation began
 
     @contextlib.contextmanager
     def _handling(self, job_id: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A whole box for tests, driven like by a user: through the command and the OpenAI SDK."""
+"""A whole box for tests, driven as users do: by the command and the OpenAI SDK."""
 
 import atexit
 import contextlib

@@ -157,7 +157,7 @@ def invited(home: WholeBox, address: str, name: str = "n1") -> Path:
 
 
 def devices(home: WholeBox) -> list[str]:
-    """Those that are there."""
+    """Ids of the devices that are not lost."""
     return sorted(device["id"] for device in home.admin("status")["devices"] if device["health"] != "lost")
 
 

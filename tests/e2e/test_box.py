@@ -59,7 +59,7 @@ def unbroken(box, starter):
 
 
 def says_something(client, model) -> bool:
-    """Whether the model generates four tokens. `ignore_eos`, because a starter of ten steps may end at once."""
+    """Whether the model generates four tokens; with `ignore_eos`, because a short-trained starter may end at once."""
     answer = client.chat.completions.create(
         model=model, messages=APPLES, max_tokens=4, temperature=0, extra_body={"ignore_eos": True}
     )
@@ -163,7 +163,7 @@ def test_responses_are_stored_continued_and_run_in_background(box, starter):
     later = client.responses.create(input="Anna has 3 apples.", background=True, **greedy)
     assert later.status == "queued"
     with client.responses.retrieve(later.id, stream=True) as events:
-        assert [event.type for event in events][-1] == "response.incomplete"  # at max_output_tokens
+        assert [event.type for event in events][-1] == "response.incomplete"  # cut off at max_output_tokens
     assert client.responses.retrieve(later.id).output_text == first.output_text
     client.responses.delete(third.id)
     for gone in (third.id, spelt_out.id):

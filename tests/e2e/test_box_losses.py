@@ -41,7 +41,7 @@ def test_restore_returns_keys_files_models_and_jobs(tmp_path):
     try:
         back = second.ask("restore", place)
         assert back["name"] == again["name"]
-        second.run("restore", place, code=1)  # never onto something
+        second.run("restore", place, code=1)  # refused: a restore never overwrites a box
         second.key = first.key
         second.up()
         assert {model.id for model in second.client().models.list().data} >= {"tiny", tuned}

@@ -95,8 +95,8 @@ def steps_of(client, job_id: str, measure: str = "train_mean_reward", again: int
 def learned(
     client, job_id: str, measure: str = "train_mean_reward", better: int = 1, again: int = 0
 ) -> dict[int, dict]:
-    """Steps of a job that succeeded, after a check: all steps exist, and the last are better than the first. better: 1
-    if more is better, -1 if less is."""
+    """Check that the job succeeded with all steps, and that the last are better than the first; return its steps.
+    better: 1 if more is better, -1 if less is."""
     assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
     steps = steps_of(client, job_id, measure, again)
     found = {step: steps[step][measure] for step in sorted(steps)}

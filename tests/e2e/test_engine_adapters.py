@@ -148,7 +148,7 @@ async def test_many_adapters_share_few_slots_and_are_unloaded(box, base, with_ad
     async for chunk in stream:
         unloading = unloading or asyncio.create_task(engine.unload_adapter(names[1]))
         usage = chunk.usage or usage
-    # The running request kept its adapter to its end. Counts tokens: a chunk may miss while a character is incomplete.
+    # The running request kept its adapter to its end. Tokens, not chunks: incomplete characters are held.
     assert usage.completion_tokens == 40 and await unloading is True
     shutil.rmtree(box.root / "adapters" / encode_name("ft:many:1"))
     with pytest.raises(openai.NotFoundError):

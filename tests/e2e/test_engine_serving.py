@@ -98,7 +98,7 @@ async def functions_of_the_older_kind(sdk):
         "temperature": 0,
         "frequency_penalty": 2,  # otherwise endless whitespace, which JSON allows
     }
-    asked, _ = normalize("chat.completions", asked)  # as the gateway sends it
+    asked, _ = normalize("chat.completions", asked)  # in the form that the gateway sends
     told = (await sdk.chat.completions.create(**asked)).choices[0]
     assert told.message.tool_calls is None and told.finish_reason in ("stop", "function_call"), told
     call = told.message.function_call

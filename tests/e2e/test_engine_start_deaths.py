@@ -17,7 +17,7 @@ WITHIN_S = 5.0
 
 @pytest.fixture
 def dying(engine_box, replicas, monkeypatch):
-    """Error of a start in which a process dies in this phase, in this way."""
+    """Start an engine in which a process dies in this phase and way; return the error."""
     monkeypatch.setattr(replica_module, "ENTRY", dying_engine.ENTRY)
 
     async def start(phase, by, devices=1):

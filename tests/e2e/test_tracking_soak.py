@@ -149,7 +149,7 @@ def exporters(box: WholeBox) -> list[psutil.Process]:
 
 
 def troubles(box: WholeBox) -> set[str]:
-    """Messages of trouble of the exporter and its trackers."""
+    """Problems that the exporter and its trackers report."""
     return {one["name"] for one in box.admin("status")["degraded"] if one["name"].startswith("tracking")}
 
 

@@ -116,7 +116,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     spec = ReplicaSpec(**args["spec"])
     os.environ.update(engine_environment(spec, 1))
     os.makedirs(spec.scratch_path, mode=0o700, exist_ok=True)
-    tempfile.tempdir = spec.scratch_path  # the warm parent has looked up and kept its own
+    tempfile.tempdir = spec.scratch_path  # the warm parent has cached its own
     from vllm import LLM, SamplingParams
 
     lifeline.serve({})

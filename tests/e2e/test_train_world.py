@@ -151,7 +151,7 @@ async def test_published_version_has_trained_weights(shop):
     base = load_file(f"{spec.base_path}/model.safetensors")
     assert all(not torch.equal(tensors[k], base[k]) for k in tensors if tensors[k].ndim == 2)
     assert AutoTokenizer.from_pretrained(stored.path).chat_template
-    # The served weights are those of the loss, as the last validation would use them.
+    # The published weights give the loss that a last validation would measure.
     assert json.loads((stored.path / "config.json").read_text())["dtype"] == "bfloat16"
 
 

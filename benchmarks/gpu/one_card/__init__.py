@@ -1,6 +1,6 @@
 """Runs worlds of two ranks and engines of two workers on one GPU, to test NCCL groups, deaths and time limits.
 
-NCCL refuses two ranks on one GPU where their NCCL_HOSTID is the same. If it differs, NCCL takes them for ranks on two
+NCCL refuses two ranks on one GPU if their NCCL_HOSTID is the same. If it differs, NCCL takes them for ranks on two
 machines and connects them by sockets on `lo` (libnccl 2.29.7, tried on an H100), without NVLink.
 
     python -m benchmarks.gpu.one_card.worlds cuda [PART ...]
