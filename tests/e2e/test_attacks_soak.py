@@ -47,9 +47,7 @@ def statuses_seen(front: Front, key: str) -> Iterator[list[int]]:
     before = key_names(front)
     with Neighbours(front) as neighbours:
         yield seen
-    print(
-        f"\n{len(seen)} attacks; slowest of {neighbours.asked} answers to the neighbour: {neighbours.slowest_s:.2f} s"
-    )
+    print(f"\n{len(seen)} attacks; slowest of {neighbours.asked} neighbour answers {neighbours.slowest_s:.2f} s")
     assert seen and not [status for status in seen if status >= 500 and status not in (501, 503, 507)]
     assert not neighbours.failed and key_names(front) == before
 
