@@ -33,7 +33,7 @@ class NodeNameTaken(SchedulerError):
     """Two nodes of one box with the same name."""
 
     def __init__(self, name: str, address: str):
-        super().__init__(f"a node called {name} is in this box already, at {address}: join under another name")
+        super().__init__(f"the box already has a node {name}, at {address}: join under another name")
 
 
 class EffectFailed(SchedulerError):

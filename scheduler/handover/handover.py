@@ -130,15 +130,15 @@ def _first_swaps(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> It
 _WEIGHTS = "for the engine to load its weights and answer its first prompt"
 STEPS = {
     "start_replica": ("start_replica_timeout_s", _WEIGHTS),
-    "stop_replica": ("stop_timeout_s", "for the engine's processes to be gone"),
-    "open_replica": ("open_timeout_s", "for every gateway to know of the engine"),
-    "drain_replica": ("drain_timeout_s", "for the engine's requests to be answered"),
+    "stop_replica": ("stop_timeout_s", "for the engine's processes to end"),
+    "open_replica": ("open_timeout_s", "for every gateway to add the engine to its table"),
+    "drain_replica": ("drain_timeout_s", "for the engine to answer its requests"),
     "sleep_replica": ("sleep_timeout_s", "for the engine to release its memory"),
     "wake_replica": ("start_replica_timeout_s", _WEIGHTS),
-    "swap_replica": ("start_replica_timeout_s", "for the engine to take the new weights"),
+    "swap_replica": ("start_replica_timeout_s", "for the engine to load the new weights"),
     "start_group": ("start_group_timeout_s", "for all ranks to be in their training loop"),
-    "suspend_group": ("suspend_timeout_s", "for the ranks to leave their step and write a snapshot"),
-    "stop_group": ("stop_timeout_s", "for the ranks' processes to be gone"),
+    "suspend_group": ("suspend_timeout_s", "for the ranks to end their step and write a snapshot"),
+    "stop_group": ("stop_timeout_s", "for the ranks' processes to end"),
 }
 """By verb of `effects.Effects`: the setting of its time limit, and what it waits for."""
 _LOADS = ("start_replica", "wake_replica", "swap_replica")

@@ -107,7 +107,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         async with self._round_done:
             await self._round_done.wait_for(lambda: holds() or self._stopping)
         if not holds():
-            raise Stopped("the scheduler loop has ended; its process's log says why")
+            raise Stopped("the scheduler loop has ended; see the controller's log for the cause")
 
     def stop(self) -> None:
         """End `run` after cancelling the steps in flight. The next loop continues from the observed state."""
@@ -349,7 +349,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         steps = [(runner, step) for runner in self._running.values() for step in runner.running_steps]
         for runner, step in steps:
             if step.verb == "start_group" and step.move.holder.id not in runs:
-                runner.cancel(step, "the job does not run any more")
+                runner.cancel(step, "the job should not run any more")
             elif step.verb == "start_group":
                 patience_s = LONG_START_S * 2 ** min(self._gave_way[step.move.holder.id], 2)
                 if now_s - step.since_s >= min(patience_s, self._config.start_group_timeout_s):
@@ -365,7 +365,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             holder = step.move.holder
             if holder.kind == "job":
                 if not set(step.move.devices).issubset(wanted.groups.get(holder.id, ())):
-                    runner.cancel(step, "its devices are wanted, and its ranks take long to prepare")
+                    runner.cancel(step, "another holder needs its devices, and its ranks take long to prepare")
                     self._gave_way[holder.id] += 1
             elif (holder.id, devices := runner.before.replicas[holder.id].devices) in stays:
                 runner.cancel(step, f"{explain.mode_of(policy)} keeps replica {holder.id} open")

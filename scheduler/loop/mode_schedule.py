@@ -48,7 +48,7 @@ class Window:
         try:
             ZoneInfo(self.tz)
         except (ZoneInfoNotFoundError, ValueError, OSError):
-            expected = 'an IANA name expected, e.g. "UTC", "Europe/Berlin" or "Asia/Shanghai"'
+            expected = 'expected an IANA name, e.g. "UTC", "Europe/Berlin" or "Asia/Shanghai"'
             raise InvalidSchedule(f"time zone {self.tz!r} is not known: {expected}", "tz") from None
         check_cron(self.cron, "cron")
         if self.until is not None:
@@ -120,14 +120,14 @@ def check_cron(cron: str, param: str) -> None:
     plain = re.fullmatch(r"[\d*/,\-#lL ]+", _NAMES.sub("1", cron)) is not None
     if len(cron.split()) != 5 or not plain or not croniter.is_valid(cron):
         raise InvalidSchedule(
-            f"schedule {cron!r} is not a cron expression: five fields expected, minute hour day month weekday, "
+            f"schedule {cron!r} is not a cron expression: expected five fields, minute hour day month weekday,  "
             'e.g. "0 22 * * *" for every day at 22:00',
             param,
         )
     try:
         croniter(cron, datetime(2026, 1, 1)).get_next(datetime)
     except CroniterBadDateError:
-        raise InvalidSchedule(f"schedule {cron!r} never fires: no such date comes", param) from None
+        raise InvalidSchedule(f"schedule {cron!r} never fires: it matches no date", param) from None
 
 
 def _fires_s(cron: str, tz: str, from_s: float, way: Literal["get_next", "get_prev"]) -> float:

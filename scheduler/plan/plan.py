@@ -31,7 +31,7 @@ _ROUNDS = 8
 """How often to recount jobs that got fewer devices side by side; the next plan handles the rest."""
 FALLS_ASLEEP_S = 10.0
 """How long a model that needs a replica waits for one of its own that is about to sleep, before it starts a new one."""
-_STARVED = "Its devices are lent to the engine that writes the answers it learns from."
+_STARVED = "Its devices are lent to the engine that samples its training answers."
 
 
 def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = None) -> Allocation:
@@ -41,7 +41,7 @@ def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = N
     round_.keep_open()
     round_.defer()
     round_.let_sleep()
-    late = "Its devices are still being given back by their last holder."
+    late = "The previous holder is still releasing its devices."
     reviews = [*round_.reviews, *jobs.reviews]
     return Allocation(
         replicas=tuple(round_.out[r] for r in sorted(round_.out)),
@@ -195,7 +195,7 @@ class Round:
             return ""
         least_s, most_s = self.config.give_back_after_s, self.config.give_back_at_latest_s
         return (
-            f", {kept} of them for models that were asked a moment ago, which give theirs back {least_s:g} to "
+            f", {kept} of them for models with recent requests, which release theirs {least_s:g} to "
             f"{most_s:g} s after their last request"
         )
 
@@ -225,7 +225,7 @@ class Round:
                 self.notes.pop(model, None)
             elif wanted and model not in self.notes:
                 self.notes[model] = (
-                    f"Wants a replica on {width} device{'s' * (width > 1)}; {max(left, 0)} are left for serving in "
+                    f"Needs a replica on {width} device{'s' * (width > 1)}; {max(left, 0)} are left for serving in "
                     f"mode {self.policy.kind}."
                 )
         return counts
@@ -258,7 +258,7 @@ class Round:
             side_by_side |= short
         for model in {*unplaced, *limits}:
             width = self.deployments[model].tensor_parallel
-            self.notes[model] = f"No node has {width} free devices side by side for another replica."
+            self.notes[model] = f"No single node has {width} free devices for another replica."
         return jobs
 
     def placed(self, models: Iterable[str]) -> dict[str, int]:

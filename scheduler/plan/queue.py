@@ -105,13 +105,13 @@ def _barred(job: JobView, now_s: float) -> tuple[str, str, float | None] | None:
     """(code, sentence) why the job gets no devices, however many are free, and when this ends by itself; None if it may
     get some."""
     if job.phase == "paused":
-        why = "Paused by request; `appliance job resume` puts it back into the queue."
+        why = "Paused by request; `appliance job resume` queues it again."
         return "JobHeldUser", why, None
     if job.lacks:
         return "Resources", job.lacks, None
     if job.not_before_s > now_s:
         cause = f" ({job.failed})" if job.failed else ""
-        why = f"Failed a moment ago{cause}; tries again in {job.not_before_s - now_s:.0f} s."
+        why = f"Failed a moment ago{cause}; next try in {job.not_before_s - now_s:.0f} s."
         return "BeginTime", why, job.not_before_s
     if job.busy == "leaving":
         return "", "Is being suspended.", None
@@ -169,7 +169,7 @@ def allot(
             _reserve(job, size, free)
             ahead = ahead or job
         elif side_by_side and job.id in side_by_side:
-            waiting[job.id] = f"Needs {_at_least(job)} of one node; those left are not side by side."
+            waiting[job.id] = f"Needs {_at_least(job)} of one node; the free ones are on several nodes."
         else:
             total, largest = sum(usable_on.values()), _largest_node(job, usable_on)
             waiting[job.id] = _too_few(job, total, largest, budget, why) or (
@@ -189,5 +189,5 @@ def _too_few(job: JobView, total: int, largest: int, budget: int, why: str) -> s
     if least > total:
         return f"Needs {least} devices; only {total} of the box work."
     if least > largest:
-        return f"Needs {least} devices of one node; no node that it may run on has more than {largest}."
+        return f"Needs {least} devices of one node; the largest that it may use has {largest}."
     return f"Needs {_at_least(job)}: {why}." if least > budget else ""

@@ -163,7 +163,7 @@ class RayEffects(Groups):
                 async with asyncio.timeout(self._engine.stop_timeout_s + STOP_SLACK_S):
                     await engine.supervisor.call("stop")
             except (SupervisorDied, RayError, TimeoutError) as error:
-                log.warning("the engine did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
+                log.warning("killing the engine: %s", first_line(error), extra={"replica": replica_id})
             engine.supervisor.kill("the replica was stopped")  # its lifeline then kills the rest of the engine
             try:
                 async with asyncio.timeout(UNNAMED_TIMEOUT_S):

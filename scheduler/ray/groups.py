@@ -365,7 +365,7 @@ class ResultTransfer:
         self._events.put_nowait(_OVER)
         await asyncio.wait({self._transfer})
         if (error := self._transfer.exception()) is not None:
-            return f"an event of its ranks could not be taken: {error!r}"
+            return f"an event of its ranks could not be processed: {error!r}"
         if not self._missing:
             with contextlib.suppress(EffectFailed):  # the node is gone, with its files
                 await self._nodes.on(self._node, "forget_job", self._job_id, suspended)

@@ -102,7 +102,7 @@ class Nodes:
         for name, actor in agents.items():
             if name in removed:
                 # Ray's TLS admits it as long as its certificate is valid: end its Ray whenever it appears.
-                log.warning("node was removed from the box: its Ray is ended", extra={"node": name})
+                log.warning("node was removed from the box: ending its Ray", extra={"node": name})
                 await _answer(actor.end.remote())  # it ends, or the next poll repeats the request
             elif name not in before:
                 await self._take_in(name, actor, alive)
@@ -171,7 +171,7 @@ class Nodes:
     async def forget(self, names: Collection[Name]) -> None:
         """Have the other nodes remove their copies of names deleted at home. A node that does not answer is logged, and
         keeps its copies until it needs the memory or ends."""
-        await self._call_others("forget", list(names), seconds=FORGET_S, left="copies of what was deleted")
+        await self._call_others("forget", list(names), seconds=FORGET_S, left="copies of deleted versions")
 
     async def release_job(self, job_id: str) -> None:
         """Have the other nodes release the copies that they hold for this job, wherever it ran."""
@@ -267,7 +267,7 @@ async def announce(node_config: NodeConfig) -> None:
     """Register this node with the box, once Ray runs on it. Raises NodeNameTaken; LookupError if Ray does not run."""
     ray_id = _ray_id(node_config, await _alive())
     if ray_id is None:
-        raise LookupError(f"no Ray node has the devices of {node_config.name}; `ray start` names them as resources")
+        raise LookupError(f"no Ray node has the devices of {node_config.name}; list them as resources of `ray start`")
     actor = await _start(node_config, ray_id)
     known = await actor.config.remote()
     if known != node_config:
