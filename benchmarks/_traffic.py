@@ -52,7 +52,7 @@ class Traffic:
     clock_s: float = 0.0
 
 
-def made(kind: Traffic, seed: int) -> Requests:
+def trace_of(kind: Traffic, seed: int) -> Requests:
     """A trace of this kind. The same seed makes the same trace."""
     rng = random.Random(seed)
     shares = [1 / (n + 1) ** 1.2 for n in range(kind.clients)]
@@ -147,4 +147,4 @@ KINDS: dict[str, Traffic] = {
     "nearly full": Traffic(2.8, prompt=6000, output=400, prompt_sigma=0.6, clients=60),
     "small hours": Traffic(0.15, prompt=4000, output=400, clients=4, gap_cv=2.5),
 }
-"""For eight devices; no policy was chosen on them."""
+"""Traffic for eight devices; no policy was tuned on it."""

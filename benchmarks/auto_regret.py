@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._claims import at_least, parser, record
-from benchmarks._traffic import KINDS, made
+from benchmarks._traffic import KINDS, trace_of
 from benchmarks.simulator.simulate import Figures, Setup, run_policy
 from scheduler.core.workload import Policy
 
@@ -53,7 +53,7 @@ def compared(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def measured(kind: str, seed: int, splits: dict[str, dict[str, Reached]] | None) -> dict[str, Any]:
-    setup = Setup(made(replace(KINDS[kind], seconds=HOURS * 3600), seed), DEVICES)
+    setup = Setup(trace_of(replace(KINDS[kind], seconds=HOURS * 3600), seed), DEVICES)
     if splits is None:
         splits = {"first": {}, "after": {}}
         for serving in range(DEVICES + 1):
@@ -88,7 +88,7 @@ def main() -> None:
             args.json.write_text(f"[\n{lines}\n]\n")
     mean, worst, short = statistics.fmean(ratios), min(ratios), 100 * min(margins)
     size = f"{len(ratios)} runs of {HOURS:g} h, {DEVICES} devices, after the first half hour"
-    print(f"{size}: trained {mean:.3f} of the best split in the mean, {worst:.3f} at worst; {short:+.2f} points")
+    print(f"{size}: trained {mean:.3f} of the best split on average, {worst:.3f} at worst; {short:+.2f} points")
     record(
         __file__,
         [

@@ -35,7 +35,7 @@ def fork(half: str) -> list[Check]:
             works = False
         os._exit(0 if works else 1)
     works = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    remedy = f"an import of {preload} touched CUDA: halve its list until it is found"
+    remedy = f"an import of {preload} initialised CUDA: bisect its list to find it"
     return [Check(f"{half} forks with CUDA", works, least=1, remedy=remedy)]
 
 
@@ -119,6 +119,6 @@ def copies(gib: float = 2.0) -> list[Check]:
         Check("longest unlock", 1e3 * max(pages.unlock_s), "ms", most=10, remedy=slow_lock),
         Check("unlocked over limit", unlocked_share, "x", least=0.5, remedy="raise COPY_THREADS of serve.load.loader"),
         Check("columns over limit", packed_share, "x", least=0.5, remedy="raise COPY_THREADS of serve.load.loader"),
-        Check("copies are right", right, least=1, remedy="serve.load.host_ring; do not serve before it is mended"),
+        Check("copies are right", right, least=1, remedy="serve.load.host_ring; do not serve until it is fixed"),
         Check("context", context_bytes / 1e9, "GB", most=1.5, remedy="context_bytes of runtime/devices/cuda.py"),
     ]

@@ -30,7 +30,7 @@ from runtime.processes.warm_parent import WARM_ENV
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("fork-serve", "fork-train", "copies", "snapshots", "attention", "head", "kernels", "ranks")
 LIMIT_S = 150.0
-"""For the processes of a part that run at once."""
+"""Time limit for the concurrent processes of a part."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ from runtime.devices.kinds import of_torch
 
 GIB = 2**30
 PIECE_ELEMENTS = 2**22
-"""Of the page-locked buffer by which the link is measured; a snapshot's own pieces are smaller."""
+"""Size of the page-locked buffer that measures the link; pieces of a snapshot are smaller."""
 
 
 def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/dev/shm") -> list[Check]:
@@ -51,7 +51,7 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
         out = best_s(partial(kind.synchronize, device), lambda: copies.write(draft, [("snapshot", whole, state)]))
         back = best_s(partial(kind.synchronize, device), lambda: copies.read(draft, [("snapshot", whole, into)]))
         draft.abort()
-    remedy = "raise THREADS of train.state.copies, look at numa_bind"
+    remedy = "raise THREADS of train.state.copies, check numa_bind"
     return [
         Check("snapshot out over limit", max(link_out, host_s) / out, "x", least=0.6, remedy=remedy),
         Check("snapshot in over limit", max(link_in, host_s) / back, "x", least=0.6, remedy=remedy),
@@ -165,7 +165,7 @@ def head(
     counted, wrong = "head_bytes of train.plan.estimate", "train.methods.packed_objective"
     return [
         Check("loss head", rate / 1e12, "TFLOP/s"),
-        Check("loss head's memory", peak / planned, "x planned", most=1.1, remedy=f"plans count less: {counted}"),
+        Check("loss head's memory", peak / planned, "x planned", most=1.1, remedy=f"plans assume less: {counted}"),
         Check("loss head's error", _worst(errors), most=0.02, remedy=f"wrong gradients: {wrong}; do not train with it"),
     ]
 

@@ -27,7 +27,7 @@ from scheduler.handover.effects import Box, Detail, GroupView
 
 MODEL, JOB = "model", "elastic"
 REPORT_S = 0.25
-"""How often a gateway reports its load."""
+"""Interval of the load reports of a gateway."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from scheduler.plan import autoscaler
 from scheduler.plan.autoscaler import StandbyLearner
 
 QUIET_REPORTS, QUIET_S = 20, 5.0
-"""While there are no requests, one in so many reports is simulated; where nobody listens, one in so many seconds."""
+"""Without requests, only one of this many reports is simulated; without a learner, one per this many seconds."""
 
 
 class Gateway:

@@ -22,9 +22,9 @@ from scheduler.plan.autoscaler import Bounds, StandbyLearner
 
 UP_S = 16.0
 """The box runs this long before the first request, with the job running and engines open, because a trace does not
-start when a box first boots. Times inside a run are later than those of the trace by this much."""
+start when a box first boots. Times in a run are the times of the trace plus this."""
 _LOOK_EVERY_S = 3600.0
-"""How often a loop observes a simulated world that only the loop's own verbs change."""
+"""Interval of observations: long, because only the loop's own verbs change the simulated world."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def first_line(reason: str) -> str:
     return reason.partition("\n")[0][:LONGEST_REASON]
 
 
-def goes_back_to(deployment: DeploymentView, failed: Build) -> Build | None:
+def reverts_to(deployment: DeploymentView, failed: Build) -> Build | None:
     """The build that a model reverts to because no engine starts with `failed`; None to keep `failed`.
 
     The settings are to blame only if nothing else differs from the last build that served: if the version or the

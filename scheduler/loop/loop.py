@@ -22,7 +22,7 @@ from typing import Any
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, Stopped
-from scheduler.core.failures import Failure, first_line, goes_back_to
+from scheduler.core.failures import Failure, first_line, reverts_to
 from scheduler.core.workload import CORDONED, Allocation, Build, Holder, PlanInput, Policy, Workload, node_of
 from scheduler.handover import handover
 from scheduler.handover.effects import Box, Detail, Effects, Journal, StateStore
@@ -309,7 +309,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         deployment = next((d for d in self._workload.deployments if d.model == model), None)
         served = None
         if deployment is not None and failure.of_settings and not self._serves(model, build):
-            served = goes_back_to(deployment, build)
+            served = reverts_to(deployment, build)
         if served is not None and self._store.settings_failed(model, build, served, first_line(failure.reason)):
             log.warning("reverted to the settings that served before: %s", failure.reason, extra={"model": model})
             self.failures.models.pop(model, None)

@@ -13,9 +13,9 @@ LEFT_OUT = {"model": "gpt-6-astra", "input": "Say hello."}
 def pytest_configure() -> None:
     build = _base_client.BaseClient._build_request
 
-    def with_what_is_left_out(self: Any, options: Any, **kwargs: Any) -> Any:
+    def with_missing_fields(self: Any, options: Any, **kwargs: Any) -> Any:
         if options.method.lower() == "post" and options.url in ("/responses", "/responses/input_tokens"):
             options.json_data = {**LEFT_OUT, **(options.json_data or {})}
         return build(self, options, **kwargs)
 
-    _base_client.BaseClient._build_request = with_what_is_left_out  # type: ignore[method-assign]
+    _base_client.BaseClient._build_request = with_missing_fields  # type: ignore[method-assign]

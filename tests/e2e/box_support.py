@@ -335,7 +335,7 @@ class WholeBox:
         return found
 
 
-def said_to_strangers(address: str, port: int) -> str:
+def answers_to_strangers(address: str, port: int) -> str:
     """Answers of a listener to a client without token and certificate, in clear and under TLS; "" if it is silent,
     hangs up, or only demands authentication."""
     said = []

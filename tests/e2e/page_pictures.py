@@ -91,7 +91,7 @@ def _job(front: Front) -> str:
 
 
 PICTURES: dict[str, Callable[[Front], str]] = {"ui-job.png": _job}
-"""By file name: what makes the place ready and says where it is."""
+"""By file name: function that prepares the page and returns its address."""
 
 
 def main() -> int:

@@ -326,7 +326,7 @@ def test_schema_requests_never_get_server_error(front: Front, examples: int) -> 
         suppress_health_check=list(HealthCheck),
     )
     with front.http() as client:
-        known = what_exists(client)
+        known = existing_values(client)
         for found in schemathesis.openapi.from_dict(document).get_all_operations():
             operations += 1
 
@@ -344,7 +344,7 @@ def test_schema_requests_never_get_server_error(front: Front, examples: int) -> 
     assert operations > 60 and sum(statuses.values()) >= operations and statuses[200] > 20
 
 
-def what_exists(client: httpx.Client) -> dict[str, str]:
+def existing_values(client: httpx.Client) -> dict[str, str]:
     """Values of existing objects by the name of the path parameter."""
     file_id = training_file(client)
     job = client.post("/v1/fine_tuning/jobs", json={"model": MODEL, "training_file": file_id}).raise_for_status()

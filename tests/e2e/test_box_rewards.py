@@ -79,7 +79,7 @@ def job_of(box, steps: int, validation_file: str | None = None, taught_by: str |
     return box.tune("starter", sums(1, 2 * steps), method=method, judge=judge, devices=None, request=request, **how)
 
 
-def told_of(client, job_id: str, measure: str) -> list[dict]:
+def events_with(client, job_id: str, measure: str) -> list[dict]:
     """Data of the events with this measure."""
     events = client.fine_tuning.jobs.list_events(job_id, limit=100)
     return [e.data for e in events if e.type == "metrics" and measure in e.data]
@@ -87,7 +87,7 @@ def told_of(client, job_id: str, measure: str) -> list[dict]:
 
 def steps_of(client, job_id: str, measure: str = "train_mean_reward", again: int = 0) -> dict[int, dict]:
     """Data by step, the newest of repeated steps. again: maximum number of repeated steps."""
-    told = told_of(client, job_id, measure)
+    told = events_with(client, job_id, measure)
     assert len(told) - len({data["step"] for data in told}) <= again, "each step counts once"
     return {data["step"]: data for data in reversed(told)}
 
@@ -150,7 +150,7 @@ def test_starter_learns_form_of_answer(box, measure, better, fields):
     else:
         assert found.method.reinforcement.grader.type == "multi"
     valid = f"valid_{measure.removeprefix('train_')}"
-    measured = {data["step"]: data[valid] for data in told_of(client, job, valid)}
+    measured = {data["step"]: data[valid] for data in events_with(client, job, valid)}
     print(json.dumps({"held out": measured}))
     assert better * (measured[STEPS] - measured[0]) > 0
     answer = client.chat.completions.create(

@@ -58,14 +58,14 @@ def test_settings_change_under_load_loses_no_request(box, tiny):
     before = ask(box, temperature=0)
     assert context(box) == 512
     old = engines(box)
-    with load_that_loses_nothing(box, old):
+    with lossless_load(box, old):
         told = box.ask(
             "model", "deploy", "tiny", "--max-model-len", "256", "--max-num-seqs", "4", "--temperature", "0",
             "--system-prompt", "Say 'hello' in 1 word.\n{{ no }}", "--draft", "3", "--engine-arg", "block-size=32",
         )  # fmt: skip
         assert told["settings_number"] == 1 and told["settings"]["max_model_len"] == 256, told
-    what_is_set_is_what_engines_do(box, before)
-    with load_that_loses_nothing(box, engines(box)):
+    check_settings_apply(box, before)
+    with lossless_load(box, engines(box)):
         assert box.ask("model", "deploy", "tiny", "--settings", "0")["settings"] == {}
     again = ask(box, temperature=0)
     assert again.choices[0].message.content == before.choices[0].message.content
@@ -74,7 +74,7 @@ def test_settings_change_under_load_loses_no_request(box, tiny):
 
 
 @contextmanager
-def load_that_loses_nothing(box, before):
+def lossless_load(box, before):
     """Send requests during a change of settings; in the end engines not in `before` answer, and none was lost."""
     with Load(box.url, box.key, "tiny") as load:
         wait_for(lambda: len(load.outcomes) > 8, "a load", 60)
@@ -87,7 +87,7 @@ def load_that_loses_nothing(box, before):
     print(f"{report.requests} requests over a change, longest {report.longest_s:.1f} s")
 
 
-def what_is_set_is_what_engines_do(box, plain):
+def check_settings_apply(box, plain):
     assert context(box) == 256
     answers = {ask(box).choices[0].message.content for _ in range(3)}
     assert len(answers) == 1, "temperature 0 unless a request says otherwise"
@@ -100,7 +100,7 @@ def test_settings_without_start_are_reverted_under_load(box, tiny):
     """vLLM accepts MXFP4 in the configuration, but fails when a layer finds no kernel for this device."""
     before = ask(box, temperature=0).choices[0].message.content
     last = box.ask("model", "deploy", "tiny")
-    with load_that_loses_nothing(box, engines(box)):
+    with lossless_load(box, engines(box)):
         told = box.ask("model", "deploy", "tiny", "--engine-arg", "quantization=mxfp4", "--dtype", "bfloat16")
         number = told["settings_number"]
         wait_for(lambda: box.ask("model", "show", "tiny")["settings_number"] > number, "the settings before")

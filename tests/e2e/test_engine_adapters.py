@@ -18,7 +18,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 ROUNDED = 0.4
 """Nats by which a log-probability of the engine, which computes in bfloat16, may differ from that of float32: 0.03 on
-average, 0.16 at most. Of the weights of another policy it differs by two on average."""
+average, 0.16 at most. The weights of another policy differ by two on average."""
 
 
 def save_adapter(

@@ -73,17 +73,17 @@ async def test_openai_api_is_served_without_control_routes(start, a):
     assert [json.loads(item.arguments) for item in told.output if item.type == "function_call"] == [{"city": "Bern"}]
     cut = await sdk.responses.create(**given, max_output_tokens=3)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
-    await functions_of_the_older_kind(sdk)
+    await check_deprecated_functions(sdk)
 
     with pytest.raises(openai.BadRequestError):
         await sdk.completions.create(model="starter", prompt="x", n=65, max_tokens=1)
     with pytest.raises(openai.NotFoundError):
         await sdk.completions.create(model="someone-else", prompt="x", max_tokens=1)
-    await shapes_of_other_apis(spec.socket_path, sdk)
-    await no_control_routes(spec.socket_path)
+    await check_formats_of_other_apis(spec.socket_path, sdk)
+    await check_no_control_routes(spec.socket_path)
 
 
-async def functions_of_the_older_kind(sdk):
+async def check_deprecated_functions(sdk):
     """Check deprecated `functions`: serve/vllm/answers.py returns one call that fits the schema, also streamed."""
     asked: dict[str, Any] = {
         "model": "starter",
@@ -147,7 +147,7 @@ async def test_reasoning_is_separate_in_every_api(start, a):
         assert (await http.post("/v1/messages", json=asked)).status_code == 200
 
 
-async def shapes_of_other_apis(socket_path, sdk):
+async def check_formats_of_other_apis(socket_path, sdk):
     """Check that serve/vllm/answers.py converts vLLM's answers to the formats of their APIs."""
     cached = (await sdk.completions.create(model="starter", prompt="x", max_tokens=1)).usage.prompt_tokens_details
     assert cached is not None and cached.cached_tokens == 0
@@ -180,7 +180,7 @@ async def shapes_of_other_apis(socket_path, sdk):
         assert '"id":"msg_' in streamed and streamed.endswith('data: {"type":"message_stop"}\n\n')
 
 
-async def no_control_routes(socket_path):
+async def check_no_control_routes(socket_path):
     transport = httpx.AsyncHTTPTransport(uds=socket_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
         assert (await http.get("/health")).status_code == 200

@@ -41,7 +41,7 @@ def settings_of_pip() -> dict[str, str]:
 
 
 Means = tuple[tuple[str, ...], tuple[str, ...]]
-"""Options of podman's own, and of its `run`, without which containers do not start on this machine."""
+"""Options of podman and of `podman run` that containers need to start on this machine."""
 
 
 def lower_limits() -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.box_support import COMMAND, gsm8k, said_to_strangers, wait_for
+from tests.e2e.box_support import COMMAND, answers_to_strangers, gsm8k, wait_for
 from tests.e2e.machines_support import deploy_tiny, devices, holder_of, invited, places, two_machines
 
 # Neither is 127.0.0.1, where Ray would listen only locally: like on a network.
@@ -156,7 +156,9 @@ def listening_for_strangers(home, away) -> dict[str, str]:
             host, _, port = where.rpartition(":")
             if host not in ("127.0.0.1", "::1"):
                 open_to_network[where] = who
-                if heard := said_to_strangers(HOME if host == HOME else AWAY if host == AWAY else address, int(port)):
+                if heard := answers_to_strangers(
+                    HOME if host == HOME else AWAY if host == AWAY else address, int(port)
+                ):
                     said[f"{where} {who}"] = heard
     assert any("raylet" in who for who in open_to_network.values()), open_to_network
     engines = {str(pid) for pid in away.pids_logging_to("engine-*.log")}

@@ -24,7 +24,7 @@ from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box
 # Rare observations make events and the rounds after a failure matter more, and take a third of the time.
 CONFIG = SchedulerConfig(replica_attempts=5, job_attempts=5, observe_every_s=150.0)
 Hook = Callable[[FakeEffects, str, str, str], None]
-"""Called at every point of a life, with the world's verbs and which of them it is (see FakeEffects)."""
+"""Called at every point of a life with the effects, and point, verb and target (see FakeEffects)."""
 
 
 def nothing(effects: FakeEffects, when: str, verb: str, target: str) -> None:

@@ -47,7 +47,7 @@ CONFIG = SchedulerConfig(
     job_attempts=10_000,
 )
 RECOVERY_S = CONFIG.observe_every_s + CONFIG.backoff_max_s + 30.0
-"""A death that nobody heard of is seen by the next look, what failed waits, and engines and ranks start."""
+"""Time for an unreported death to be observed, backoffs to pass, and engines and ranks to start."""
 MODELS = ("a", "b", "wide")
 BOX = box_of(3, nodes=2)
 

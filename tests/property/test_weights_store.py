@@ -143,7 +143,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(os.listdir(self.store.root / "staging")) == self.open_drafts
 
     @invariant()
-    def everything_committed_is_there_and_right(self):
+    def committed_versions_are_intact(self):
         if not hasattr(self, "store"):
             return
         found = {(stored.model, stored.version): stored for stored in self.store.list("version")}
