@@ -1,5 +1,4 @@
-"""Lists the files of a test session for the check at its end: other sessions, boxes and benchmarks put files with
-similar names into the same folders."""
+"""Lists the files of a test session for the check at its end: others put similar names into the same folders."""
 
 import os
 

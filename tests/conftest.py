@@ -38,8 +38,7 @@ settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Collection creates nearly all long-lived objects (torch and others): the garbage collector is off until then, and
-# skips these objects afterwards.
+# Collection creates nearly all long-lived objects (torch and others): the collector is off, then skips them.
 gc.disable()
 
 
@@ -117,8 +116,7 @@ def _others_run() -> bool:
 
 
 def _told_of(process: psutil.Process) -> str:
-    """A line about a leftover process; empty if it has ended, and for Python's shared-memory tracker, which ends with
-    this process."""
+    """A line about a leftover process; empty if it has ended, and for Python's shared-memory tracker."""
     try:
         command = " ".join(process.cmdline())
         over = process.status() == psutil.STATUS_ZOMBIE or "resource_tracker" in command

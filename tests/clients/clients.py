@@ -14,8 +14,7 @@ class Client:
     name: of the package that gives the version; for npm the first of `packages` gives it, and `name` differs from those
     of Python clients. packages: installed in its environment, as its documentation says. script: file beside this one;
     JavaScript (.mjs) runs in node. npm: from npm's registry. own: runs in the box's own environment. known: failing
-    checks with their reasons; any other failure makes `make clients` fail.
-    """
+    checks with their reasons; any other failure makes `make clients` fail."""
 
     name: str
     script: str

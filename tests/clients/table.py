@@ -18,8 +18,8 @@ _SAID = "@@"
 
 @dataclass
 class Row:
-    """The result of one client. checks: by name, "" on success, else the reason of the failure. trouble: why no check
-    ran. commit: of the code under test."""
+    """The result of one client. checks: by name, "" or why it failed. trouble: why none ran. commit: of the tested
+    code."""
 
     client: str
     version: str

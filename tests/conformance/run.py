@@ -68,8 +68,7 @@ INFERENCE_TESTS = (
 )
 # "All params" tests send values that an engine must refuse: max_tokens=0, best_of=0, the word "foo" as a token's
 # number, one dimension of a model that has no nested ones; of responses, a conversation and a prompt that only OpenAI
-# has. The SDK requests embeddings in base64 by default, and its strict validation (also that of its aiohttp client)
-# then refuses such answers, even those of OpenAI.
+# has. The SDK requests embeddings in base64 by default, which its strict validation (also with aiohttp) refuses.
 INFERENCE_CHOSEN = "(create or count) and not all_params and not (Embeddings and (strict or aiohttp))"
 
 

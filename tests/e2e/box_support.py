@@ -105,8 +105,7 @@ class WholeBox:
         request: dict[str, Any] | None = None,
         **hyperparameters: Any,
     ) -> str:
-        """Create a job with the SDK; return its id. file: the id of an uploaded file, or content to upload. devices:
-        maximum. request: further fields of the request."""
+        """Create a job with the SDK; return its id. file: id or content. devices: maximum. request: more fields."""
         return (
             self.client(max_retries=5)
             .fine_tuning.jobs.create(
@@ -266,8 +265,7 @@ class WholeBox:
         return _box_id(self.data_dir), engines
 
     def note_segments(self) -> None:
-        """Record the shared-memory files of vLLM and torch that this box's processes map now: their names do not tell
-        the owner. Call it before the box or a part of it ends."""
+        """Record shared-memory files of vLLM and torch that this box maps. Call it before the box or a part ends."""
         self._segments |= segments_of(self.running())
 
     def segments_left(self) -> set[str]:
@@ -320,8 +318,7 @@ class WholeBox:
         return found
 
     def open_to_others(self) -> dict[str, str]:
-        """Modes of the box's files that other users could open, except files of tests, and files that Ray's agents open
-        to all inside private folders."""
+        """Modes of the box's files that other users could open, except of tests and inside Ray's private folders."""
         found, paths = {}, BoxPaths.of(self.data_dir)
         rays = (paths.ray_session, paths.ray_logs)
         assert {place.parent.lstat().st_mode & 0o777 for place in rays} == {0o700}
@@ -336,8 +333,7 @@ class WholeBox:
 
 
 def answers_to_strangers(address: str, port: int) -> str:
-    """Answers of a listener to a client without token and certificate, in clear and under TLS; "" if it is silent,
-    hangs up, or only demands authentication."""
+    """Answers to a client without token and certificate, in clear and under TLS; "" if it only refuses."""
     said = []
     for secure in (False, True):
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5) as plain:

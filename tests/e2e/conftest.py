@@ -11,8 +11,7 @@ from serve.engine.replica import Replica
 from tests.e2e.engine_support import Box, client
 from tests.train_support.world import WarmTrain, Workshop
 
-# The longest files come first: a long file begun last would run alone at the end. The order also keeps two box files
-# from starting together.
+# The longest files come first: a long file begun last would run alone at the end. No two box files in a row.
 LONGEST = ("test_box.py", "test_train_world.py", "test_box_work.py")
 
 

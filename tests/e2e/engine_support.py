@@ -20,8 +20,7 @@ TEMPLATE = (
 
 
 def save_model(path: Path, family: str = "llama", *, seed: int, **overrides) -> Path:
-    """Save a random model of `family` with tokenizer in `path`; weights are spread so that greedy decoding survives
-    rounding."""
+    """Save a random model of `family` with tokenizer in `path`, spread so that greedy decoding survives rounding."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -52,8 +51,7 @@ def save_clear_model(path: Path, *, seed: int, **overrides) -> Path:
     another batch shape or processor changes; after a letter it is a letter.
 
     The layers write to dimensions that the head ignores, but values from the cache of a model with a seed of other
-    parity reach dimensions that it reads, so that mixed caches change the answer.
-    """
+    parity reach dimensions that it reads, so that mixed caches change the answer."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoTokenizer

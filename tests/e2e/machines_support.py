@@ -18,8 +18,7 @@ NOWHERE = "02:00:00:00:00:01"
 
 
 class Wire:
-    """A cable between this machine (address `home`) and a network namespace (address `away`). Raises OSError without
-    the permission to create it."""
+    """A cable between this machine (address `home`) and a network namespace (address `away`). Needs root (OSError)."""
 
     def __init__(self) -> None:
         pid = os.getpid()
@@ -115,8 +114,7 @@ class OtherMachine(WholeBox):
 def two_machines(
     folder: Path, home_address: str, away_address: str, wire: Wire | None = None
 ) -> Iterator[tuple[WholeBox, OtherMachine]]:
-    """A running box with one device, reachable by other machines at `home_address`, and a machine that may join. Both
-    are stopped at the end, and must leave nothing behind."""
+    """A running box with one device at `home_address`, and a machine that may join. Both are stopped at the end."""
     home, away = WholeBox(folder / "home"), OtherMachine(folder / "away", away_address, wire)
     with socket.socket() as probe:
         probe.bind((home_address, 0))

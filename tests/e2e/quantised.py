@@ -114,8 +114,7 @@ FORMATS = tuple(_formats(GROUP))
 
 
 def write(source: Path, form: str, quantised: Path, means: Path, size: int = GROUP) -> None:
-    """Write the plain checkpoint `source` in the format `form`, with groups of `size`, to `quantised`, and its decoded
-    weights to `means`."""
+    """Write the checkpoint `source` in format `form`, with groups of `size`, to `quantised`; decoded, to `means`."""
     quantise, config = _formats(size)[form]
     stored, plain = {}, {}
     for name, weight in load_file(source / "model.safetensors").items():

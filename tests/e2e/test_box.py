@@ -30,8 +30,7 @@ EPOCHS, EXAMPLES = 3, 60
 HYPERPARAMETERS = {"n_epochs": EPOCHS, "batch_size": 4, "max_length": 256}
 # Sizes of a job that moves: two ranks, and all that it takes.
 SPLIT, TRAIN = {"policy": "split", "train_devices": 2}, {"policy": "train"}
-# Resized runs sum in another order (bf16 gradients, reduced in float32); a lost or repeated step would change the loss
-# by tenths.
+# Resized runs sum in another order (bf16 gradients, reduced in float32); a lost or repeated step costs tenths.
 CURVE_TOLERANCE = 0.02
 
 
@@ -374,8 +373,7 @@ def test_canary_gets_share_then_is_promoted_or_rolled_back(box, unbroken):
 )
 def test_checkpoint_directory_is_imported_served_and_tuned(box, starter, family, settings, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(next((box.data_dir / "models" / starter).iterdir()))
-    # Random weights predict almost uniformly: without a seed and a high rate, the loss of three steps may rise by
-    # chance.
+    # Random weights predict almost uniformly: without seed and high rate, the loss of three steps may rise.
     sizes = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.02, "vocab_size": len(tokenizer)}
     make_model_dir(tmp_path / "tiny", family=family, words=tokenizer, **sizes)
     name = f"tiny-{family}"

@@ -95,8 +95,7 @@ def steps_of(client, job_id: str, measure: str = "train_mean_reward", again: int
 def learned(
     client, job_id: str, measure: str = "train_mean_reward", better: int = 1, again: int = 0
 ) -> dict[int, dict]:
-    """Check that the job succeeded with all steps, and that the last are better than the first; return its steps.
-    better: 1 if more is better, -1 if less is."""
+    """Check success, all steps, and better last than first steps; return the steps. better: sign of an improvement."""
     assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
     steps = steps_of(client, job_id, measure, again)
     found = {step: steps[step][measure] for step in sorted(steps)}

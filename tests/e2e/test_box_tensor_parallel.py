@@ -5,8 +5,7 @@ import pytest
 from tests.e2e.box_support import wait_for, whole_box
 from tests.train_support.tiny import make_model_dir, write_chat_file
 
-# Relative, after over a hundred steps that nearly memorise the data; 1.4e-5 seen. A lost or repeated step would change
-# the loss by hundredths.
+# Relative, after over a hundred steps that nearly memorise the data; 1.4e-5 seen. A lost step costs hundredths.
 CURVE_TOLERANCE = 1e-4
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]

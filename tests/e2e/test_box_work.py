@@ -1,5 +1,4 @@
-"""Work on a whole box: model settings that change under load, work without a client, examples, and trained models of
-each family."""
+"""Work on a whole box: model settings that change under load, work without a client, examples, trained models."""
 
 import json
 import os

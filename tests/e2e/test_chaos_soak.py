@@ -175,8 +175,7 @@ class Chaos:
 
     @contextmanager
     def power_loss(self) -> Iterator[None]:
-        """Start a box on a copy of the disk as after a power loss: files of the last seconds are truncated, and a
-        transaction is incomplete."""
+        """Start a box on a copy of the disk as after a power loss: new files are cut, a transaction is half done."""
         copy = WholeBox(self.box.data_dir.parent / "torn")
         models = {model.id for model in self.box.client(max_retries=5).models.list()}
         self.copy_torn(copy.data_dir)

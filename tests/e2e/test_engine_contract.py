@@ -101,8 +101,7 @@ def _claims() -> Iterator[tuple[str, bool]]:
 
 
 def _fields_judged() -> Iterator[tuple[str, bool]]:
-    """Check that the gateway accepts, bounds or refuses each field of the engine's request models. New fields are
-    refused and reported here until a developer decides."""
+    """Check that the gateway lists each field of the engine's request models; it refuses new fields until listed."""
     from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest

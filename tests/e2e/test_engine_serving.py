@@ -28,8 +28,7 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
-# Tokens of an answer that a test interrupts: it lasts seconds even on a fast engine with a delayed client. No test
-# waits for its end.
+# Tokens of an answer that a test interrupts: it lasts seconds even on a fast engine with a delayed client.
 ENDLESS = 4000
 
 

@@ -204,8 +204,7 @@ def adapter(directory: Path, base: Path, named: str, seed: int = 2, **settings) 
 
 
 def right(base: Path, adapted: Path | None = None) -> tuple[torch.Tensor, list[int]]:
-    """Log-probabilities of transformers after PROMPT in float32, and its greedy tokens up to the first that bfloat16
-    may change; with peft's adapter if given."""
+    """Float32 log-probabilities of transformers after PROMPT, and the greedy tokens that bfloat16 cannot change."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     if adapted is not None:
         model = peft.PeftModel.from_pretrained(model, str(adapted)).eval()

@@ -62,8 +62,7 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 async def test_two_thousand_streams_survive_mode_switch(front: Front) -> None:
-    """200 streams run when the engine is drained; 2000 more arrive before it is back. All finish, none is cut off. The
-    second round reuses the heap of the first."""
+    """200 streams run when the engine drains; 2000 more arrive before it is back. The second round reuses the heap."""
     await drained_and_held(front, growth_bytes=96 * MIB)
     await drained_and_held(front, growth_bytes=32 * MIB)
 

@@ -45,8 +45,7 @@ Means = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def lower_limits() -> tuple[str, ...]:
-    """Options with lower limits: podman sets limits above its own, which a root without CAP_SYS_RESOURCE may not do;
-    and it first lowers its own limit of processes to 32,768."""
+    """Options with lower limits: podman's defaults are above its own, so a root needs CAP_SYS_RESOURCE to set them."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return "--ulimit", f"nofile={files}:{files}", "--ulimit", "nproc=30000:30000"
 
@@ -63,8 +62,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def means(base: str) -> Means:
-    """The fewest options with which a container starts here. crun refuses a mix of control groups v1 and v2, runc
-    accepts it."""
+    """The fewest options with which a container starts. crun refuses mixed control groups v1 and v2, runc does not."""
     said = ""
     for of_podman in ((), ("--runtime", "runc")):
         for of_run in ((), lower_limits()):

@@ -52,8 +52,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any, front: Front) -> Iterator[Visit]:
-    """Open a page logged in with a key. At the end of the test its console messages and contacted hosts are checked.
-    loud: the console may have errors."""
+    """Open a page logged in with a key. The test end checks console and contacted hosts. loud: errors allowed."""
     contexts, faults = [], []
 
     def enter(
@@ -486,7 +485,6 @@ def insert_jobs(front: Front, count: int, first: int = 0) -> None:
 
 
 def test_long_list_is_searched_and_shows_older_rows(visit: Visit, empty: Front) -> None:
-    """The page once showed only the first hundred jobs, without a hint."""
     insert_jobs(empty, 150)
     page = visit(empty.url, empty.key, "#/jobs")
     rows = page.locator("tbody tr")

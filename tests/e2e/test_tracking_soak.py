@@ -154,8 +154,7 @@ def troubles(box: WholeBox) -> set[str]:
 
 
 def test_job_is_complete_in_mlflow_and_wandb(tmp_path, python):
-    """The server is down when the job begins and again during it, and the exporter is killed: no row is lost or
-    duplicated."""
+    """The server is down twice and the exporter is killed: no row is lost or duplicated."""
     server = environment(tmp_path / "server", "mlflow>=3.17,<4")
     port = free_port()
     settings = (

@@ -1,5 +1,4 @@
-"""An engine serves exactly the weights that ranks publish by fragments: compares a swap with unmodified vLLM that loads
-from disk."""
+"""An engine serves the weights that ranks publish by fragments: compares a swap with unmodified vLLM from disk."""
 
 import asyncio
 import os

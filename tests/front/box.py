@@ -273,8 +273,7 @@ def running_front(
 
 class CannedEngine(asyncio.Protocol):
     """One connection. The request's `user` sets the stream: "EVENTS PACE_S", else two events at once. `open`: the open
-    connections; `answered`: number of complete answers. Both belong to the server's loop.
-    """
+    connections; `answered`: number of complete answers. Both belong to the server's loop."""
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts

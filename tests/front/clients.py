@@ -29,8 +29,7 @@ def stream_request(key: str, events: int, pace_s: float) -> bytes:
 
 
 class StreamClient(asyncio.Protocol):
-    """Sends `data` and stores the answer. `first`: set at the first event. `over`: set at [DONE] or the end of the
-    connection."""
+    """Sends `data` and stores the answer. `first`: set at the first event. `over`: set at [DONE] or disconnection."""
 
     def __init__(self, data: bytes, *, reads: bool = True) -> None:
         loop = asyncio.get_running_loop()

@@ -241,8 +241,7 @@ def fail_at(*points: int) -> Hook:
 class KillAt:
     """At each (point, which), the which-th living engine or group dies by itself.
 
-    `alive`: number of living processes at each passed point, after these deaths.
-    """
+    `alive`: number of living processes at each passed point, after these deaths."""
 
     def __init__(self, *kills: tuple[int, int]):
         self.kills, self.alive = kills, []
@@ -285,8 +284,7 @@ def test_crash_at_every_point_reaches_same_end(make: Callable[[], Scenario], orp
 
 
 def explore_pairs(make: Callable[[], Scenario], orphans_finish: bool, begin: int = 0, every: int = 1) -> int:
-    """Crash at every point `begin` + n * `every`, and for each again at every point of the next life. Returns the
-    number of runs."""
+    """Crash at points `begin` + n * `every`, and again at each point of the next life. Returns the number of runs."""
     explored = 0
     for first in range(begin, undisturbed(make).hook_calls[0], every):
         for second in range(10_000):

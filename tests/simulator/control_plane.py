@@ -196,8 +196,7 @@ class _Rows(dict[str, Any]):
 
 
 class SimulatedEngines(Asking):
-    """Client of a gateway that answers every request at once with its body if the engine has a free slot; `rule`
-    overrides this. asked_by: the key of each request."""
+    """Echoes requests at once if the engine has a free slot; `rule` overrides this. asked_by: keys of requests."""
 
     def __init__(self, db: Database) -> None:
         self.rows = _Rows()
