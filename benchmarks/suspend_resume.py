@@ -24,6 +24,7 @@ from tests.train_support.world import WarmTrain
 from train.control.group import Group, PingLimits, RankHost
 from train.plan.spec import TrainSpec
 
+LIMITS = PingLimits(ping_timeout_s=60.0)
 EXAMPLES = 36  # nine steps of an epoch, each of which ends with a version
 STEPS = 20  # of the world of 4 before its first suspension
 
@@ -33,7 +34,7 @@ class World:
 
     def __init__(self, warm: WarmTrain, spec: TrainSpec) -> None:
         self.warm, self.spec, self.events, self._news = warm, spec, [], asyncio.Event()
-        self.group = Group(self._note, PingLimits(ping_timeout_s=60.0))
+        self.group = Group(self._note)
 
     def _note(self, event: dict) -> None:
         self.events.append((time.monotonic(), event))
@@ -41,7 +42,7 @@ class World:
 
     async def start(self, size: int, snapshot: str | None = None) -> World:
         self.began_s = time.monotonic()
-        hosts = [RankHost(str(self.warm.socket), str(self.warm.folder)) for _ in range(size)]
+        hosts = [RankHost(str(self.warm.socket), str(self.warm.folder), limits=LIMITS) for _ in range(size)]
         await self.group.start(self.spec, hosts, ["cpu"] * size, snapshot)
         self.ready_s = time.monotonic() - self.began_s
         return self

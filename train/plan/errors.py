@@ -65,9 +65,19 @@ class NothingGraded(TrainError):
 
 
 class RankFailed(TrainError):
-    """A rank died, hung or raised. `retryable` says whether starting again from a snapshot can help; `blame` whose
-    fault it is: "own", "outside" or "memory"."""
+    """A rank died, hung or raised. `code` names the exception that it raised, or how it failed; `retryable` says
+    whether a restart from a snapshot can help. blame: "own" if it raised an error, "memory" if the OOM killer killed
+    it, else "outside": it was killed, stopped, or its supervisor died, which is not a fault of the job."""
 
-    def __init__(self, rank: int, reason: str, *, retryable: bool, blame: Literal["own", "outside", "memory"] = "own"):
-        super().__init__(f"rank {rank} {reason}")
-        self.rank, self.reason, self.retryable, self.blame = rank, reason, retryable, blame
+    def __init__(
+        self,
+        rank: int,
+        reason: str,
+        *,
+        code: str = "rank_failed",
+        retryable: bool = True,
+        blame: Literal["own", "outside", "memory"] = "outside",
+    ):
+        # An error of the input is the same on every rank.
+        super().__init__(f"rank {rank} {reason}" if retryable else reason)
+        self.rank, self.code, self.retryable, self.blame = rank, code, retryable, blame

@@ -12,7 +12,6 @@ Events: those of the run, from rank 0; "ready" when the engine exists and "done"
 from __future__ import annotations
 
 import gc
-import os
 import time
 from functools import cache, partial
 from pathlib import Path
@@ -43,7 +42,6 @@ from weights.memory.store import WeightStore
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     """`args`: spec (dict), rank, world_size, snapshot (path or None), meeting (path of the file where the world meets).
     The environment has what else torch.distributed needs."""
-    started = time.perf_counter()
     spec = TrainSpec.from_dict(args["spec"])
     configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
     progress = Progress()
@@ -51,14 +49,12 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     progress.enter("joining")
     meeting = meeting_url(args["meeting"], args["rank"], args["world_size"])
     init_world(spec.device_kind, meeting)
-    joined = time.perf_counter()
     _base = hold_base(spec)
     run = prepare(spec, lifeline.emit, progress, args["snapshot"])
     # Engine and model live until the process ends: nothing for the collector to find, every pass would cost.
     gc.collect()
     gc.freeze()
-    seconds = {"join": joined - started, "prepare": time.perf_counter() - joined}
-    lifeline.emit("ready", pid=os.getpid(), step=run.step, seconds=seconds)
+    lifeline.emit("ready", step=run.step)
     outcome = run.run()
     progress.enter("done", run.step)
     run.metrics.close()
