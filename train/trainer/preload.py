@@ -1,6 +1,6 @@
 """Imports modules in the warm parent of training, so that a forked rank starts in well under a second.
 
-Imports only: no OpenMP work (a forked child would hang in its thread pool) and no CUDA.
+It must start no OpenMP work (a forked child would hang in the thread pool) and must not touch CUDA.
 """
 
 from __future__ import annotations
