@@ -2,9 +2,8 @@
 
     python -m benchmarks.suspend_resume [--sizes 5M 25M] [--zero 2] [--rounds 5]
 
-Worlds of 4 and then of 8 ranks train a random Llama, forked from the warm parent. Each is suspended (`Group.suspend`: a
-snapshot in shared memory, processes gone) and resumed at its size, and at last at half of it, until the first step is
-done. Steps are kept short: this is about moving state. A suspension is compared with one copy of the state.
+Worlds of 4 and then of 8 ranks train a random Llama in short steps. Each is suspended (`Group.suspend`) and resumed at
+its size, at last at half of it, until the first step is done. A suspension is compared with one copy of the state.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Runs all ranks of a job as one group: starts, watches and stops them together.
 
-Events handed to `on_event` (all have "event" and "job"):
+Events for `on_event` (all have "event" and "job"):
   message     level, text
   started     step
   metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices,
-              rank_seconds (of each rank: train.trainer.metrics)
+              rank_seconds (time in forward passes, by rank)
   validation  step, loss
-  snapshot    step, path, bytes, seconds (training stood still)
+  snapshot    step, path, bytes, seconds (for which training waited)
   published   version, path, step, epoch, bytes, seconds
-  policy      step: the weights after it are in shared memory, for samples (train.rollouts.rollouts)
+  policy      step; its weights are in shared memory, for rollouts (train.rollouts.rollouts)
   finished    outcome, step
 
 Rules
-- A failure of one rank (death, exception, silence, a phase that does not end) kills all of them, because the others
-  would wait in a collective for ever.
+- A failure of one rank (death, exception, silence, an endless phase) kills all ranks, because the others would wait in
+  a collective for ever.
 - The group repairs nothing. The outcome says whether a restart from the newest snapshot can help.
 
 `RankHost` supervises one of the ranks, in a Ray actor: it holds the device, has the rank forked, notices when it hangs,
@@ -47,31 +47,31 @@ log = logging.getLogger(__name__)
 ENTRY = "train.trainer.worker:main"
 STATES = ("ready", "done", "fatal", "hung", "ended")
 NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
-WORLDS = "worlds"  # alongside the warm parent's socket, in a directory of the box's user alone
-# Exceptions that mean "another rank is gone": never the root cause.
+WORLDS = "worlds"  # a private folder in the directory of the warm parent's socket
+# Exceptions that mean "another rank is gone"; they are never the cause.
 _SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
 _GRACE_S = 2.0
-"""Time for the others to report after one rank has failed: they raise from their collectives within 0.1 s, sometimes
-before its death is seen. Thus the rank with its own error is blamed, and the first can report a snapshot."""
+"""Time for the other ranks to report after one has failed: they raise from their collectives within 0.1 s, sometimes
+before its death is noticed. So the rank with an error of its own is blamed, and rank 0 can still report a snapshot."""
 
 
 @dataclass(frozen=True)
 class PingLimits:
-    """When a rank counts as hung. A separate thread answers `ping`, so silence means that the process is stopped; but
-    a library may hold Python's lock for seconds, as torch does while a device begins."""
+    """When a rank counts as hung. A separate thread answers `ping`, so only a stopped process is silent; but a library
+    may hold Python's lock for seconds, as torch does while it initialises a device."""
 
     ping_every_s: float = 1.0
     ping_timeout_s: float = 5.0
-    long_ping_timeout_s: float = 60.0  # until it is ready
+    long_ping_timeout_s: float = 60.0  # until the rank is ready
     phase_limit_s: float = 900.0  # of one micro-batch, one validation, one tokenisation ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended; `error` when it failed.
+    """How a group ended. error: of a failed one.
 
-    Of a suspension: `snapshot_path` is None if the job had not done a step yet; `bytes` of the snapshot; seconds: agree
-    (until the step is done or aborted), snapshot, exit (the rest until the devices are free), total.
+    The rest describes a suspension. snapshot_path: None if the job had not done a step yet. bytes: of the snapshot.
+    seconds: agree (until the step is done or aborted), snapshot, exit (the rest until the devices are free), total.
     """
 
     outcome: Literal["succeeded", "failed", "suspended"]
@@ -83,9 +83,9 @@ class Outcome:
 
 
 class Group:
-    """One world of one job, for one use: create another Group to continue the job.
+    """One world of a job. To resume the job, create another Group.
 
-    `_follow` has its life from the first event of its ranks to the end of all of them.
+    `_follow` runs from the first event of the ranks to the end of all of them.
     """
 
     def __init__(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None):
@@ -103,10 +103,9 @@ class Group:
     async def start(
         self, spec: TrainSpec, hosts: Sequence[RankHost], devices: Sequence[str], snapshot: str | None = None
     ) -> None:
-        """Fork one rank per host, and return when all are training. `devices[i]` is the address of a device
-        (DeviceKind.address).
+        """Fork one rank per host, and return when all are ready to train. devices: addresses (DeviceKind.address).
 
-        Raises RankFailed if the world does not come up; nothing is left running then.
+        Raises RankFailed if the world does not start; no rank is left running then.
         """
         assert len(hosts) == len(devices) and hosts, "one device per host"
         self._hosts, self._job_id = list(hosts), spec.job_id
@@ -126,10 +125,12 @@ class Group:
             raise error
 
     async def adopt(self, job_id: str, hosts: Sequence[RankHost], *, whole: bool = True) -> None:
-        """Take over the ranks of another Group whose process died, dead ones too, in the order of ranks. whole: whether
-        these are all; else it ends them.
+        """Take over the ranks of a Group whose process died. Unacknowledged events are delivered now, the last one
+        perhaps a second time.
 
-        It delivers unacknowledged events now, the last of them perhaps a second time.
+        Args:
+            hosts: of all ranks, dead ones too, in order.
+            whole: False if ranks of the world are missing; then the others are killed.
         """
         self._hosts, self._job_id, self._adopted = list(hosts), job_id, True
         if not whole:
@@ -137,10 +138,9 @@ class Group:
         self._following = asyncio.create_task(self._follow(), name=f"{self._job_id} ranks")
 
     async def suspend(self) -> Outcome | None:
-        """Abort the step under way and leave the devices with a snapshot of the state before it; returns when they
-        are free.
+        """Abort the current step, write a snapshot of the state before it, and return when the devices are free.
 
-        None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` returns how.
+        None if the job ended in another way meanwhile (in its last step, or by a failure); `wait` returns the outcome.
         """
         started = time.monotonic()
         assert self._following is not None, "start the group first"
@@ -151,25 +151,25 @@ class Group:
         if outcome.outcome != "suspended":
             return None
         total, snapshot = time.monotonic() - started, outcome.seconds["snapshot"]
-        # Its "leave" is all the time of rank 0 between the step boundary and its last message, snapshot included.
+        # "leave" is the time of rank 0 between its last step and its last message, with the snapshot.
         agree = max(0.0, self._left_s - started - outcome.seconds["leave"])
         seconds = {"agree": agree, "snapshot": snapshot, "exit": total - agree - snapshot, "total": total}
         return replace(outcome, seconds=seconds)
 
     async def kill(self) -> Outcome:
-        """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
+        """End now, as a failure that can be retried (the devices are needed, or the box stops)."""
         if not self._killed.done():
             self._killed.set_result("was killed on request")
         return await self.wait()
 
     async def wait(self) -> Outcome:
-        """How the group ended; returns when no process of it is left."""
+        """Wait until no process of the group is left; return how it ended."""
         assert self._following is not None, "start the group first"
         return await asyncio.shield(self._following)
 
     async def _follow(self) -> Outcome:
-        """Listen to all ranks until all are done, or one fails; then kill what is left of them, and take the events
-        that they had emitted by then: no later group reads them."""
+        """Listen to all ranks until all are done or one fails; then kill those that are left, and take the events that
+        they sent before, because no later group reads them."""
         listeners = [asyncio.create_task(self._listen(rank)) for rank in range(len(self._hosts))]
         try:
             error = await self._failure(listeners)
@@ -239,8 +239,8 @@ class Group:
         self._on_event({"event": event, **data, "job": self._job_id})
 
     async def _kill_all(self) -> list[int]:
-        """Kill all ranks; returns those whose supervisors did. An unreachable one must not block the report of the
-        group's end: its rank died with it. Such an error once left a suspend waiting for ever."""
+        """Kill all ranks; return those whose supervisors did. An unreachable supervisor, whose rank died with it, must
+        not block the report of the group's end."""
         failures = await asyncio.gather(*(host.kill() for host in self._hosts), return_exceptions=True)
         for rank, error in enumerate(failures):
             if error is not None:
@@ -249,27 +249,27 @@ class Group:
 
 
 def _raised(rank: int, kind: str, message: str) -> RankFailed:
-    if isinstance(getattr(errors, kind, None), type):  # of the input, in words for who gave it
+    if isinstance(getattr(errors, kind, None), type):  # an error of the input; the message says what to change
         return RankFailed(rank, message, code=kind, blame="own", retryable=False)
     return RankFailed(rank, f"raised {kind}: {message}", code=kind, blame="own")
 
 
 def _distance(error: RankFailed) -> int:
-    """How far a failure is from the cause. At 0 the others need not be heard."""
+    """How far a failure is from the cause. At 0 no other rank can know more."""
     if error.code == "rank_died":
         return 2 if error.blame == "memory" else 3
     return 4 if error.code in _SYMPTOMS else int(error.blame == "own")
 
 
 class RankHost:
-    """One rank at a time, forked from the warm parent at `warm_socket`, logging into `log_dir`. `numa_node`: that of
-    the device, on which ranks run; None: anywhere.
+    """Supervises one rank at a time, forked from the warm parent at `warm_socket`, with its log in `log_dir`.
+    numa_node: of the device, where the rank runs; None: anywhere.
     """
 
     def __init__(self, warm_socket: str, log_dir: str, numa_node: int | None = None, limits: PingLimits = PingLimits()):
         self._limits = limits
         self._warm_socket, self._log_dir, self._numa_node = warm_socket, Path(log_dir), numa_node
-        # Ranks of a world find each other by a file there: torch's default, a port, accepts connections from anyone.
+        # Ranks of a world meet at a file there; torch's default, a port, accepts connections from anyone.
         self._worlds = Path(warm_socket).with_name(WORLDS)
         self._meeting: Path | None = None
         self._child: Child | None = None
@@ -287,8 +287,7 @@ class RankHost:
     ) -> None:
         """Fork the rank and return as soon as the process exists; it joins the world by itself. Raises WarmParentError.
 
-        device: its address (DeviceKind.address). meeting: the name of this world and of no other; its ranks are all on
-        this node.
+        device: an address (DeviceKind.address). meeting: a unique name of the world, whose ranks are all on this node.
         """
         await self.kill()
         self._place = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}
@@ -296,10 +295,10 @@ class RankHost:
         self._meeting = self._worlds / meeting
         self._worlds.mkdir(mode=0o700, exist_ok=True)
         env = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-        # A world is on one node. By default collectives use an address that other machines can reach.
+        # All ranks are on one node; by default collectives would use an address that other machines can reach.
         env["GLOO_SOCKET_IFNAME"] = "lo"
         kind = kind_of(spec["device_kind"])
-        # Set after the fork: the parent never touched a device.
+        # Set after the fork, because the parent never touches a device.
         env |= kind.visibility([device])
         arguments = {"spec": spec, "rank": rank, "world_size": world_size, "snapshot": snapshot}
         self._child = await Child.spawn(
@@ -315,12 +314,12 @@ class RankHost:
         self._events = _Events(self._child, self._limits)
 
     async def life(self) -> dict[str, Any]:
-        """The life of this supervisor, see runtime.processes.kernel.life; also asked to see whether it lives."""
+        """The life of this supervisor (runtime.processes.kernel.life); the call also shows that it is alive."""
         return life()
 
     async def status(self) -> dict[str, Any]:
-        """`{"job_id", "rank", "world_size"}` of the rank started last, dead or alive. The job is "" before the first
-        rank, and again once `kill` has cleared the device."""
+        """`{"job_id", "rank", "world_size"}` of the newest rank, dead or alive. The job is "" before the first rank,
+        and after `kill` has cleared the device."""
         return self._place
 
     async def suspend(self) -> None:
@@ -328,18 +327,18 @@ class RankHost:
         await self._started().call("suspend")
 
     async def next_event(self, after: int = 0) -> dict[str, Any]:
-        """The rank's first event with a "number" above `after`, which acknowledges all up to there; the last is "ended"
-        (starved: the host's memory ran out; how). The call may be repeated, as after a lost answer."""
+        """The rank's first event with a "number" above `after`; the call acknowledges all events up to `after`, and may
+        be repeated if its answer was lost. The last event is "ended" (starved: whether the host's memory ran out; how).
+        """
         self._started()
         return await self._events.next(after)
 
     async def kill(self) -> None:
         """Kill the rank if there is one and return when its device is free.
 
-        On a fully loaded machine the kernel takes longer than the wait to free its memory. Giving up then left a
-        finished job running for ever.
+        On a loaded machine the kernel may take longer than the timeout to free its memory, so the wait is repeated.
         """
-        # Belongs to this life: the next one may begin while this call still waits.
+        # Those of this rank: the next one may start while this call still waits.
         child, meeting, place = self._child, self._meeting, self._place
         while child is not None:
             try:
@@ -359,7 +358,7 @@ class RankHost:
 
 
 class _Events:
-    """The numbered events of one rank: its own, and that it hangs or has ended."""
+    """The numbered events of one rank: those that it sends, then "hung" or "ended"."""
 
     def __init__(self, child: Child | None = None, limits: PingLimits = PingLimits()):
         self._kept: list[dict[str, Any]] = []

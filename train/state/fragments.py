@@ -227,6 +227,4 @@ def _flat_masters(engine: Any) -> list[torch.Tensor]:
     for attribute in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, attribute):
             return getattr(optimizer, attribute)
-    raise TypeError(
-        f"{type(optimizer).__name__} has its master weights under an unknown attribute; expected DeepSpeed 0.19.8"
-    )
+    raise TypeError(f"{type(optimizer).__name__} has its master weights under an unknown attribute")
