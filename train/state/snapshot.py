@@ -80,6 +80,7 @@ class Snapshots:
         self._spec, self._store, self._engine, self._grid = rank.spec, rank.store, rank.engine, rank.grid
         self._emit, self._progress, self._tokens, self._validations = rank.emit, rank.progress, tokens, validations
         self._kept, self._reported = kept, rank.reported
+        self._identity = {key: getattr(rank.spec, key) for key in _IDENTITY}
         self._newest: tuple[int, Written] | None = None
         self._refused = False  # shared memory was full at the last attempt, and the job has reported it
         self._last_s, self._cost_s = time.monotonic(), 0.0
@@ -134,7 +135,7 @@ class Snapshots:
                 store.remove(stale)
             return store.reserve(self._layout, kind=KIND, model=self._spec.job_id, version=version_name(step))
 
-        meta = {"step": step, "spec": {key: getattr(self._spec, key) for key in _IDENTITY}, "tokens": self._tokens}
+        meta = {"step": step, "spec": self._identity, "tokens": self._tokens}
         meta["steps"] = [*self._reported]
         meta |= {"validations": [[*self._validations.scores.items()], self._validations.published]}
         written = write_together(store, self._layout, reserve, self._pieces(), meta)
@@ -154,26 +155,23 @@ class Snapshots:
     def read(self, path: str) -> int:
         """Load the engine, the validations and `kept` from the snapshot at `path`, written at any world size; return
         its step. Raises SnapshotMismatch if it is gone or belongs to another run."""
-        spec, engine = self._spec, self._engine
+        engine = self._engine
         try:
             stored = StoredVersion.read(Path(path))
         except IntegrityError as error:
             raise SnapshotMismatch(f"there is no snapshot at {path}: it was removed or never committed") from error
         meta = stored.manifest.meta
         with take_lease(stored) as lease, torch.no_grad():
-            for key in _IDENTITY:
-                if meta["spec"][key] != getattr(spec, key):
-                    raise SnapshotMismatch(
-                        f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, the run has "
-                        f"{getattr(spec, key)!r}"
-                    )
+            for key, own in self._identity.items():
+                if (theirs := meta["spec"][key]) != own:
+                    raise SnapshotMismatch(f"the snapshot {path} was made with {key} {theirs!r}, the run has {own!r}")
             if meta["tokens"] != self._tokens:
                 raise SnapshotMismatch(
                     f"the snapshot {path} was made with other tokens of the training data; did the tokenizer or the "
                     "chat template of the base model change?"
                 )
             shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
-            trained = [parameter for parameter in fragments.parameters(engine) if parameter.trained]
+            trained = [p for p in fragments.parameters(engine) if p.trained]
             kept = {name: tuple(tensor.shape) for name, tensor in self._kept.items()}
             for name, shape in ({f"master.{p.name}": p.shape for p in trained} | kept).items():
                 if shapes.get(name) != shape:
@@ -189,7 +187,7 @@ class Snapshots:
             else:  # far cheaper than an all-gather through gloo
                 copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
             copies.read(lease, self._kept_pieces())
-        engine.global_steps, engine.global_samples = step, step * spec.batch_size
+        engine.global_steps, engine.global_samples = step, step * self._spec.batch_size
         scores, self._validations.published = meta["validations"]
         self._validations.scores = dict(scores)
         self._emit("steps", steps=meta["steps"])

@@ -44,12 +44,8 @@ class Metrics:
         return torch.zeros((), dtype=torch.float32, device=self._engine.device)
 
     def end_step(self, step: int, loss: torch.Tensor, data: StepData, **fields: Any) -> None:
-        """Collective: report that `step` steps are done. Raises TrainingDiverged, on every rank.
-
-        Args:
-            loss: this rank's part.
-            fields: further fields of the event.
-        """
+        """Collective: report that `step` steps are done. loss: this rank's part. fields: further fields of the event.
+        Raises TrainingDiverged, on every rank."""
         seconds = torch.zeros(self._grid.world_size, dtype=torch.float32, device=loss.device)
         seconds[self._grid.rank] = self.forward_timer.elapsed() / 1000
         total, named, rank_seconds = self._summed(loss, seconds)
