@@ -32,6 +32,6 @@ def test_hold_base_keeps_mapped_weights_until_release(tmp_path):
         draft.view("w")[:] = b"\xff" * layout.find("w").nbytes
         draft.commit(meta={})
     assert any(not torch.equal(frozen[name], before[name]) for name in before), "they are mapped, not copied"
-    with pytest.raises(VersionNotFound, match="base/v1, which j is trained from"):
+    with pytest.raises(VersionNotFound, match="base/v1, the starting point of j"):
         hold_base(spec)
     mappings.clear()

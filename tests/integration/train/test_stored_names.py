@@ -90,8 +90,8 @@ def test_match_parts_of_different_widths_keep_memory_order():
     [
         ((STACK, Concatenate(dim=2)), (2, 2, 7), STORED, "joined along the next"),
         ((STACK, JOIN, Transpose(1, 2)), (2, 3, 6), STORED, "joined along the next"),
-        ((STACK, JOIN), (2, 6, 3), {k: v for k, v in STORED.items() if k != "experts.1.b"}, "not filled"),
-        ((STACK, JOIN), (3, 6, 3), STORED, "not filled"),
+        ((STACK, JOIN), (2, 6, 3), {k: v for k, v in STORED.items() if k != "experts.1.b"}, "do not fill it"),
+        ((STACK, JOIN), (3, 6, 3), STORED, "do not fill it"),
         ((STACK, JOIN), (2, 6, 3), {}, "nothing"),
     ],
 )

@@ -52,7 +52,7 @@ def test_partition_config_cuts_attention_and_mlp_only(family, tied):
     "model_config, shared, said",
     [
         (config("mixtral"), 2, "'mixtral' has layers cut as .*experts"),
-        (config("llama"), 4, "num_key_value_heads 2, which 4 ranks"),
+        (config("llama"), 4, "num_key_value_heads 2, which 4 does"),
         (config("llama", num_key_value_heads=4, num_attention_heads=8, intermediate_size=99), 2, "intermediate_size"),
         (transformers.Phi3Config(**SIZES), 2, "fused matrices"),
         (transformers.BloomConfig(), 2, "'bloom' has no tensor-parallel plan"),
