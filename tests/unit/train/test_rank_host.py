@@ -2,16 +2,13 @@
 
 import ast
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import train
 from runtime.errors import SupervisorDied
-from train.control.group import Group, RankHost
-from train.plan.errors import RankFailed
-from train.plan.spec import TrainSpec
+from train.control.group import Group, PingLimits, RankHost
 
 
 class Child:
@@ -192,6 +189,16 @@ async def test_adopt_of_a_world_that_ended_unwatched_takes_its_steps_once(ranks,
     assert (outcome.outcome, outcome.step, outcome.error.blame, child.alive) == ("failed", 5, "outside", False)
 
 
+async def test_group_ends_when_a_phase_lasts_too_long(children, tmp_path):
+    limits = PingLimits(ping_every_s=0.0, phase_limit_s=-1.0)
+    host = RankHost(str(tmp_path / "warm.sock"), str(tmp_path), limits=limits)
+    await host.start({"job_id": "j", "device_kind": "cpu"}, 0, 1, "abc", "cpu")
+    group = Group()
+    await group.adopt("j", [host])
+    error = (await ended(group)).error
+    assert (error.code, error.blame, error.retryable, children[0].alive) == ("rank_hung", "outside", True, False)
+
+
 async def test_group_lets_a_rank_report_its_snapshot_when_another_one_raised(ranks):
     (one, first), (other, second) = ranks
     steps = []
@@ -205,20 +212,15 @@ async def test_group_lets_a_rank_report_its_snapshot_when_another_one_raised(ran
     assert (await ended(group)).error.code == "StoreFull" and steps == [2]
 
 
-async def test_group_ends_when_an_event_cannot_be_handled(children, tmp_path):
+async def test_group_ends_when_an_event_cannot_be_handled(ranks):
+    one, child = ranks[0]
+
     def full(event):
-        if event["event"] == "started":
+        if event["event"] == "metrics":
             raise OSError("no space left on device")
 
     group = Group(full)
-    spec = TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", device_kind="cpu")
-    hosts = [RankHost(str(tmp_path / "warm.sock"), str(tmp_path))]
-    starting = asyncio.create_task(group.start(spec, hosts, ["cpu"]))
-    while not children:
-        await asyncio.sleep(0)
-    children[0].say("ready", step=0)
-    async with asyncio.timeout(10):
-        with suppress(RankFailed):  # all are ready, or it has failed by then
-            await starting
+    await group.adopt("j", [one])
+    child.say("metrics", step=1)
     outcome = await ended(group)
-    assert (outcome.outcome, outcome.error.retryable, children[0].alive) == ("failed", True, False)
+    assert (outcome.outcome, outcome.error.retryable, child.alive) == ("failed", True, False)
