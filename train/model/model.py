@@ -225,7 +225,7 @@ def merge_into(model: PreTrainedModel, directory: str) -> None:
         weight.copy_(weight.float() + scaling * (up.float() @ down.float()))
 
 
-# --- what a model is
+# --- facts about a model
 
 
 def keeps_state(model: PreTrainedModel) -> bool:

@@ -226,7 +226,7 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         host = optimizer + step * trained // ranks
         if stage < 3:  # the largest parameter, on both sides
             buffers, host = buffers + element * largest, host + element * largest
-        if stage == 1:  # the reduced part
+        if stage == 1:  # the reduced gradients of this rank's partition
             gradients += 4 * trained // ranks
         offloaded, host = offloaded + away, host + away
     layer, works = shape.layer_bytes(shards), shape.working_bytes(shards)

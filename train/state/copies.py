@@ -1,5 +1,5 @@
-"""Copies a rank's memory to and from the files of a snapshot or a version, cast to the dtype of the target; all ranks
-write such a draft together.
+"""Copies a rank's memory to and from the files of a snapshot or a version, cast to the dtype of the target. All
+ranks write one draft together.
 
 Contiguous elements are copied by system calls: in a new process a mapping of shared memory takes a page fault for every
 4 KiB, which costs twice the copy itself. Columns of a matrix are copied through a mapping.
