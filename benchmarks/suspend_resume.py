@@ -2,10 +2,8 @@
 
     python -m benchmarks.suspend_resume [--sizes 5M 25M] [--zero 2] [--rounds 5]
 
-Worlds of 4 and then of 8 ranks train a random Llama, forked from the warm parent. Each is suspended (`Group.suspend`: a
-snapshot in shared memory, processes gone) and resumed at its size, and finally at half of it, until the first step is
-done. Steps are short, because the subject is the movement of state. A suspension is compared with one copy of the
-state.
+Worlds of 4 and then of 8 ranks train a random Llama in short steps. Each is suspended (`Group.suspend`) and resumed at
+its size, at last at half of it, until the first step is done. A suspension is compared with one copy of the state.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from tests.train_support.world import WarmTrain
 from train.control.group import Group, PingLimits, RankHost
 from train.plan.spec import TrainSpec
 
+LIMITS = PingLimits(ping_timeout_s=60.0)
 EXAMPLES = 36  # nine steps per epoch, each of which ends with a version
 STEPS = 20  # of the world of 4 before its first suspension
 
@@ -34,7 +33,7 @@ class World:
 
     def __init__(self, warm: WarmTrain, spec: TrainSpec) -> None:
         self.warm, self.spec, self.events, self._news = warm, spec, [], asyncio.Event()
-        self.group = Group(self._note, PingLimits(ping_timeout_s=60.0))
+        self.group = Group(self._note)
 
     def _note(self, event: dict) -> None:
         self.events.append((time.monotonic(), event))
@@ -42,7 +41,7 @@ class World:
 
     async def start(self, size: int, snapshot: str | None = None) -> World:
         self.began_s = time.monotonic()
-        hosts = [RankHost(str(self.warm.socket), str(self.warm.folder)) for _ in range(size)]
+        hosts = [RankHost(str(self.warm.socket), str(self.warm.folder), limits=LIMITS) for _ in range(size)]
         await self.group.start(self.spec, hosts, ["cpu"] * size, snapshot)
         self.ready_s = time.monotonic() - self.began_s
         return self

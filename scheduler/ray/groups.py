@@ -180,18 +180,13 @@ class Groups:
                 self._groups.pop(job_id, None)
                 self._report_change()
             return
-        error = outcome.error or {}
-        if missing and outcome.outcome == "succeeded":
-            outcome, error = replace(outcome, outcome="failed"), {"message": missing}
-        if outcome.outcome == "succeeded":
+        if (error := outcome.error) is not None:
+            running.ended = GroupEnded("failed", outcome.step, str(error), error.retryable, error.blame)
+        elif missing:
+            running.ended = GroupEnded("failed", outcome.step, missing)
+        else:
             await self._jobs.will_succeed(job_id)
-        running.ended = GroupEnded(
-            outcome.outcome,
-            outcome.step,
-            error.get("message", ""),
-            error.get("retryable", True),
-            error.get("blame", "own"),
-        )
+            running.ended = GroupEnded("succeeded", outcome.step)
         self._report_change()
 
     def _host(self, device_id: str) -> Supervisor:

@@ -13,7 +13,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from anyio import to_thread
 
@@ -134,6 +134,14 @@ class DeviceBounds:
         return fitting
 
 
+class _Candidate(NamedTuple):
+    """The fields of a TrainSpec with one number of ranks for a row, the layouts that fit, and a warning about them."""
+
+    fields: dict[str, Any]
+    layouts: list[capacity.Layout]
+    warning: str
+
+
 @dataclass(frozen=True, slots=True)
 class SettingsRequest:
     """The settings that a request has for a job. hyperparameters: "auto" or absent where the box chooses."""
@@ -184,18 +192,19 @@ class SettingsRequest:
             by_micro = {n: possible for n, possible in by_micro.items() if possible and set(sizes) <= set(possible)}
             layouts, warning = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
             if layouts:
-                candidates.append((shared, layouts, warning))
+                candidates.append(_Candidate(shared, layouts, warning))
                 if parts == 1 and layouts[0].risk == capacity.NO_RISK and not warning:
                     break  # sharing a row costs communication in every layer and excludes numbers of devices
-        layouts, warning = [], ""
+        chosen = _Candidate(resolved, [], "")
         # Requested settings count more than speed: layouts without a warning come first.
-        if candidates := [candidate for candidate in candidates if not candidate[2]] or candidates:
-            best = capacity.fastest_of([layouts[0] for _, layouts, _ in candidates], capacity.NEAR)
-            resolved, layouts, warning = next(candidate for candidate in candidates if candidate[1][0] is best)
-        resolved = resolved | (layouts[0].fields if layouts else estimator.leanest())
+        if candidates := [candidate for candidate in candidates if not candidate.warning] or candidates:
+            best = capacity.fastest_of([candidate.layouts[0] for candidate in candidates], capacity.NEAR)
+            chosen = next(candidate for candidate in candidates if candidate.layouts[0] is best)
+        layouts = chosen.layouts
+        resolved = chosen.fields | (layouts[0].fields if layouts else estimator.leanest())
         verdict = estimator.verdict(resolved, bounds.divided(resolved, nodes)[1])
-        if warning:
-            verdict = replace(verdict, warnings=(warning, *verdict.warnings))
+        if chosen.warning:
+            verdict = replace(verdict, warnings=(chosen.warning, *verdict.warnings))
         return resolved, verdict, [estimator.described(layout, resolved, steps) for layout in layouts]
 
     def _row_parts(self, resolved: dict[str, Any], box: BoxFacts) -> list[int]:
