@@ -1,4 +1,4 @@
-"""The memory of home and of nodes that have joined, each with the same policy; no process is started."""
+"""Memory of the home node and of joined nodes under the same policy; starts no processes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ GB = 10**9
 
 
 class World:
-    """Home and a node n1 with as much memory as the test says; what is done on n1 is written down."""
+    """Home and a node n1 with the memory that the test sets; records the actions on n1."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -73,7 +73,7 @@ async def pass_by(box: BoxMemory, world: World, seconds: float) -> None:
 
 
 def given(db) -> list[tuple[str, str]]:
-    """Each item that was given up or taken back, in order; idle weights are not among them."""
+    """Items given up or taken back, in order, without idle weights."""
     return [(row.action, row.target) for row in AUDIT.page(db, after=None, limit=10).data][::-1]
 
 
@@ -81,7 +81,7 @@ def short(world: World, available: int = GB // 2) -> None:
     world.away = replace(world.away, available=available)
 
 
-async def test_a_job_begins_where_memory_is_and_waits_only_if_nowhere_is(box, world, db, add_model, add_job):
+async def test_job_nodes_exclude_nodes_short_of_memory(box, world, db, add_model, add_job):
     add_model()
     job = add_job("ftjob-1")
     assert box.job_nodes(job) == ("n0", "n1")
@@ -96,7 +96,7 @@ async def test_a_job_begins_where_memory_is_and_waits_only_if_nowhere_is(box, wo
     assert "Needs about 6.0 GB" in box.waits_for(job) and box.job_nodes(job) == ("n0", "n1")
 
 
-async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothing(box, world, db, add_model, add_job):
+async def test_box_memory_short_node_frees_memory_in_order(box, world, db, add_model, add_job):
     add_model()
     for number in (0, 1, 2):
         add_job(f"ftjob-{number}", phase="running", devices=[f"n{min(number, 1)}/{number}"])
@@ -130,7 +130,7 @@ async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothin
     assert box.job_nodes(jobs.get(db, "ftjob-2")) == ("n0", "n1")
 
 
-async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, caplog):
+async def test_box_memory_look_survives_failed_or_lost_node(box, world, caplog):
     world.fails = True
     short(world)
     await box.look(world.status())
@@ -140,7 +140,7 @@ async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, caplog)
     assert box.nodes() == {} and box.notes() == [] and box.max_asleep() == {}
 
 
-async def test_engines_that_start_count_before_their_memory_shows(box, world):
+async def test_book_engine_counts_starting_engines(box, world):
     world.home = replace(world.home, available=6 * GB)
     await box.look(world.status())
     assert [box.book_engine(model, "n0") for model in ("chat", "code", "third")] == [True, True, False]
@@ -149,7 +149,7 @@ async def test_engines_that_start_count_before_their_memory_shows(box, world):
     assert box.book_engine("third", "n0")
 
 
-def test_decide_gives_back_a_suspended_job_while_another_waits_for_more_than_there_is():
+def test_decide_resumes_suspended_job_despite_larger_waiting_job():
     reading, waits = MemoryReading(24 * GB, 10 * GB), Holdings(job_wanted=20 * GB)
     state, action = decide(reading, waits, MemoryState(jobs=("small",)), 0.0, GB)
     assert action is None
@@ -157,8 +157,8 @@ def test_decide_gives_back_a_suspended_job_while_another_waits_for_more_than_the
     assert action is not None and (action.back, action.job) == (True, "small")
 
 
-def test_decide_between_the_marks_moves_nothing():
-    """What is given back at the reserve comes back at half as much again: no to and fro in between."""
+def test_decide_between_thresholds_does_nothing():
+    """Memory is given up at the reserve and taken back at 1.5 times the reserve, to avoid oscillation."""
     state = MemoryState(jobs=("a",))
     for now_s in range(0, 600, 10):
         state, action = decide(MemoryReading(24 * GB, int(GB * 1.2)), Holdings(), state, now_s, GB)
@@ -176,7 +176,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_the_tightest_group_above_us_counts_with_its_files_as_free(tmp_path: Path):
+def test_read_memory_uses_tightest_parent_cgroup(tmp_path: Path):
     group = "sys/fs/cgroup/system.slice"
     root = tree(
         tmp_path,
@@ -194,7 +194,7 @@ def test_the_tightest_group_above_us_counts_with_its_files_as_free(tmp_path: Pat
     assert read_memory(root) == MemoryReading(10 * GB, 3 * GB, 3.5, "control group /system.slice", 60 * 1024)
 
 
-def test_the_older_kind_of_groups_too_seen_from_inside_a_container(tmp_path: Path):
+def test_read_memory_supports_cgroup_v1_in_container(tmp_path: Path):
     root = tree(
         tmp_path,
         {

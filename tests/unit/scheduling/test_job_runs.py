@@ -1,4 +1,4 @@
-"""What a job's ranks report while nobody listens is taken in before they start anew."""
+"""Runs of jobs: snapshots, checkpoints, base versions and policies."""
 
 import shutil
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def runs(db, events, store, tmp_path, tiers):
     return JobRuns(db, store, jobs_dir, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), follower)
 
 
-async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow, store, add_job, tmp_path, tiers):
+async def test_newest_snapshot_is_searched_in_memory_then_other_tiers(runs, flow, store, add_job, tmp_path, tiers):
     add_job(phase="running")
     assert runs.newest_snapshot("ftjob-1") is None
     snapshot(store, 9)
@@ -44,14 +44,14 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
     assert StoredVersion.read(again).manifest.meta["step"] == 10
 
 
-async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, flow, store, add_job):
+async def test_newest_snapshot_is_leased_until_taken(runs, flow, store, add_job):
     add_job(phase="running")
     snapshot(store, 53)
     await flow.run_once("disk")
     path = runs.newest_snapshot("ftjob-1")
     assert store.evict(10**9) == 0 and StoredVersion.read(path).manifest.meta["step"] == 53
     runs.taken("ftjob-1")
-    runs.taken("ftjob-1")  # stopping a start ends it too
+    runs.taken("ftjob-1")  # a stopped start releases it as well
     assert store.evict(10**9) > 0 and not path.exists()
 
 
@@ -61,7 +61,7 @@ def published(step):
 
 
 def steps(db):
-    """Of the checkpoints."""
+    """Steps of the checkpoints."""
     return [int(version.removeprefix("step-")) for _, _, version in models.checkpoint_names(db)]
 
 
@@ -87,7 +87,7 @@ async def test_publish_keeps_the_last_three_checkpoints_and_those_in_use(runs, d
     assert not removed, "the bytes follow"
     await runs.tidy(unload, remove)
     assert removed == ["step-6"]
-    runs.on_event("ftjob-1", published(4))  # a world that went back to before it
+    runs.on_event("ftjob-1", published(4))  # after a rollback to an earlier step
     await runs.tidy(unload, remove)
     assert steps(db) == [2, 8, 10, 12] and removed[1:] == ["step-4"]
 
@@ -95,7 +95,7 @@ async def test_publish_keeps_the_last_three_checkpoints_and_those_in_use(runs, d
 RESOLVED = {"publish": "end", "full": False, "lora_publish": "adapter"}
 
 
-def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, tmp_path):
+def test_spec_keeps_initial_base_version_of_job(runs, db, add_model, add_job, tmp_path):
     add_model()
     for version in ("v1", "v2"):
         (tmp_path / "bytes" / version).mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     assert runs.spec("ftjob-1", "cpu").shm_budget_bytes == 99
 
 
-async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, add_model, add_job, tmp_path):
+async def test_spec_fails_after_model_is_unshared(runs, db, add_model, add_job, tmp_path):
     add_model()
     (tmp_path / "bytes").mkdir()
     models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
@@ -126,9 +126,7 @@ async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, a
         await runs.prepare("ftjob-1")
 
 
-async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
-    runs, flow, store, db, add_model, add_job, tmp_path
-):
+async def test_prepare_reads_damaged_base_from_next_tier(runs, flow, store, db, add_model, add_job, tmp_path):
     add_model()
     write(store, "v1")
     for tier in ("disk", "remote"):
@@ -138,14 +136,14 @@ async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
     on_disk = tmp_path / "data" / "models" / "starter" / "v1"
     await runs.prepare("ftjob-1")
     assert runs.spec("ftjob-1", "cpu").base_path == str(on_disk), "whole, and there is no need to read it in"
-    runs._verified.clear()  # as a controller that was started anew
+    runs._verified.clear()  # as in a restarted controller
     damage(on_disk / "model.safetensors")
     await runs.prepare("ftjob-1")
     check(store, store.find("version", "starter", "v1"))
     assert runs.spec("ftjob-1", "cpu").base_path == str(store.find("version", "starter", "v1").path)
 
 
-def test_a_job_on_an_adapter_trains_its_base_with_it_merged_in(runs, db, add_model, add_adapter, add_job, tmp_path):
+def test_spec_of_job_on_adapter_merges_it_into_base(runs, db, add_model, add_adapter, add_job, tmp_path):
     add_model()
     add_adapter("ft:a")
     for model, version in (("starter", "v1"), ("ft:a", "step-2")):
@@ -180,9 +178,9 @@ def left(store):
     return [stored.version for stored in store.list("adapter", OURS)]
 
 
-async def test_policies_of_a_running_job_keep_the_newest_written(trained, store):
+async def test_tidy_policies_of_running_job_keeps_newest_three(trained, store):
     write_policy(store, USERS, "step-1")
-    # A world that resumed from an earlier snapshot counts its steps from there.
+    # Ranks resumed from an earlier snapshot count steps from there.
     written = [f"step-{step}.old" for step in (8, 9)] + [f"step-{step}.new" for step in (2, 3, 4)]
     unloaded = []
 
@@ -196,7 +194,7 @@ async def test_policies_of_a_running_job_keep_the_newest_written(trained, store)
     assert unloaded == [f"{OURS}@{version}" for version in written[:2]]
 
 
-async def test_policies_of_an_ended_job_go_once_nobody_uses_them(trained, store, db):
+async def test_tidy_policies_of_ended_job_waits_for_last_user(trained, store, db):
     write_policy(store, OURS, "step-2.new")
     jobs.set_phase(db, "ftjob-1", "failed")
 
