@@ -1,4 +1,4 @@
-"""Packed attention: exact by splits on a processor, by one kernel on a GPU, and without a row of zeros per example."""
+"""Packed attention equals masked attention, split per example on a CPU and in one kernel on a GPU."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def row(dim=8, value_dim=8, dtype=torch.float64):
 
 
 def by_mask(query, key, value, window, scale):
-    """One call over the whole row, with the mask that says what may see what."""
+    """Reference: one call over the whole row with a block-diagonal causal mask."""
     of = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     at = torch.arange(sum(LENGTHS))
     distance = at[:, None] - at[None, :]
@@ -31,7 +31,7 @@ def by_mask(query, key, value, window, scale):
 
 
 @pytest.mark.parametrize("further", ["position_bias", "s_aux", "softcap", "indices", "block_indices"])
-def test_what_it_does_not_do_is_refused(further):
+def test_packed_attention_rejects_unsupported_arguments(further):
     with pytest.raises(UnsupportedModel, match=f"Module computes its attention with {further}"):
         packed_attention(torch.nn.Module(), *row(), None, segments=SEGMENTS, **{further: torch.ones(1)})
     packed_attention(torch.nn.Module(), *row(), None, segments=SEGMENTS, position_ids=torch.ones(1), **{further: None})
@@ -51,8 +51,9 @@ def packed(query, key, value, window, scale):
 
 
 def varlen_by_hand(query, key, value, starts, keys_start, longest, longest_key, *, scale, window_size, enable_gqa):
-    """What torch.nn.attention.varlen documents, one sequence at a time: (tokens, heads, dim), a window of W tokens to
-    the left beside the token itself. And what the kernel checks (flash_api.cpp, mha_varlen_fwd)."""
+    """Reference for torch.nn.attention.varlen, one sequence at a time, with the kernel's checks (flash_api.cpp).
+
+    Shapes are (tokens, heads, dim); a window of W covers the token itself and W tokens to the left."""
     assert query.shape[-1] % 8 == 0 and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     assert starts.dtype == torch.int32 and torch.equal(starts, keys_start)
@@ -76,7 +77,7 @@ def varlen_by_hand(query, key, value, starts, keys_start, longest, longest_key, 
     ids=["plain", "window", "wide window", "DeepSeek", "odd", "wide values"],
 )
 @pytest.mark.parametrize("one_kernel", [False, True], ids=["split", "varlen"])
-def test_packed_attention_equals_one_call_with_the_whole_mask(monkeypatch, window, dim, value_dim, scale, one_kernel):
+def test_packed_attention_equals_masked_attention(monkeypatch, window, dim, value_dim, scale, one_kernel):
     if one_kernel:
         monkeypatch.setattr(attention, "in_host_memory", lambda device: False)
         monkeypatch.setattr(attention, "_VARLEN_DTYPES", (torch.float64,))

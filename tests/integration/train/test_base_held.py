@@ -1,4 +1,4 @@
-"""What a rank trains from stays as it is while the rank lives."""
+"""The base weights of a rank stay unchanged while the rank lives."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from weights.memory.store import WeightStore
 from weights.tiers.copies import seal_dir, take_in
 
 
-def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go(tmp_path):
+def test_hold_base_keeps_store_version_until_released(tmp_path):
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     base = make_model_dir(tmp_path / "base")
     seal_dir(base, kind="version", model="base", version="v1")
@@ -26,7 +26,7 @@ def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go
     store.evict(1 << 40)
     assert store.find("version", "base", "v1") is not None
     held.clear()
-    store.remove(stored)  # its file goes to the pool, and the next version is written into it
+    store.remove(stored)  # the file returns to the pool, and the next version reuses it
     layout = Layout.plan([TensorSpec("w", "U8", (stored.nbytes - 4096,))])
     with store.reserve(layout, kind="version", model="other", version="v1") as draft:
         draft.view("w")[:] = b"\xff" * layout.find("w").nbytes

@@ -1,4 +1,4 @@
-"""A rank's memory goes into a snapshot and comes back, wherever its elements are."""
+"""Copies of a rank's memory into snapshots and back, for any position of the elements."""
 
 import threading
 
@@ -14,7 +14,7 @@ from weights.memory.store import WeightStore
 
 
 class LateBuffer(torch.Tensor):
-    """Page-locked memory: copies in and out of it that do not block are only queued."""
+    """Page-locked memory whose non-blocking copies are only queued."""
 
     queue: list = []
 
@@ -26,7 +26,7 @@ class LateBuffer(torch.Tensor):
 
 
 class Late(DeviceKind):
-    """Its copies run in order, and no sooner than somebody waits for a mark behind them."""
+    """A device whose queued copies run in order, and only when a later mark is awaited."""
 
     def __init__(self):
         self.lock, self.waits = threading.Lock(), 0
@@ -50,7 +50,7 @@ class Late(DeviceKind):
         return wait
 
 
-def test_copies_of_ranges_and_columns_round_trip(tmp_path):
+def test_copies_of_ranges_and_columns_round_trip_exactly(tmp_path):
     layout = Layout.plan(
         [
             TensorSpec("a", "F32", (16, 4)),
@@ -67,7 +67,7 @@ def test_copies_of_ranges_and_columns_round_trip(tmp_path):
         ("a", Strided(24, 40, 40, 1), other),
         ("b", last_two_columns, columns),
         ("odd", Strided(0, 3, 3, 1), odd),
-        ("half", Strided(1, 4, 4, 1), torch.tensor([1.0, -2.0, 0.5, 0.0])),  # cast both ways
+        ("half", Strided(1, 4, 4, 1), torch.tensor([1.0, -2.0, 0.5, 0.0])),  # cast in both directions
     ]
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:
@@ -86,7 +86,7 @@ def test_copies_of_ranges_and_columns_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize("dtype, code", [(torch.float32, "F32"), (torch.bfloat16, "BF16")])
-def test_copies_of_a_device_reach_every_file(tmp_path, monkeypatch, dtype, code):
+def test_copies_from_device_reach_every_file(tmp_path, monkeypatch, dtype, code):
     monkeypatch.setattr(copies, "in_host_memory", lambda device: False)
     monkeypatch.setattr(copies, "of_torch", lambda device: Late())
     monkeypatch.setattr(copies, "_PART_BYTES", 256)
@@ -103,7 +103,7 @@ def test_copies_of_a_device_reach_every_file(tmp_path, monkeypatch, dtype, code)
     assert all(torch.equal(ours, was) for (_, _, ours), (_, _, was) in zip(back, pieces, strict=True))
 
 
-def test_a_failed_copy_is_raised_and_no_thread_is_left():
+def test_copies_raise_write_error_and_end_their_thread():
     def fails(buffer):
         raise OSError("no space")
 

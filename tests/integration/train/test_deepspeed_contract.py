@@ -1,4 +1,4 @@
-"""What `train.state.fragments` and `train.trainer.engine` take from DeepSpeed's inside is there and means the same."""
+"""DeepSpeed internals used by `train.state.fragments` and `train.trainer.engine` exist and behave as expected."""
 
 import os
 
@@ -50,7 +50,7 @@ def engine_of(stage, precision):
     }
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
-    # Two groups, as with weight decay: ZeRO-2 links the moments of the first only.
+    # Two groups, as with weight decay: ZeRO-2 links the moments of only the first group.
     groups = [{"params": [p for p in trained if p.ndim == 2]}, {"params": [p for p in trained if p.ndim == 1]}]
     optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
@@ -66,7 +66,7 @@ def steps(engine, n):
         engine.step()
 
 
-def test_a_rank_for_a_gpu_does_not_begin_where_deepspeed_computes_on_the_processor():
+def test_init_world_for_gpu_rejects_cpu_accelerator_of_deepspeed():
     with pytest.raises(InvalidSpec, match="'cuda'.*'cpu'"):
         init_world("cuda", "file:///nowhere")
 
@@ -93,8 +93,8 @@ def test_fragments_cover_every_parameter_with_its_state(stage, precision):
     assert state["step"].item() == 1.0
 
 
-def test_experts_begin_at_whole_16_bytes_behind_a_scale_of_one_element():
-    """ZeRO keeps parameters end to end; torch's grouped product asks this of a GPU's memory alone."""
+def test_groups_order_experts_first_for_16_byte_alignment():
+    """ZeRO stores parameters without gaps; only on GPUs torch's grouped product needs the alignment."""
     scale, experts = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(4, 16, 8))
     ((ordered, _),) = (group.values() for group in _groups([scale, experts], host_spec()))
     assert [p.numel() for p in ordered] == [4 * 16 * 8, 1]

@@ -1,4 +1,4 @@
-"""Snapshots: shared memory that others fill at the worst moment costs one, not the job; and the best validation."""
+"""Snapshots: full shared memory skips a snapshot but not the job; and tracking of the best validation."""
 
 import errno
 
@@ -16,7 +16,7 @@ from weights.memory.store import WeightStore
 
 @pytest.fixture
 def run(world_of_one, tmp_path):  # noqa: F811
-    """Writer of the snapshots of a run after two steps, its store and its events."""
+    """Snapshot writer of a run after two steps, with its store and events."""
     engine = engine_of(1, "fp32")
     steps(engine, 2)
     store, told = WeightStore(tmp_path / "store", budget_bytes=None), []
@@ -32,7 +32,7 @@ def fail(code):
     return failing
 
 
-def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
+def test_snapshot_is_skipped_if_manifest_does_not_fit(run, monkeypatch):
     snapshots, store, told = run
     monkeypatch.setattr(store_module, "write_file", fail(errno.ENOSPC))
     for _ in range(2):
@@ -47,7 +47,7 @@ def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     assert told == ["message", "snapshot", "message"]
 
 
-def test_suspended_run_whose_manifest_finds_no_room_writes_to_disk(run, monkeypatch):
+def test_suspend_writes_to_disk_if_manifest_does_not_fit(run, monkeypatch):
     snapshots, store, told = run
     full, write = fail(errno.ENOSPC), store_module.write_file
     monkeypatch.setattr(
@@ -56,13 +56,13 @@ def test_suspended_run_whose_manifest_finds_no_room_writes_to_disk(run, monkeypa
     assert not snapshots.suspend(2).path.startswith(str(store.root)) and told == ["message", "snapshot"]
 
 
-def test_other_error_of_a_commit_ends_the_world(run, monkeypatch):
+def test_snapshot_commit_with_other_error_ends_the_run(run, monkeypatch):
     monkeypatch.setattr(store_module, "write_file", fail(errno.EIO))
     with pytest.raises(OSError, match="cannot write"):
         run[0].save(2)
 
 
-def test_read_snapshot_of_other_tokens_is_refused(run):
+def test_read_snapshot_of_other_tokens_is_rejected(run):
     snapshots, store, _ = run
     snapshots.save(2)
     (stored,) = store.list("snapshot", "j")
@@ -82,7 +82,7 @@ def test_read_snapshot_of_other_tokens_is_refused(run):
         ("mean_reward", {5: 0.2, 10: 0.9, 15: 0.5}, 10, 1),
     ],
 )
-def test_best_step_is_first_of_equals_and_never_base(key, values, best, since):
+def test_best_step_is_first_of_equals_and_never_zero(key, values, best, since):
     found = Validations()
     for step, value in values.items():
         found.add(step, {"loss": 0.0, key: value})

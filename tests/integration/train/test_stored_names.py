@@ -1,4 +1,4 @@
-"""The map between stored and loaded names, against transformers' own way back to the checkpoint."""
+"""The map between stored and loaded names, compared with save_pretrained of transformers."""
 
 import random
 from math import prod
@@ -20,7 +20,7 @@ def load(path):
 
 
 def written_by_fragments(model, names, cuts):
-    """What ranks would write that own every parameter in pieces cut at random places."""
+    """Tensors written by ranks that own each parameter in pieces cut at random positions."""
     draw, written = random.Random(cuts), {}
     for parameter, tensor in model.named_parameters():
         flat = tensor.detach().reshape(-1)
@@ -36,13 +36,13 @@ def written_by_fragments(model, names, cuts):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fragments_cut_anywhere_make_the_checkpoint(tmp_path, family, tied):
+def test_fragments_cut_anywhere_form_the_checkpoint(tmp_path, family, tied):
     model, shapes = load(make_model_dir(tmp_path / "base", family=family, tied=tied))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 1.0  # what is written must come from the model, not from the base
+            parameter += 1.0  # values must come from the model, not from the base
     names = stored_names(model, shapes, tmp_path / "base")
-    model.save_pretrained(tmp_path / "saved")  # transformers' own way back
+    model.save_pretrained(tmp_path / "saved")  # the reference by transformers
     expected = load_file(tmp_path / "saved" / "model.safetensors")
     for cuts in (0, 1, 7):
         written = written_by_fragments(model, names, cuts)
@@ -50,7 +50,7 @@ def test_fragments_cut_anywhere_make_the_checkpoint(tmp_path, family, tied):
         assert all(torch.equal(written[name], expected[name]) for name in expected)
 
 
-def test_a_tied_head_that_is_stored_all_the_same_is_left_out(tmp_path):
+def test_stored_names_omit_stored_copy_of_tied_head(tmp_path):
     base = make_model_dir(tmp_path / "base", tied=True)
     tensors = load_file(base / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -70,7 +70,7 @@ STORED = {"experts.0.a": (2, 3), "experts.1.a": (2, 3), "experts.0.b": (4, 3), "
 STACK, JOIN = MergeModulelist(dim=0), Concatenate(dim=1)
 
 
-def test_parts_of_different_widths_lie_behind_each_other_in_every_expert():
+def test_match_places_parts_of_different_width_in_each_expert():
     names = match([converter(STACK, JOIN)], "", {"experts.ab": (2, 6, 3)}, STORED)
     assert [(t.name, t.start) for t in names["experts.ab"]] == [
         ("experts.0.a", 0),
@@ -95,7 +95,7 @@ def test_parts_of_different_widths_lie_behind_each_other_in_every_expert():
         ((STACK, JOIN), (2, 6, 3), {}, "nothing"),
     ],
 )
-def test_what_is_not_one_range_of_a_parameter_is_refused(operations, shape, stored, said):
+def test_match_rejects_tensor_that_is_not_one_range(operations, shape, stored, said):
     with pytest.raises(UnsupportedModel, match=said):
         match([converter(*operations)], "", {"experts.ab": shape}, stored)
     assert prod(shape)

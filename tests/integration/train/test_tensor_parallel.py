@@ -1,4 +1,4 @@
-"""Who shares a model with whom, and what of it is cut."""
+"""Groups of ranks under tensor parallelism, and the layers that they split."""
 
 import pytest
 import torch
@@ -24,14 +24,14 @@ def config(family, **fields):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_plan_cuts_attention_and_mlp_and_nothing_else(family, tied):
+def test_partition_splits_only_attention_and_mlp(family, tied):
     model_config = config(family, tie_word_embeddings=tied)
     plan = AutoTPConfig.from_dict(partition_config(model_config, 2))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     kinds, held = {}, 0
     for name, parameter in model.named_parameters():
-        weight = name.rpartition(".")[0] + ".weight"  # a bias goes with its weight
+        weight = name.rpartition(".")[0] + ".weight"  # a bias is split like its weight
         spec = plan.find_matching_spec("model." + weight)
         kind = None if spec is None else spec.partition_type
         whole = kind in (None, PartitionType.SKIP) or (name.endswith("bias") and kind is PartitionType.ROW)
@@ -44,7 +44,7 @@ def test_the_plan_cuts_attention_and_mlp_and_nothing_else(family, tied):
     shape = estimate.ModelShape.from_config(model_config.to_dict(), sum(p.numel() for p in model.parameters()))
     fields = {"full": True, "zero_stage": 1, "precision": "fp32", "offload": "none", "micro_batch": 1}
     fields |= {"max_length": 8, "activation_checkpointing": False, "tensor_parallel": 2}
-    # The estimate cuts norms too, which are a thousandth of a real model.
+    # The estimate splits norms too, which are a thousandth of a real model.
     assert estimate.rank_memory(shape, fields, 2).weights_bytes == pytest.approx(4 * held, rel=1e-2)
 
 
@@ -59,13 +59,13 @@ def test_the_plan_cuts_attention_and_mlp_and_nothing_else(family, tied):
     ],
     ids=["experts", "heads", "columns", "fused", "no-plan"],
 )
-def test_what_cannot_be_cut_is_refused_by_name(model_config, shared, said):
+def test_partition_rejects_indivisible_model_by_name(model_config, shared, said):
     with pytest.raises(UnsupportedModel, match=said):
         partition_config(model_config, shared)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_fragment_of_a_slice_lands_where_it_belongs(dim):
+def test_fragments_of_slices_reassemble_parameter(dim):
     whole = torch.arange(6 * 8, dtype=torch.float32)
     made = torch.full_like(whole, -1)
     for rank in range(2):
