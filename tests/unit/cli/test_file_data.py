@@ -1,4 +1,4 @@
-"""`appliance file check` of files here and on the box."""
+"""`appliance file check` of local files and of files on the box."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def write(path: Path, rows: list[tuple[str, str]] = ROWS) -> Path:
     return path
 
 
-def test_file_check_of_a_stored_file_runs_on_the_box(box: ControlledBox, tmp_path: Path, checked_here: None):
+def test_file_check_of_stored_file_runs_on_box(box: ControlledBox, tmp_path: Path, checked_here: None):
     made = box.json("file", "upload", str(write(tmp_path / "train.jsonl")))["id"]
     report = box.json("file", "check", made)
     assert report["checks"]["duplicates"]["count"] == 1
@@ -33,11 +33,11 @@ def test_file_check_of_a_stored_file_runs_on_the_box(box: ControlledBox, tmp_pat
         (("--against", "nowhere.jsonl"), "nowhere.jsonl", 1),
     ],
 )
-def test_file_check_here_reports_what_makes_no_sense(tmp_path: Path, options: tuple[str, str], shown: str, code: int):
+def test_file_check_of_local_file_rejects_bad_options(tmp_path: Path, options: tuple[str, str], shown: str, code: int):
     result = run("file", "check", str(write(tmp_path / "f.jsonl")), *options)
     assert (result.exit_code, result.stderr.count("\n")) == (code, 1) and shown in result.stderr
 
 
-def test_file_check_of_a_path_without_a_file_names_it():
+def test_file_check_of_missing_path_names_it():
     result = run("file", "check", "data/nowhere.jsonl")
     assert (result.exit_code, result.stderr) == (1, "error: data/nowhere.jsonl: No such file or directory\n")

@@ -1,4 +1,4 @@
-"""From a file to a job, and a job followed to its end."""
+"""Submission of jobs from files, and following a job to its end."""
 
 import json
 import threading
@@ -12,7 +12,7 @@ from tests.unit.cli.test_tables_and_json import make_job
 JOB = "/v1/fine_tuning/jobs/ftjob-1"
 
 
-def test_submit_sends_what_was_asked(prepared, tmp_path):
+def test_submit_sends_all_options(prepared, tmp_path):
     for name in ("train.jsonl", "valid.jsonl"):
         (tmp_path / name).write_text('{"messages": []}\n')
     uploads = [(200, {"id": f"file-{n}", "filename": "f", "status": "processed"}) for n in (1, 2)]
@@ -64,7 +64,7 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
 
 @pytest.mark.parametrize("status, deleted", [(400, 1), (503, 0)])
 @pytest.mark.parametrize("request_of", ["job", "batch", "eval", "run"])
-def test_refused_request_deletes_its_uploads_unless_it_may_be_taken(prepared, tmp_path, request_of, status, deleted):
+def test_rejected_request_deletes_uploads_unless_possibly_accepted(prepared, tmp_path, request_of, status, deleted):
     data, grader = tmp_path / "d.jsonl", tmp_path / "g.json"
     data.write_text('{"messages": []}\n')
     grader.write_text("{}")
@@ -86,7 +86,7 @@ def test_refused_request_deletes_its_uploads_unless_it_may_be_taken(prepared, tm
     assert len(prepared.sent("DELETE", "/v1/evals/eval_1")) == (deleted if request_of == "run" else 0)
 
 
-def test_accepted_request_keeps_its_uploads_when_its_result_is_bad(prepared, tmp_path):
+def test_accepted_request_keeps_uploads_after_failed_result(prepared, tmp_path):
     data = tmp_path / "d.jsonl"
     data.write_text("{}\n")
     batch = {"id": "batch_1", "status": "failed", "error_file_id": None}
@@ -98,9 +98,9 @@ def test_accepted_request_keeps_its_uploads_when_its_result_is_bad(prepared, tmp
     assert prepared.sent("DELETE", "/v1/files/file-1") == []
 
 
-def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names(box, tmp_path):
+def test_file_get_errors_lists_every_bad_line(box, tmp_path):
     path = tmp_path / "bad.jsonl"
-    # Each for a reason of its own: one cause is said once.
+    # Each line has another error, because equal errors are reported once.
     path.write_text("".join(json.dumps({"messages": [{"role": f"role {n}", "content": "a"}]}) + "\n" for n in range(9)))
     refused = box.run("file", "upload", str(path))
     file_id = box.json("file", "list")["data"][0]["id"]
@@ -110,7 +110,7 @@ def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names
     assert box.run("file", "get", file_id, "--errors", "--save", "x").exit_code == 2
 
 
-def test_logs_of_a_real_job_until_it_succeeds(box, tmp_path):
+def test_job_logs_follows_job_until_success(box, tmp_path):
     job_id = make_job(box, tmp_path)
     events = box.job_events
     box.do(lambda: events.started(job_id, ["n0/0", "n0/1"]))
@@ -150,7 +150,7 @@ def test_logs_of_a_real_job_until_it_succeeds(box, tmp_path):
     assert box.json("job", "wait", job_id)["fine_tuned_model"] == model
 
 
-def test_a_job_that_fails(box, tmp_path):
+def test_job_wait_and_logs_of_failed_job_exit_1(box, tmp_path):
     job_id = make_job(box, tmp_path)
     box.do(lambda: fail(box.context.db, job_id, "out_of_memory", "the model does not fit"))
     for command in (("job", "wait", job_id), ("job", "logs", "-f", job_id)):
@@ -158,7 +158,7 @@ def test_a_job_that_fails(box, tmp_path):
         assert result.exit_code == 1 and "failed: the model does not fit" in result.stderr
 
 
-def test_following_rides_out_a_restart_of_the_box(prepared):
+def test_job_wait_survives_restart_of_box(prepared):
     done = {"id": "ftjob-1", "status": "succeeded", "fine_tuned_model": "ft:x"}
     away = (503, openai_error("the controller is away", "controller_unavailable"))
     prepared.prepare("GET", JOB, away, (200, done))

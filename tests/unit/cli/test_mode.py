@@ -1,9 +1,9 @@
-"""`appliance mode`: floors, the schedule and the dry run, from the real control app."""
+"""`appliance mode` with the real control app: floors, schedule and dry run."""
 
 from tests.unit.cli.conftest import ControlledBox
 
 
-def test_a_floor_of_all_devices_is_said_and_one_beyond_them_refused(box: ControlledBox):
+def test_mode_set_warns_of_full_floor_and_rejects_larger(box: ControlledBox):
     assert "training gets none" in box.run("mode", "set", "train", "--floor", "8").stdout
     assert "! The serving floor of 8 keeps all 8 devices" in box.run("mode", "show").stdout
     for line in (("set", "train"), ("schedule", "add", "0 22 * * *", "train"), ("plan", "train")):
@@ -11,7 +11,7 @@ def test_a_floor_of_all_devices_is_said_and_one_beyond_them_refused(box: Control
         assert refused.exit_code == 2 and "serving_floor is 20" in refused.stderr, line
 
 
-def test_split_with_train_auto_is_the_policy_auto(box: ControlledBox):
+def test_mode_set_split_with_train_auto_sets_policy_auto(box: ControlledBox):
     assert box.json("mode", "set", "split", "--train", "auto")["policy"] == "auto"
     window = box.json("mode", "schedule", "add", "0 22 * * *", "split", "--train", "auto")
     assert (window["policy"], window["train_devices"]) == ("auto", None)
@@ -21,7 +21,7 @@ def test_split_with_train_auto_is_the_policy_auto(box: ControlledBox):
     )
 
 
-def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
+def test_mode_schedule_adds_lists_and_removes_windows(box: ControlledBox):
     night = box.json("mode", "schedule", "add", "0 22 * * *", "train", "--until", "0 6 * * *", "--tz", "Europe/Berlin")
     assert night["policy"] == "train" and night["until"] == "0 6 * * *"
     noon = box.json(

@@ -1,4 +1,4 @@
-"""/admin/v1/mode, /queue and /devices: what operators change about modes, jobs, devices and deployments."""
+"""/admin/v1/mode, /queue and /devices: operator changes of modes, jobs, devices and deployments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NIGHT = {"cron": "0 22 * * *", "until": "0 6 * * *", "tz": "Europe/Berlin", "pol
 ALWAYS = {"cron": "* * * * *", "policy": "split", "train_devices": 3}
 
 
-async def test_a_mode_has_a_floor_of_its_own_or_the_boxs(control: Control):
+async def test_mode_uses_its_own_floor_or_that_of_box(control: Control):
     await ask(control, "PUT", "/mode", json={"policy": "train", "serving_floor": 2})
     assert mode_in_force(control.db, 1, time.time()).policy.serving_floor == 2
     assert (await ask(control, "PUT", "/mode", json={"policy": "train"}))["serving_floor"] == 1
@@ -28,11 +28,11 @@ async def test_a_mode_has_a_floor_of_its_own_or_the_boxs(control: Control):
     assert error["param"] == "serving_floor"
 
 
-async def test_a_mode_set_by_hand_overrides_the_window_even_if_it_was_the_mode_before(control: Control):
+async def test_manual_mode_overrides_window_even_if_unchanged(control: Control):
     await ask(control, "PUT", "/mode", json={"policy": "serve"})
     made = await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *"})
     held = await ask(control, "GET", "/mode")
-    if held["set_by"] == "hand":  # the person's mode is younger than the last New Year
+    if held["set_by"] == "hand":  # the manual mode is newer than the last New Year
         assert held["overridden"]["id"] == made["id"] and held["until_s"] == made["next_s"]
     minute = await ask(control, "POST", "/mode/schedule", json=ALWAYS)
     before = read_mode(control.db)
@@ -58,12 +58,12 @@ async def test_a_mode_set_by_hand_overrides_the_window_even_if_it_was_the_mode_b
         ({**NIGHT, "serving_floor": 9}, "serving_floor"),
     ],
 )
-async def test_bad_windows_are_refused_and_change_nothing(control: Control, body: dict[str, Any], param: str):
+async def test_invalid_window_is_rejected_without_changes(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "POST", "/mode/schedule", 400, json=body))["error"]
     assert error["param"] == param and WINDOWS.list_all(control.db) == [] and actions(control) == []
 
 
-async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Control):
+async def test_mode_plan_explains_without_changes(control: Control):
     assert (await ask(control, "POST", "/mode/plan"))["policy"] == "auto"
     assert (await ask(control, "POST", "/mode/plan", json={"policy": "train", "serving_floor": 1}))["policy"] == "train"
     error = (await ask(control, "POST", "/mode/plan", 400, json={"policy": "split"}))["error"]
@@ -71,7 +71,7 @@ async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Contro
     assert read_mode(control.db).policy == "auto" and actions(control) == [] and control.scheduler.nudges == []
 
 
-async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(control: Control):
+async def test_job_without_allowed_size_names_possible_sizes(control: Control):
     with pytest.raises(openai.BadRequestError, match="1, 2, 4 devices") as refused:
         await control.job(hyperparameters={"batch_size": 8}, extra_body={"min_devices": 5, "max_devices": 7})
     assert refused.value.param == "min_devices"
@@ -89,8 +89,8 @@ def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
         ({"hyperparameters": {"batch_size": 10}, "extra_body": {"min_devices": 6, "max_devices": 10}}, "min_devices"),
     ],
 )
-async def test_more_devices_than_any_node_has_are_refused_at_once(control: Control, fields: dict[str, Any], param: str):
-    # A second node makes the box larger, but not the largest job: its ranks are all on one node.
+async def test_job_needing_more_devices_than_any_node_is_rejected(control: Control, fields: dict[str, Any], param: str):
+    # A second node does not allow a larger job, because all ranks of a job are on one node.
     control.scheduler.devices = control.scheduler.devices + joined(control, "n1", 4)
     with pytest.raises(openai.BadRequestError) as refused:
         await control.job(**fields)
@@ -98,7 +98,7 @@ async def test_more_devices_than_any_node_has_are_refused_at_once(control: Contr
     assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
-async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
+async def test_queue_shows_order_and_reasons_of_planner(control: Control):
     first, second, third = [await control.job(suffix=name) for name in ("a", "b", "c")]
     jobs.set_phase(control.db, second, "running", devices=["n0/0", "n0/1"])
     control.scheduler.queue = [
@@ -117,7 +117,7 @@ async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
     assert len((await ask(control, "GET", "/queue"))["data"]) == 2
 
 
-async def test_a_job_is_changed_while_it_waits(control: Control):
+async def test_waiting_job_can_be_updated(control: Control):
     job_id = await control.job(hyperparameters={"batch_size": 8})
     assert jobs.get(control.db, job_id).allowed_sizes == [1, 2, 4, 8]
     changed = await ask(control, "PATCH", f"/jobs/{job_id}", json={"priority": 7, "max_devices": 4, "deadline_s": 9.0})
@@ -146,7 +146,7 @@ async def test_update_of_device_bounds_estimates_memory_of_all_sizes(control: Co
         ({"min_devices": 5, "max_devices": 7}, "min_devices"),
     ],
 )
-async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any], param: str | None):
+async def test_invalid_job_update_changes_nothing(control: Control, body: dict[str, Any], param: str | None):
     job_id = await control.job(hyperparameters={"batch_size": 8})
     before = jobs.get(control.db, job_id)
     error = (await ask(control, "PATCH", f"/jobs/{job_id}", 400, json=body))["error"]
@@ -154,7 +154,7 @@ async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any]
 
 
 @pytest.mark.parametrize(("wish", "sizes"), [({}, [1, 2]), ({"max_devices": 4}, [1, 2, 4]), ({"min_devices": 4}, [4])])
-async def test_job_on_logical_devices_takes_no_more_than_the_cores_unless_asked(
+async def test_job_on_logical_devices_is_limited_to_cpu_cores(
     control: Control, monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any], sizes: list[int]
 ):
     monkeypatch.setattr(settings, "host_cores", lambda: 2)
@@ -174,12 +174,12 @@ async def test_job_on_logical_devices_takes_no_more_than_the_cores_unless_asked(
         ({"replicas": 1}, "replicas"),
     ],
 )
-async def test_deployments_that_cannot_be_are_refused(control: Control, body: dict[str, Any], param: str):
+async def test_invalid_deployment_is_rejected(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "PATCH", "/models/starter/deployment", 400, json=body))["error"]
     assert error["param"] == param and DEPLOYMENTS.find(control.db, "starter") is None and actions(control) == []
 
 
-async def test_an_engine_spans_no_nodes(control: Control):
+async def test_deployment_with_engine_across_nodes_is_rejected(control: Control):
     first = control.scheduler.devices[0]
     away = [{**first, "id": f"n1/{i}", "node": "n1", "index": i} for i in range(4)]
     control.scheduler.devices = control.scheduler.devices[:6] + away
@@ -189,5 +189,5 @@ async def test_an_engine_spans_no_nodes(control: Control):
     error = (await ask(control, "PATCH", path, 400, json={"tensor_parallel": 4, "min_replicas": 3}))["error"]
     assert error["param"] == "min_replicas"
     assert (await ask(control, "PATCH", path, json={"tensor_parallel": 4, "min_replicas": 2}))["min_replicas"] == 2
-    control.scheduler.devices = control.scheduler.devices[:2]  # n1 left in order, and four of home's were taken out
+    control.scheduler.devices = control.scheduler.devices[:2]  # n1 left as planned; four home devices drained
     assert (await ask(control, "PATCH", path, json={"ttft_p95_s": 2.0}))["tensor_parallel"] == 4

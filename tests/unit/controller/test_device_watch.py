@@ -1,4 +1,4 @@
-"""Devices: failing ones are cordoned and left alone once that is lifted; power limits; the energy of jobs."""
+"""Cordons of failing devices, power limits, and the energy of jobs."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class Clock:
         return DeviceWatch(db, SchedulerConfig(), lambda: self.nudges.append(self.now_s), lambda: self.now_s)
 
 
-async def test_cordon_is_lifted_after_the_retry_time_and_undrain_forgives(db):
+async def test_cordon_is_lifted_after_retry_time_or_undrain(db):
     cordons.drain(db, {"id": "n0/7"}, "", "ann", 1.0)
     clock = Clock([{"lost": "GPU is lost"}])
     await clock.watch(db).look(clock)
     reason = "does not answer any more (GPU is lost)"
     assert cordoned(db) == ["n0/3", "n0/7"] and faults(db) == {"n0/3": reason} and clock.nudges == [1000.0]
     clock.now_s, clock.read = clock.now_s + 899, [{}]
-    watch = clock.watch(db)  # a restart forgets nothing
+    watch = clock.watch(db)  # cordons survive a restart
     await watch.look(clock)
     shown = cordons.shown(cordons.read(db), {"id": "n0/3", "health": "draining"})["health_reason"]
     assert cordoned(db) == ["n0/3", "n0/7"] and reason in shown and "; it is tried again in" in shown
@@ -76,7 +76,7 @@ async def test_cordon_is_lifted_after_the_retry_time_and_undrain_forgives(db):
 
 
 @pytest.mark.parametrize("slow_s, told_s", [(1.4, 1300.0), (1.2, None)])
-async def test_gpu_that_its_job_waits_for_is_cordoned_once_it_has_been_slow_for_minutes(db, slow_s, told_s):
+async def test_straggler_gpu_is_cordoned_after_minutes(db, slow_s, told_s):
     devices, clock = ["n0/1", "n0/2", "n0/3"], Clock()
     job = JobRow("j", "m", "supervised", "f", 1, "ft:m", 1.0, phase="running", devices=devices)
     jobs.insert(db, job)
@@ -97,7 +97,7 @@ async def test_gpu_that_its_job_waits_for_is_cordoned_once_it_has_been_slow_for_
 
 
 @pytest.mark.parametrize(("slow", "count"), [(1.0, 0), (12.0, 1)])
-def test_rows_of_any_length_make_no_straggler(slow, count):
+def test_uneven_rows_do_not_cause_straggler_cordon(slow, count):
     rng, devices = np.random.default_rng(0), [f"n0/{index}" for index in range(8)]
     for _ in range(200):
         seconds = rng.lognormal(sigma=0.8, size=(20, 8))
@@ -105,7 +105,7 @@ def test_rows_of_any_length_make_no_straggler(slow, count):
         assert len(straggling(seconds.tolist(), devices)) == count
 
 
-async def test_heat_is_judged_over_its_whole_time_however_often_the_driver_is_read(db):
+async def test_heat_cordon_is_independent_of_read_interval(db):
     clock = Clock([{"temperature_c": 40, "slowdown_c": 90}])
     watch = clock.watch(db)
     await watch.look(clock)
@@ -116,7 +116,7 @@ async def test_heat_is_judged_over_its_whole_time_however_often_the_driver_is_re
     assert cordoned(db) == ["n0/3"]
 
 
-async def test_cordon_stays_while_the_device_fails_and_for_broken_hardware(db):
+async def test_cordon_stays_while_device_fails_or_is_broken(db):
     clock = Clock([{"lost": "GPU is lost"}])
     watch = clock.watch(db)
     await watch.look(clock)
@@ -133,8 +133,8 @@ async def test_cordon_stays_while_the_device_fails_and_for_broken_hardware(db):
     assert cordoned(db) == ["n0/3"]
 
 
-async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_is_back(db):
-    """Its driver counts memory errors from 0 again after a reset."""
+async def test_drained_device_is_released_and_error_count_restarts(db):
+    """The driver restarts the count of memory errors at 0 after a reset."""
     clock = Clock([{"ecc_uncorrected": 3}])
     watch = clock.watch(db)
     await watch.look(clock)
@@ -157,7 +157,7 @@ def seen(db):
     return {device["id"]: (device["health"], device["lost"]) for device in cordons.in_view(db, [])}
 
 
-def test_a_lost_node_stays_in_view_until_it_is_back(db, watch):
+def test_devices_of_lost_node_stay_listed_until_it_returns(db, watch):
     watch.node_changed("n1", "joined", DEVICES)
     assert seen(db) == {}, "those that are there are told by the scheduler"
     watch.node_changed("n1", "lost", DEVICES)
@@ -172,7 +172,7 @@ def test_a_lost_node_stays_in_view_until_it_is_back(db, watch):
     ]
 
 
-def test_a_node_lost_while_no_controller_was_there_is_missed_by_the_next(db, watch):
+def test_node_lost_without_controller_is_reported_at_start(db, watch):
     watch.node_changed("n1", "joined", DEVICES)
     watch.node_changed("n2", "joined", logical_devices(1, "n2"))
     after = DeviceWatch(db, SchedulerConfig(), lambda: None, clock=lambda: 2000.0)
@@ -194,22 +194,22 @@ def gpus(*uuids, unfit=()):
     )
 
 
-def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
+def test_cordons_follow_gpu_uuid_when_index_changes(db, watch):
     watch.check(gpus("a", "b", "c", unfit=[1]))
     cordons.drain(db, {"id": "n0/2", "uuid": "c"}, "noisy", "ann", 1.0)
     assert cordoned(db) == ["b", "c"] and told(db)[0][1] == "n0/1"
-    watch.check(gpus("a", "c"))  # b fell off the bus
+    watch.check(gpus("a", "c"))  # b disappeared from the PCI bus
     device = cordons.shown(cordons.read(db), {"id": "n0/1", "uuid": "c", "health": "ok"})
     assert device["drain"]["reason"] == "noisy" and list(faults(db)) == ["b"]
     cordons.undrain(db, device)
     assert cordoned(db) == ["b"]
 
 
-def test_a_gpu_that_cannot_be_used_is_cordoned_when_it_is_found(db, watch):
+def test_unusable_gpu_is_cordoned_at_discovery(db, watch):
     watch.node_changed("n0", "joined", gpus("a", "", unfit=[1]))
     assert cordoned(db) == ["n0/1"]
     assert ("device.cordon", "n0/1", "does not answer", None) in told(db)
-    watch.check(gpus("a", "b"))  # it answers again, and stays cordoned until it is tried
+    watch.check(gpus("a", "b"))  # answers again, but stays cordoned until the retry
     assert cordons.shown(cordons.read(db), {"id": "n0/1", "uuid": "b", "health": "ok"})["cordon"] == "box"
 
 
@@ -223,7 +223,7 @@ def keeper(db, driver) -> PowerKeeper:
     return PowerKeeper({"serve": 450.0}, db, [Device("n0/0", "n0", 0, uuid="GPU-h100-0")], kind_of("cuda"))
 
 
-async def test_power_limit_follows_the_mode(db, keeper, driver):
+async def test_power_limit_follows_mode(db, keeper, driver):
     write_mode(db, Mode("serve"), 1.0)
     await keeper.look()
     await keeper.look()
@@ -235,7 +235,7 @@ async def test_power_limit_follows_the_mode(db, keeper, driver):
     assert driver.gpus[0].limit_mw == 700_000 and keeper.status()["limit_w"] is None
 
 
-async def test_power_limit_that_the_driver_refuses_is_shown_and_tried_again(db, keeper, driver):
+async def test_power_limit_refused_by_driver_is_shown_and_retried(db, keeper, driver):
     write_mode(db, Mode("serve"), 1.0)
     driver.set_limit_error = pynvml.NVMLError_NoPermission()
     await keeper.look()
@@ -245,7 +245,7 @@ async def test_power_limit_that_the_driver_refuses_is_shown_and_tried_again(db, 
     assert keeper.status()["refused"] == {} and driver.gpus[0].limit_mw == 450_000
 
 
-async def test_power_limit_of_a_lost_gpu_is_left_out(db, keeper, driver):
+async def test_power_limit_skips_lost_gpu(db, keeper, driver):
     write_mode(db, Mode("serve"), 1.0)
     driver.gpus[0].handle_error = pynvml.NVMLError_GpuIsLost()
     await keeper.look()
@@ -253,7 +253,7 @@ async def test_power_limit_of_a_lost_gpu_is_left_out(db, keeper, driver):
 
 
 class Meters:
-    """Two devices whose counters the test turns; a job holds the first."""
+    """Two devices with energy counters set by the test; a job holds the first."""
 
     def __init__(self, control: Control, job_id: str):
         self.readings: dict[str, Reading] = {}
@@ -268,7 +268,7 @@ class Meters:
         await self.meter.look()
 
 
-async def test_energy_of_devices_is_booked_for_the_job_that_holds_them(control: Control):
+async def test_energy_is_added_to_job_that_holds_device(control: Control):
     job_id = await control.job()
     meters = Meters(control, job_id)
 
@@ -286,12 +286,12 @@ async def test_energy_of_devices_is_booked_for_the_job_that_holds_them(control: 
     await meters.look(20, 3000, 700)
     assert drawn() == (1000, 5), "whoever holds it now pays"
     meters.hold({"kind": "job", "id": job_id}, None)
-    await meters.look(25, 10, None)  # its driver was loaded anew; the other does not count any more
+    await meters.look(25, 10, None)  # the first driver was reloaded; the other stopped counting
     await meters.look(30, 20, 900)
     assert drawn() == (1010, 10)
 
 
-async def test_energy_of_a_job_is_told_by_step_and_token_where_its_time_was_metered(control: Control):
+async def test_energy_per_step_and_token_requires_metered_time(control: Control):
     job_id, db = await control.job(), control.db
     jobs.update(db, job_id, step=50, trained_tokens=20_000)
     usage.devices_held(db, job_id, 1, 0.0)

@@ -1,4 +1,4 @@
-"""Every failure has OpenAI's error object, a request id, and tells who called whether a repetition can help."""
+"""Every failure has OpenAI's error object, a request id, and a retry hint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def checked(answer, status: int, code: str | None) -> dict:
     return error
 
 
-async def test_document_says_how_refusals_look_and_nothing_of_fastapis_own(control: Control):
+async def test_openapi_document_has_openai_errors_and_no_422(control: Control):
     document = (await control.http.get("/openapi.json")).json()
     answers = [operation["responses"] for verbs in document["paths"].values() for operation in verbs.values()]
     assert len(answers) > 50 and not any("422" in one for one in answers)
@@ -27,7 +27,7 @@ async def test_document_says_how_refusals_look_and_nothing_of_fastapis_own(contr
     assert {tuple(sorted(shape["required"])) for shape in shapes} == {("code", "message", "param", "type")}
 
 
-async def test_unknown_urls_and_methods_are_named(control: Control):
+async def test_unknown_url_or_method_is_named(control: Control):
     for path in ("/", "/v1/nothing", "/v1/files/a/b/c", "/docs"):
         checked(await control.http.get(path), 404, "unknown_url")
     answer = await control.http.put("/v1/files")
@@ -35,7 +35,7 @@ async def test_unknown_urls_and_methods_are_named(control: Control):
     assert answer.headers["allow"]
 
 
-async def test_request_ids_come_from_the_gateway_if_they_are_sound(control: Control):
+async def test_request_id_of_gateway_is_kept_only_if_valid(control: Control):
     sound = await control.http.get("/v1/models", headers={"x-request-id": "req_abc.DEF-1"})
     assert sound.headers.get_list("x-request-id") == ["req_abc.DEF-1"]
     for given in ("a" * 4096, "has space", 'quote"'):
@@ -43,7 +43,7 @@ async def test_request_ids_come_from_the_gateway_if_they_are_sound(control: Cont
         assert answer.headers["x-request-id"].startswith("req_") and len(answer.headers["x-request-id"]) == 28
 
 
-async def test_a_bug_is_a_server_error_without_details_and_not_retried(control: Control, monkeypatch):
+async def test_internal_error_hides_details_and_is_not_retried(control: Control, monkeypatch):
     def broken(row):
         raise ZeroDivisionError("a secret inside")
 
@@ -55,7 +55,7 @@ async def test_a_bug_is_a_server_error_without_details_and_not_retried(control: 
     assert answer.headers["x-should-retry"] == "false"
 
 
-async def test_client_that_leaves_before_its_body_is_complete_is_no_bug(control: Control):
+async def test_client_disconnect_during_body_is_not_an_internal_error(control: Control):
     sent = list[dict[str, Any]]()
 
     async def gone() -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Evaluations and graders through the unchanged SDK: run on items with and without a model, ended, taken up after a
-restart; graders checked and tried on a sample."""
+"""Evaluations and graders through the unmodified SDK: runs, cancellation, restarts, validation and samples."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ async def made(control: Control, *criteria: Any) -> str:
     return found.id
 
 
-async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_the_model(control: Control):
+async def test_eval_with_model_requires_inference_scope_and_model_access(control: Control):
     control.as_key("ann", owner="ann")
     judged, plain, file = await made(control, JUDGE), await made(control), await control.upload()
     reinforcement = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
@@ -98,7 +97,7 @@ def answers(control: Control, text: str) -> list[dict[str, Any]]:
     return sent
 
 
-async def test_samples_that_the_data_has_are_judged(control: Control):
+async def test_eval_run_grades_given_samples(control: Control):
     eval_id = await made(control)
     run = await ended(control, eval_id, given(("4", "4"), ("4", "5"), ("6", "6")))
     assert run.status == "completed" and run.error.code == ""
@@ -116,7 +115,7 @@ async def test_samples_that_the_data_has_are_judged(control: Control):
     assert one.datasource_item == {"answer": "5"} and one.sample.output[0].content == "4"
 
 
-async def test_a_model_of_the_box_is_asked_and_its_tokens_are_told(control: Control):
+async def test_eval_run_samples_model_and_reports_tokens(control: Control):
     control.as_key("carol")
     sent = answers(control, "yes")
     run = await ended(control, eval_id := await made(control), asked())
@@ -130,7 +129,7 @@ async def test_a_model_of_the_box_is_asked_and_its_tokens_are_told(control: Cont
     assert (item.sample.finish_reason, item.sample.seed, item.sample.max_completion_tokens) == ("stop", 3, 7)
 
 
-async def test_responses_are_written_otherwise_and_asked_the_same(control: Control):
+async def test_eval_run_converts_responses_source_to_chat(control: Control):
     control.as_key("carol")
     sent = answers(control, "yes")
     function = {"name": "f", "parameters": {"type": "object"}}
@@ -140,7 +139,7 @@ async def test_responses_are_written_otherwise_and_asked_the_same(control: Contr
         type="responses",
         input_messages={"type": "item_reference", "item_reference": "item.turns"},
         source={"type": "file_content", "content": [{"item": {"answer": "yes", "turns": turns}}]},
-        # As in OpenAI's own examples, not in its types.
+        # As in OpenAI's examples, but not in the SDK's types.
         sampling_params={
             "tools": [{"type": "function", **function}],
             "text": {"format": {"type": "json_schema", **schema}},
@@ -155,12 +154,12 @@ async def test_responses_are_written_otherwise_and_asked_the_same(control: Contr
     assert body["response_format"] == {"type": "json_schema", "json_schema": schema}
 
 
-async def test_a_file_is_read_and_a_bad_line_is_named(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_eval_run_reads_file_and_names_bad_line(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "_CHUNK", 1)
     eval_id = await made(control)
     lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c")))
     marked = ("items.jsonl", b"\xef\xbb\xbf" + lines.encode())
-    # Not by the SDK, whose strict client takes the purpose in requests and not in answers.
+    # Without the SDK, whose strict client rejects this purpose in answers.
     sent = await control.http.post("/v1/files", files={"file": marked}, data={"purpose": "evals"})
     source: Any = {"type": "jsonl", "source": {"type": "file_id", "id": sent.json()["id"]}}
     assert (await ended(control, eval_id, source)).result_counts.total == 2
@@ -171,7 +170,7 @@ async def test_a_file_is_read_and_a_bad_line_is_named(control: Control, monkeypa
 
 
 @pytest.mark.parametrize("content", [[{"item": {"answer": 3}}, {"item": {}}], []])
-async def test_run_of_items_that_break_the_schema_or_of_none_fails(control: Control, content: list[Any]):
+async def test_eval_run_without_valid_items_fails(control: Control, content: list[Any]):
     source = {"type": "jsonl", "source": {"type": "file_content", "content": content}}
     run = await ended(control, await made(control), source)
     assert (run.status, run.error.code) == ("failed", "invalid_data")
@@ -179,7 +178,7 @@ async def test_run_of_items_that_break_the_schema_or_of_none_fails(control: Cont
     assert run.data_source.source.content == [], "items are stored once, in rows of their own"
 
 
-async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control):
+async def test_eval_run_counts_ungradable_item_as_error(control: Control):
     lacking = {**CHECK, "name": "lacking", "reference": "{{item.nothing}}"}
     source = given(("4", "4"), ("4", "4"))
     source["source"]["content"][1]["item"]["nothing"] = "4"
@@ -190,7 +189,7 @@ async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control
     assert item.status == "error" and "nothing" in item.results[1].error  # type: ignore[attr-defined]
 
 
-async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
+async def test_cancelled_eval_run_keeps_results(control: Control):
     control.as_key("carol")
     control.engines.lines = 0
     eval_id = await made(control)
@@ -205,7 +204,7 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
 
 
-async def test_deleted_eval_takes_its_runs_and_items(control: Control):
+async def test_delete_eval_deletes_runs_and_items(control: Control):
     eval_id = await made(control)
     await ended(control, eval_id, given(("a", "a"), ("b", "b")))
     under_way = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a")))
@@ -217,7 +216,7 @@ async def test_deleted_eval_takes_its_runs_and_items(control: Control):
         assert control.db.value(f"SELECT count(*) FROM {table}") == 0
 
 
-async def test_run_after_kill_while_judging_judges_the_rest_once(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_eval_run_after_kill_grades_each_item_once(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     eval_id, stored = await made(control), EvalRunner._store
 
@@ -245,7 +244,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED.values(), ids=REFUSED)
-async def test_what_is_no_eval_is_refused_by_name(control: Control, fields: Any, param: str):
+async def test_invalid_eval_names_param(control: Control, fields: Any, param: str):
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.evals.create(**{"data_source_config": SCHEMA, "testing_criteria": [CHECK]} | fields)
     assert caught.value.param == param
@@ -277,13 +276,13 @@ REFUSED_RUNS = {
 
 
 @pytest.mark.parametrize(("source", "param"), REFUSED_RUNS.values(), ids=REFUSED_RUNS)
-async def test_what_is_no_run_is_refused_by_name(control: Control, source: Any, param: str):
+async def test_invalid_eval_run_names_param(control: Control, source: Any, param: str):
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.evals.runs.create(await made(control), data_source=source)
     assert caught.value.param == param
 
 
-async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_eval_run_fails_at_storage_limit_of_owner(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     control.as_key("carol", bounds={"bytes": 2500})
     answers(control, "long " * 500)
@@ -294,7 +293,7 @@ async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkey
 # --- graders
 
 
-async def test_a_grader_is_tried_on_a_sample_and_checked(control: Control):
+async def test_grader_run_and_validate_endpoints(control: Control):
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item={"answer": "4"})
     assert found.reward == 1.0 and found.sub_rewards == {} and found.metadata.scores == {"same": 1.0}
     assert (found.metadata.name, found.metadata.type, found.metadata.token_usage) == ("same", "string_check", None)
@@ -310,7 +309,7 @@ async def test_a_grader_is_tried_on_a_sample_and_checked(control: Control):
 @pytest.mark.parametrize(
     "source", ["def grade(sample, item)\n    return 1", "import rdkit\ndef grade(sample, item):\n    return 1"]
 )
-async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
+async def test_invalid_python_grader_is_rejected(control: Control, source: str):
     bad: Any = {"type": "python", "name": "p", "source": source}
     both: Any = {"type": "multi", "name": "m", "calculate_output": "p", "graders": {"p": bad}}
     for grader, param in ((bad, "grader.source"), (both, "grader.graders.p.source")):
@@ -319,7 +318,7 @@ async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
         assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
 
 
-async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_python_grader_runs_in_sandbox_or_is_rejected(control: Control, monkeypatch: pytest.MonkeyPatch):
     python: Any = {"type": "python", "name": "n", "source": "def grade(sample, item):\n    return item['n']"}
     if not sandbox.refusal():
         assert (
@@ -334,7 +333,7 @@ async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, 
     assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message
 
 
-async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Control):
+async def test_score_model_grader_asks_judge_with_key_of_caller(control: Control):
     key_id = control.as_key("carol")
     sent = answers(control, json.dumps({"reason": "close", "result": 0.75}))
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="4", item={"answer": "2+2"})

@@ -1,4 +1,4 @@
-"""A person leaves: nothing of theirs is left on the disk or in a table, and nothing of anybody else's is missing."""
+"""`forget` deletes all data of an owner from disk and tables, and nothing of other owners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINE = (
 
 
 async def ask(control: Control, *, once: bool = False) -> dict[str, Any]:
-    """The answer once it is done, as the command asks."""
+    """Repeat the request until it is done, as the command does; return the answer."""
     async with asyncio.timeout(60):
         while True:
             answer = await control.http.post("/admin/v1/forget", headers=ADMIN, json={"owner": NAME})
@@ -33,7 +33,7 @@ async def ask(control: Control, *, once: bool = False) -> dict[str, Any]:
 
 
 class Person:
-    """With two keys, and something of everything once `acts` has run."""
+    """An owner with two keys, and with one object of each kind after `acts`."""
 
     def __init__(self, control: Control, name: str):
         self.control, self.name = control, name
@@ -84,7 +84,7 @@ async def people(control: Control) -> list[Person]:
 
 
 def written(control: Control) -> str:
-    """All that a thief of the data directory could read, in pages and logs of the database too."""
+    """All readable text in the data directory, including pages and logs of the database."""
     dump = "\n".join(control.db._connection.iterdump())
     folder = Path(control.context.box["data_dir"])
     for path in folder.rglob("*"):
@@ -97,7 +97,7 @@ def spent(control: Control) -> dict[str, int]:
     return {row["name"]: row["completion_tokens"] for row in usage.report(control.db, "owner", 0.0, 9000.0)}
 
 
-async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(control: Control, people: list[Person]):
+async def test_forget_deletes_all_of_owner_and_nothing_of_others(control: Control, people: list[Person]):
     ann, ben = people
     assert NAME in written(control) and SECRET.decode() in written(control)
     before = spent(control)
@@ -105,7 +105,7 @@ async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(co
     audited = len(AUDIT.page(control.db, after=None, limit=999).data)
 
     shown = (await control.http.get(f"/admin/v1/forget?owner={NAME}", headers=ADMIN)).json()
-    # The batch and the response are answered meanwhile, at once or not.
+    # The batch and the response may finish meanwhile.
     assert shown["unfinished"][0] == ann.job and {*shown["unfinished"]} <= {ann.job, ann.batch, ann.response}
     assert shown["models"] == [ann.model]
     assert shown["files"] == 2 + (ann.batch not in shown["unfinished"]), "with that of the batch's answers"
@@ -134,8 +134,8 @@ async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(co
     assert now.keys() == {done["pseudonym"], OTHER} and now[done["pseudonym"]] >= before[NAME]
 
 
-async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control: Control):
-    """The mode, drained devices, hand-overs and settings of models say whose key asked for them, by its name."""
+async def test_forget_removes_name_of_admin_from_records(control: Control):
+    """The mode, drained devices, hand-overs and model settings record the name of the requesting key."""
     db = control.db
     keys.create(db, NAME, ["admin"], NAME)
     keys.create(db, "pager", ["admin"], NAME)
@@ -155,7 +155,7 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
     assert asked[::-1] == changed == [who, who, OTHER]
 
 
-async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control: Control, people: list[Person]):
+async def test_forget_waits_for_running_job_and_is_repeatable(control: Control, people: list[Person]):
     ann = people[0]
     jobs.set_phase(control.db, ann.job, "running")
     waiting = await ask(control, once=True)

@@ -1,4 +1,4 @@
-"""Gates from the job's request to the version that answers: through the API, with evaluations that are really run."""
+"""Gates through the API, from the job request to the active version, with real evaluation runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITEMS = 12
 
 
 class Answers:
-    """How many of the items each model gets right, by a part of the requested name; 8 of 12 otherwise."""
+    """Engines with a set number of correct answers per model, by a part of its name; default 8 of 12."""
 
     def __init__(self, control: Control):
         self.right: dict[str, int] = {}
@@ -61,12 +61,12 @@ async def evaluation(control: Control, *, has_run: bool = True) -> str:
 
 
 async def gated(control: Control, eval_id: str, **fields: Any) -> str:
-    """A queued job that makes a version of `fraud`."""
+    """Create a queued job with a gate that makes a version of `fraud`."""
     return await control.job(extra_body={"publish_as": "fraud", "gate": {"eval_id": eval_id, **fields}})
 
 
 async def looked(control: Control, rounds: int = 3) -> None:
-    """Looks at all gates, with their evaluations in between."""
+    """Look at all gates repeatedly, and wait for their evaluations in between."""
     for _ in range(rounds):
         await Gates(control.context).look()
         await control.context.tasks.idle("eval_runs")
@@ -99,7 +99,7 @@ async def test_gate_with_threshold_decides_for_the_first_version(control: Contro
     assert "gate.decide" in [one.action for one in AUDIT.page(control.db, after=None, limit=3).data]
 
 
-async def test_gate_without_threshold_refuses_what_is_worse(control: Control, events: JobEvents, answers: Answers):
+async def test_gate_without_threshold_rejects_worse_version(control: Control, events: JobEvents, answers: Answers):
     eval_id = await evaluation(control)
     first = await gated(control, eval_id)
     v1 = run(control, events, first)
@@ -121,7 +121,7 @@ async def test_gate_without_threshold_refuses_what_is_worse(control: Control, ev
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-async def test_gate_after_kill_behind_its_verdict_activates_the_version(
+async def test_gate_killed_after_verdict_still_activates_version(
     control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch, is_deleted: bool
 ):
     eval_id = await evaluation(control)
@@ -143,7 +143,7 @@ async def test_gate_after_kill_behind_its_verdict_activates_the_version(
     assert active(control) == (before if is_deleted else version)
 
 
-async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
+async def test_undecidable_gate_names_reason_and_keeps_active_version(
     control: Control, events: JobEvents, answers: Answers
 ):
     evals = [await evaluation(control) for _ in range(3)]
@@ -161,7 +161,7 @@ async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
     assert active(control) is None and jobs.gated(control.db) == []
 
 
-async def test_gate_of_another_owner_or_without_the_scope_is_refused(control: Control, answers: Answers):
+async def test_gate_of_other_owner_or_without_scope_is_rejected(control: Control, answers: Answers):
     eval_id, not_run = await evaluation(control), await evaluation(control, has_run=False)
     with pytest.raises(openai.BadRequestError):
         await gated(control, not_run)
@@ -178,7 +178,7 @@ def items(*passed: bool | None) -> dict[int, bool | None]:
     return dict(enumerate(passed))
 
 
-def test_threshold_counts_judged_items_and_is_undecided_with_too_few():
+def test_threshold_is_undecided_with_too_few_graded_items():
     assert threshold(items(*[True] * 15, *[False] * 5), 0.75)[0] == "passed"
     assert threshold(items(*[True] * 14, *[False] * 6), 0.75)[0] == "refused"
     assert threshold(items(None, *[True] * 19), 1.0)[0] == "passed"
@@ -186,7 +186,7 @@ def test_threshold_counts_judged_items_and_is_undecided_with_too_few():
     assert threshold({}, 0.0)[0] == "undecided"
 
 
-def test_not_worse_is_mcnemars_exact_test_of_the_items_that_both_judged():
+def test_not_worse_is_exact_mcnemar_test():
     same = [True] * 40
     assert not_worse(items(*same), items(*same))[0] == "passed"
     four, five = (items(*same, *[False] * lost) for lost in (4, 5))

@@ -1,4 +1,4 @@
-"""Requests that are sent twice: each POST that makes something makes one thing of both."""
+"""Repeated requests: each creating POST creates one object for two equal requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYED = {"idempotency-key": "one"}
 
 
 async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """By route: its URL, what makes something, and what makes something else."""
+    """Route -> (URL, body, different body)."""
     post = control.http.post
     one = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
     eval_id = (await post("/v1/evals", json=one)).json()["id"]
@@ -46,7 +46,7 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
 
 
 @pytest.mark.usefixtures("checked_here")
-async def test_every_route_that_makes_something_makes_one_of_a_request_that_comes_twice(control: Control):
+async def test_creating_routes_create_one_object_for_repeated_request(control: Control):
     made = await bodies(control)
     for path, (url, same, other) in made.items():
 
@@ -64,7 +64,7 @@ async def test_every_route_that_makes_something_makes_one_of_a_request_that_come
     await control.settle()
 
 
-async def test_repeated_create_after_its_file_is_deleted_returns_the_first(control: Control):
+async def test_repeated_create_after_file_deletion_returns_first(control: Control):
     made = await bodies(control)
     of_batches, (runs, of_runs, _) = made["/v1/batches"][1], made["/v1/evals/{eval_id}/runs"]
     file_id = of_batches["json"]["input_file_id"]
@@ -77,7 +77,7 @@ async def test_repeated_create_after_its_file_is_deleted_returns_the_first(contr
     assert [one.json()["id"] for one in repeated] == [one.json()["id"] for one in first]
 
 
-async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
+async def test_repeated_create_at_limit_returns_first(control: Control):
     control.as_key("ann", owner="ann", bounds={"bytes": 400})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
 

@@ -1,4 +1,4 @@
-"""What a running job tells becomes rows, OpenAI's events and checkpoints, and at the end a model."""
+"""Events of a running job become rows, OpenAI events, checkpoints and finally a model."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def published(step: int) -> dict:
 
 
 async def table_of(control: Control, job_id: str) -> list[dict[str, str]]:
-    """As OpenAI's own scripts read a result file."""
+    """Rows of the result file, decoded as OpenAI's scripts do."""
     (file_id,) = jobs.get(control.db, job_id).result_files
     content = (await control.sdk.files.content(file_id)).read()
     return list(csv.DictReader(io.StringIO(base64.b64decode(content, validate=True).decode())))
 
 
-async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
+async def test_job_events_over_whole_lifecycle(control: Control, events: JobEvents):
     job_id, api = await control.job(suffix="maths"), control.sdk.fine_tuning.jobs
     events.started(job_id, ["n0/0", "n0/1"])
     assert (await api.retrieve(job_id)).status == "running"
@@ -53,7 +53,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     shown = await api.retrieve(job_id)
     assert shown.estimated_finish is not None and shown.fine_tuned_model is None
 
-    # A checkpoint can be used before the job is done; the model itself cannot.
+    # A checkpoint is usable before the job ends; the model is not.
     (checkpoint,) = (await api.checkpoints.list(job_id)).data
     assert checkpoint.fine_tuned_model_checkpoint == f"{row.output_model}:ckpt-step-10"
     measured |= {"train_loss": 2.0, "train_mean_token_accuracy": 0.625, "step": 10}
@@ -71,9 +71,9 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     for step in range(12, 21):
         events.ingest(job_id, metrics(step, 3.0 - step / 10))
     events.ingest(job_id, published(20))
-    events.ingest(job_id, metrics(20, 1.0))  # done again: it counts once
+    events.ingest(job_id, metrics(20, 1.0))  # repeated step: counts once
     events.ingest(job_id, {"event": "finished"})
-    events.suspended(job_id, 19, "memory is short")  # its last step is done already
+    events.suspended(job_id, 19, "memory is short")  # the last step is already done
     events.succeeded(job_id)
 
     job = await api.retrieve(job_id)
@@ -84,7 +84,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     assert DEPLOYMENTS.find(control.db, row.output_model) is not None
     lines = await table_of(control, job_id)
     assert list(lines[0]) == ["step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy"]
-    # Step 11 was reported by nobody, step 12 once; every reported step has exactly one line.
+    # Step 11 was never reported; every reported step has exactly one line.
     assert [int(line["step"]) for line in lines] == [*range(1, 11), *range(12, 21)]
     assert lines[9]["valid_loss"] == "2.5"
     assert (await control.sdk.files.retrieve(job.result_files[0])).purpose == "fine-tune-results"
@@ -107,7 +107,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
         ),
     ],
 )
-async def test_the_table_of_a_job_has_what_its_method_measures(
+async def test_result_table_has_columns_of_method(
     control: Control, events: JobEvents, method: str, step: dict, validation: dict, columns: dict
 ):
     job_id = await control.job()
@@ -126,10 +126,10 @@ async def test_the_table_of_a_job_has_what_its_method_measures(
     assert "mismatch_kl" not in str(line)
 
 
-async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: Control, events: JobEvents):
+async def test_step_read_and_delivered_is_recorded_once(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
-    for at_s in (1e9, 1e9, 1e9 + 60):  # read in the log, delivered, and done again
+    for at_s in (1e9, 1e9, 1e9 + 60):  # read from the log, delivered, and repeated
         events.ingest(job_id, metrics(1, 1.0) | {"at_s": at_s})
     assert jobs.get(control.db, job_id).eta_s is None
     told = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data
@@ -139,7 +139,7 @@ async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: 
     assert jobs.get(control.db, job_id).eta_s == 36.0, "by the ranks' clock: 18 steps of 2 s"
 
 
-async def test_steps_that_nobody_heard_of_are_recorded_from_the_snapshot(control: Control, events: JobEvents):
+async def test_steps_event_adds_unreported_steps(control: Control, events: JobEvents):
     job_id = await control.job()
     reports = [metrics(step, 1.0) | {"at_s": 1e9 + step} for step in (1, 2, 3)]
     events.ingest(job_id, dict(reports[0]))
@@ -151,9 +151,7 @@ async def test_steps_that_nobody_heard_of_are_recorded_from_the_snapshot(control
 
 
 @pytest.mark.parametrize("end", ["succeeded", "failed"])
-async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_the_model_but_the_result(
-    control: Control, events: JobEvents, end: str
-):
+async def test_checkpoints_stay_listed_and_only_result_is_active(control: Control, events: JobEvents, end: str):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     name = jobs.get(control.db, job_id).output_model
@@ -181,7 +179,7 @@ async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_
             assert (await control.sdk.models.delete(one.fine_tuned_model_checkpoint)).deleted
 
 
-async def test_success_without_weights_is_a_failure(control: Control, events: JobEvents):
+async def test_success_without_published_weights_fails_job(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     events.succeeded(job_id)
@@ -189,7 +187,7 @@ async def test_success_without_weights_is_a_failure(control: Control, events: Jo
     assert job.status == "failed" and job.error.code == "nothing_published"
 
 
-async def test_success_on_a_full_disk_compares_with_the_estimate_once(control: Control, events: JobEvents, monkeypatch):
+async def test_success_on_full_disk_reports_estimate_once(control: Control, events: JobEvents, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -204,7 +202,7 @@ async def test_success_on_a_full_disk_compares_with_the_estimate_once(control: C
     assert jobs.get(control.db, job_id).phase == "succeeded"
 
 
-async def test_numbers_that_json_does_not_know_are_unknown(control: Control, events: JobEvents):
+async def test_nan_and_infinity_are_stored_as_null(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     events.ingest(job_id, metrics(1, float("nan")) | {"grad_norm": float("inf")})
@@ -216,7 +214,7 @@ async def test_numbers_that_json_does_not_know_are_unknown(control: Control, eve
     assert shown.status_code == 200 and shown.json()["data"][1]["data"]["grad_norm"] is None
 
 
-async def test_an_adapter_is_shown_and_keeps_its_base_in_place(control: Control, events: JobEvents):
+async def test_published_adapter_is_shown_and_protects_base(control: Control, events: JobEvents):
     job_id = await control.job()
     adapter = {"base": "starter", "base_version": "v1", "rank": 8}
     events.started(job_id, ["n0/0"])

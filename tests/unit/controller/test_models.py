@@ -1,4 +1,4 @@
-"""Models: /v1/models through the OpenAI SDK, imports, and the archive of a version."""
+"""/v1/models through the OpenAI SDK, imports, and the archive of a version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def insert_tuned(control: Control) -> None:
     models.update_version(control.db, TUNED, "step-10", id="ftckpt_1", checkpoint=CHECKPOINT, job_id="ftjob-1", step=10)
 
 
-async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_everywhere(control: Control):
+async def test_model_state_and_reason_are_equal_in_all_routes(control: Control):
     insert_tuned(control)
     message = "not serving: no memory; next try in 12 s"
     control.scheduler.troubles = [{"model": "starter", "reason": "no memory", "message": message, "lasting": False}]
@@ -42,7 +42,7 @@ async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_eve
     assert (await control.sdk.models.retrieve("starter")).model_extra["state"] == "serving", "another one failed"
 
 
-async def test_base_tuned_and_checkpoint_names_are_listed_and_found(control: Control):
+async def test_base_tuned_and_checkpoint_models_are_listed_and_retrieved(control: Control):
     insert_tuned(control)
     insert_model(control.db, "Qwen/Qwen3-0.6B")
     listed = [model.id for model in (await control.sdk.models.list()).data]
@@ -55,18 +55,18 @@ async def test_base_tuned_and_checkpoint_names_are_listed_and_found(control: Con
 
 
 @pytest.mark.parametrize("name", ["nothing", "ft:starter:local:x:y", "starter@v9", "@v1", "starter@", "a" * 3000, "é"])
-async def test_unknown_names_are_not_found(control: Control, name: str):
+async def test_unknown_model_names_are_not_found(control: Control, name: str):
     answer = await control.http.get(f"/v1/models/{quote(name, safe='')}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert len(answer.json()["error"]["message"]) < 300
 
 
-async def test_download_of_a_version_in_no_tier_is_a_conflict(control: Control):
+async def test_archive_of_version_in_no_tier_is_a_conflict(control: Control):
     answer = await control.http.get("/v1/models/starter/archive")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_not_ready")
 
 
-async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(control: Control):
+async def test_delete_tuned_model_removes_rows_replicas_and_bytes(control: Control):
     insert_tuned(control)
     deleted = await control.sdk.models.delete(TUNED)
     assert deleted.deleted and deleted.id == TUNED
@@ -76,7 +76,7 @@ async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(contro
     assert name == TUNED and [row.disk_path for row in rows] == ["/models/step-10", "/models/step-20"]
 
 
-async def test_deleting_a_checkpoint_takes_only_its_version_and_never_the_active_one(control: Control):
+async def test_delete_checkpoint_removes_only_inactive_version(control: Control):
     insert_tuned(control)
     await control.sdk.models.delete(CHECKPOINT)
     assert [version.version for version in models.list_versions(control.db, TUNED)] == ["step-20"]
@@ -84,7 +84,7 @@ async def test_deleting_a_checkpoint_takes_only_its_version_and_never_the_active
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "version_in_use")
 
 
-async def test_delete_model_of_unfinished_job_is_refused(control: Control):
+async def test_delete_model_of_unfinished_job_is_rejected(control: Control):
     job_id = await control.job()
     (await control.http.post(f"/v1/fine_tuning/jobs/{job_id}/pause")).raise_for_status()
     answer = await control.http.delete("/v1/models/starter", headers=ADMIN)
@@ -102,7 +102,7 @@ async def test_delete_model_of_job_whose_key_lost_it_succeeds(control: Control):
 
 @pytest.mark.parametrize("used", [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30"])
 @pytest.mark.parametrize("how", ["trained on", "judge"])
-async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names(control: Control, used: str, how: str):
+async def test_delete_version_used_by_job_is_rejected_under_any_name(control: Control, used: str, how: str):
     insert_tuned(control)
     db, names = control.db, [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30"]
     made = {"id": "ftckpt_3", "checkpoint": names[1], "job_id": "ftjob-1", "step": 30}
@@ -122,7 +122,7 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names(control
 @pytest.mark.parametrize(
     ("suffix", "part"), [("My Great Model", "my-great-model"), ("a:b/c..d", "a-b-c-d"), ("客服 v2", "v2")]
 )
-async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Control, suffix: str, part: str):
+async def test_suffix_is_normalised_in_name_like_openai(control: Control, suffix: str, part: str):
     job_id = await control.job(suffix=suffix)
     name = jobs.get(control.db, job_id).output_model
     assert name.startswith(f"ft:starter:local:{part}:") and is_model_name(name)
@@ -130,7 +130,7 @@ async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Contr
     assert told["user_provided_suffix"] == suffix
 
 
-def test_is_model_name_takes_printable_names_without_path_tricks():
+def test_is_model_name_accepts_only_safe_printable_names():
     good = ["a", "starter", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256]
     bad = ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257]
     assert [is_model_name(name) for name in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
@@ -138,14 +138,14 @@ def test_is_model_name_takes_printable_names_without_path_tricks():
 
 @pytest.fixture
 def roomy(control: Control) -> Control:
-    """Engines take adapters, and the starter's files are on disk."""
+    """A box whose engines accept adapters, with the starter's files on disk."""
     control.context.sizes.adapter_rank_limit = lambda row: 32
     models.update_version(control.db, "starter", "v1", disk_path="/models/starter/v1")
     return control
 
 
 @pytest.mark.parametrize("source", ["/data/adapter-of-starter", "/data/adapter"])
-async def test_an_adapter_is_served_on_the_base_that_it_or_the_user_names(roomy: Control, source: str):
+async def test_import_adapter_uses_base_named_by_adapter_or_user(roomy: Control, source: str):
     body = {"source": source, "name": "pirate"} | ({} if "starter" in source else {"base": "starter"})
     done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
     assert done["state"] == "succeeded"
@@ -158,7 +158,7 @@ async def test_an_adapter_is_served_on_the_base_that_it_or_the_user_names(roomy:
     assert (await ask(roomy, "GET", "/models/pirate"))["adapter"]["rank"] == 8
 
 
-async def test_a_model_out_of_a_package_says_which_and_not_a_path_that_is_gone(roomy: Control):
+async def test_import_from_package_shows_origin_as_source(roomy: Control):
     body = {"source": "/tmp/x/m.gguf", "name": "tiny", "origin": "package tiny==1.0"}
     await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
     shown = await ask(roomy, "GET", "/models/tiny")
@@ -168,7 +168,7 @@ async def test_a_model_out_of_a_package_says_which_and_not_a_path_that_is_gone(r
 
 
 @pytest.mark.parametrize("name", ["starter", TUNED])
-async def test_import_as_version_leaves_the_active_version_and_needs_whole_weights(roomy: Control, name: str):
+async def test_import_as_version_keeps_active_version(roomy: Control, name: str):
     models.update_version(roomy.db, "starter", "v1", version="v0")
     models.update(roomy.db, "starter", active_version="v0")
     insert_tuned(roomy)
@@ -187,7 +187,7 @@ async def test_import_as_version_leaves_the_active_version_and_needs_whole_weigh
         assert error["error"]["param"] == "name"
 
 
-async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
+async def test_import_adapter_of_private_base_is_private(roomy: Control):
     models.unshare(roomy.db, "starter", "*")
     models.share(roomy.db, "starter", "ann")
     await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"}))
@@ -205,7 +205,7 @@ async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
         ({"source": "/x/adapter-starter", "base": "cold"}, 409, "base"),
     ],
 )
-async def test_an_adapter_without_a_base_is_refused(roomy: Control, body, status, param):
+async def test_import_adapter_without_base_is_rejected(roomy: Control, body, status, param):
     insert_model(roomy.db, "tuned", kind="fine-tuned", base="starter")
     models.update_version(roomy.db, "tuned", "v1", meta={"adapter": {"base": "starter", "base_version": "v1"}})
     insert_model(roomy.db, "cold")
@@ -213,7 +213,7 @@ async def test_an_adapter_without_a_base_is_refused(roomy: Control, body, status
     assert (await ask(roomy, "POST", "/models/import", status, json=body))["error"]["param"] == param
 
 
-async def test_what_an_adapter_never_uses_of_a_deployment_is_refused(roomy: Control):
+async def test_deployment_of_adapter_rejects_unused_fields(roomy: Control):
     await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"}))
     path = "/models/adapter-of-starter"
     for field, value in (("idle_sleep_s", 60), ("tensor_parallel", 2), ("max_replicas", 1), ("ttft_p95_s", 2)):
@@ -226,7 +226,7 @@ async def test_what_an_adapter_never_uses_of_a_deployment_is_refused(roomy: Cont
 
 @pytest.fixture
 def folder(control: Control, tmp_path: Path) -> Path:
-    """The files of a version of `starter` on disk."""
+    """Files of a `starter` version on disk."""
     folder = tmp_path / "stored"
     folder.mkdir()
     save_file({"w": np.arange(3000, dtype=np.float32)}, folder / "model.safetensors")
@@ -237,7 +237,7 @@ def folder(control: Control, tmp_path: Path) -> Path:
     return folder
 
 
-async def test_archive_is_a_tar_file_of_all_files_and_resumes_at_a_range(control: Control, folder: Path):
+async def test_archive_is_tar_of_all_files_and_supports_ranges(control: Control, folder: Path):
     whole = await control.http.get("/v1/models/starter/archive")
     assert int(whole.headers["content-length"]) == len(whole.content)
     with tarfile.open(fileobj=io.BytesIO(whole.content)) as tar:

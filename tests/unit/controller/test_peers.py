@@ -1,4 +1,4 @@
-"""Who a request comes from is decided by the socket it came over; on the gateways' nobody is anybody by default."""
+"""The socket decides the identity of a request; the gateways' socket has no default identity."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def _send(app: ASGIApp, method: str, path: str, headers: list[tuple[str, s
 
 
 @pytest.mark.parametrize("headers", NOBODY.values(), ids=list(NOBODY))
-async def test_gateways_without_exactly_one_identity_are_nobody(control: Control, headers: list[tuple[str, str]]):
+async def test_gateway_socket_requires_exactly_one_identity(control: Control, headers: list[tuple[str, str]]):
     app = Listener(control.app, TOKEN)
     for path in ("/admin/v1/keys", "/internal/responses/context?id=resp_1", "/openapi.json", "/nothing"):
         answer = await _send(app, "GET", path, headers)
@@ -45,7 +45,7 @@ async def test_gateways_without_exactly_one_identity_are_nobody(control: Control
 
 
 def _routes(control: Control) -> list[tuple[str, str]]:
-    """Every route there is, those that the OpenAPI document hides too."""
+    """Every route, including those hidden in the OpenAPI document."""
     return [
         (method, re.sub(r"\{[^}]*\}", "x", route.path))  # type: ignore[attr-defined]
         for route in control.app.routes
@@ -53,11 +53,11 @@ def _routes(control: Control) -> list[tuple[str, str]]:
     ]
 
 
-async def test_a_gateway_on_its_own_behalf_sends_copies_and_may_do_nothing_else(control: Control):
+async def test_gateway_identity_may_only_send_copies(control: Control):
     app = Listener(control.app, TOKEN)
     own = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway"), PROOF]
     open_to_all = {"/openapi.json", "/internal/responses", "/internal/responses/context"}
-    open_to_all |= {f"/admin/v1/oidc{end}" for end in ("", "/begin", "/finish")}  # for who has no key yet
+    open_to_all |= {f"/admin/v1/oidc{end}" for end in ("", "/begin", "/finish")}  # for users without a key
     for method, path in _routes(control):
         if path not in open_to_all:
             assert (await _send(app, method, path, own)).status_code == 403, (method, path)
@@ -66,7 +66,7 @@ async def test_a_gateway_on_its_own_behalf_sends_copies_and_may_do_nothing_else(
         assert (await gateway.post("/internal/responses", json=[])).json() == {"stored": 0}
 
 
-async def test_on_the_peoples_socket_no_identity_is_the_box_and_half_of_one_is_nobody(control: Control):
+async def test_people_socket_without_identity_is_box_and_rejects_half_identity(control: Control):
     app = Listener(control.app)
     assert (await _send(app, "GET", "/admin/v1/keys", [])).status_code == 200
     assert (await _send(app, "GET", "/admin/v1/keys", [KEY, ("x-appliance-scopes", "inference")])).status_code == 403
