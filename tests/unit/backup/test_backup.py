@@ -160,7 +160,7 @@ def test_take_and_restore_reject_unsuitable_locations(paths, place, tmp_path):
     Database(other.database).close()
     with pytest.raises(BackupError, match="another box"):
         take(other, place, keep=9)
-    with backup._alone(paths.data_dir), pytest.raises(BackupError, match="already"):
+    with backup._alone(paths.data_dir), pytest.raises(BackupError, match="another backup of"):
         take(paths, place, keep=9)
 
 
@@ -195,7 +195,7 @@ def test_take_rejects_location_whose_backups_disappeared(paths, place):
     take(paths, place, keep=9)
     shutil.rmtree(place.root)
     place.root.mkdir()
-    with pytest.raises(BackupError, match="is it mounted"):
+    with pytest.raises(BackupError, match="but is empty. Mount it"):
         take(paths, place, keep=9)
     assert not list(place.root.iterdir())
     paths.last_backup.unlink()

@@ -30,7 +30,7 @@ async def test_start_on_taken_port_fails_before_ray_starts(tmp_path, foreign, mo
         raise ray_head.RayStartError("Ray was started")
 
     monkeypatch.setattr(box, "_ray", type("NoRay", (), {"begin": staticmethod(no_ray)})())
-    with pytest.raises(BoxError, match=rf"port {foreign} of '127.0.0.1' .*--port"):
+    with pytest.raises(BoxError, match=rf"port {foreign} of '127.0.0.1'.*--port"):
         await box.start()
 
 

@@ -62,7 +62,7 @@ def test_create_rejects_folders_writable_or_owned_by_others(tmp_path, monkeypatc
         os.chown(folder, 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(UnsafeFolder, match="was made by user"):
+    with pytest.raises(UnsafeFolder, match="belongs to user"):
         paths.create()
 
 

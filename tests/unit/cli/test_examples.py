@@ -132,7 +132,7 @@ def test_retrain_activates_version_and_keeps_files_after_failure(
     assert [path.name for path in folder.glob("*.jsonl")] == ["2.jsonl"]
 
 
-def test_sweep_keeps_only_the_best_model(
+def test_sweep_deletes_all_models_but_the_best(
     client: openai.OpenAI, finish: Callable[[float | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train, held_out = (
@@ -152,7 +152,7 @@ def test_sweep_keeps_only_the_best_model(
     assert {worse, best} & {model.id for model in client.models.list()} == {best}
 
 
-def test_teacher_answers_become_training_rows(
+def test_teacher_answers_become_rows_and_failures_are_counted(
     client: openai.OpenAI, box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {

@@ -99,7 +99,7 @@ def test_merged_export_merges_adapter_into_its_base_version(box, tmp_path, monke
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", '{"messages": [1]}', '{"messages": [{"content": "x"}]}', "\n"])
-def test_quantize_rejects_file_without_chats_before_download(box, tmp_path, text):
+def test_quantize_file_without_chats_is_refused_before_download(box, tmp_path, text):
     (tmp_path / "chats.jsonl").write_text(text)
     compare = ("--compare", str(tmp_path / "chats.jsonl"))
     assert box.run("model", "quantize", "none", "--form", "int8", *compare).exit_code == BadUsage.exit_code

@@ -33,7 +33,7 @@ def test_file_check_of_stored_file_runs_on_box(box: ControlledBox, tmp_path: Pat
         (("--against", "nowhere.jsonl"), "nowhere.jsonl", 1),
     ],
 )
-def test_file_check_of_local_file_rejects_bad_options(tmp_path: Path, options: tuple[str, str], shown: str, code: int):
+def test_local_file_check_refuses_wrong_arguments(tmp_path: Path, options: tuple[str, str], shown: str, code: int):
     result = run("file", "check", str(write(tmp_path / "f.jsonl")), *options)
     assert (result.exit_code, result.stderr.count("\n")) == (code, 1) and shown in result.stderr
 

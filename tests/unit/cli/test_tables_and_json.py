@@ -43,7 +43,7 @@ def test_view_formats_fields_by_name(capsys):
     assert "none" not in shown and "object" not in shown
 
 
-def test_gpu_list_shows_devices_with_readings(box: ControlledBox):
+def test_gpu_list_shows_devices_with_their_meters(box: ControlledBox):
     box.context.scheduler.devices[2]["holder"] = {"kind": "job", "id": "ftjob-1"}
     box.context.scheduler.devices[0]["name"] = "[red]GPU[/red] \x1b[31m"
     text = box.run("gpu", "list").stdout
@@ -117,7 +117,7 @@ def test_model_canary_starts_shows_rolls_back_and_promotes(box: ControlledBox):
         assert box.run("model", "canary", "starter", "v2", *wrong).exit_code == 2
 
 
-def test_model_deploy_changes_only_given_options(box: ControlledBox):
+def test_model_deploy_changes_only_given_settings(box: ControlledBox):
     made = box.json("model", "deploy", "starter", "--max-replicas", "3", "--ttft-p95-s", "1.5", "--pin")
     assert (made["max_replicas"], made["ttft_p95_s"], made["pinned"]) == (3, 1.5, True)
     assert box.json("model", "deploy", "starter", "--ttft-p95-s", "none", "--unpin")["ttft_p95_s"] is None

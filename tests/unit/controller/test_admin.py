@@ -36,7 +36,7 @@ def actions(control: Control) -> list[tuple[str, str, str]]:
     return [(row.action, row.target, row.outcome) for row in rows if row.key_id != SCOPES["x-appliance-key-id"]]
 
 
-async def test_key_is_shown_once_and_reaches_gateways_at_once(control: Control):
+async def test_key_works_and_ends_at_gateways_at_once(control: Control):
     made = await ask(control, "POST", "/keys", json={"name": "laptop", "scopes": ["inference"]})
     digest = keys.fingerprint(made["key"])
     assert control.gateway_keys[digest] == {"id": made["id"], "owner": "laptop", "scopes": ["inference"]}
@@ -82,7 +82,7 @@ async def test_create_invalid_key_is_rejected(control: Control, body: dict[str, 
 
 
 @pytest.mark.parametrize(("source", "code"), [("broken", "invalid_checkpoint"), ("bug", "internal_error")])
-async def test_failed_import_reports_code_and_leaves_no_model(control: Control, source: str, code: str):
+async def test_failed_import_has_a_reason_and_leaves_no_model(control: Control, source: str, code: str):
     done = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": source}))
     assert (done["state"], done["error"]["code"]) == ("failed", code)
     assert [row.id for row in models.list_all(control.db)] == ["starter"]
@@ -102,7 +102,7 @@ async def test_invalid_import_is_rejected(control: Control, body: dict[str, Any]
     assert OPERATIONS.page(control.db).data == []
 
 
-async def test_concurrent_equal_import_is_rejected(control: Control, hanging: asyncio.Event):
+async def test_concurrent_equal_import_is_refused(control: Control, hanging: asyncio.Event):
     body = {"source": "/data/m", "name": "m"}
     first = await ask(control, "POST", "/models/import", 202, json=body)
     await hanging.wait()
@@ -150,7 +150,7 @@ async def test_rollback_activates_previous_or_named_version(control: Control):
     assert error["code"] == "no_older_version"
 
 
-async def test_rollback_refused_by_replicas_keeps_version(control: Control):
+async def test_refused_rollback_keeps_the_served_version(control: Control):
     insert_model(control.db, "m", versions=("v1", "v2"))
     control.scheduler.swap_error = "the fingerprint differs"
     error = (await ask(control, "POST", "/models/m/rollback", 409))["error"]
@@ -160,7 +160,7 @@ async def test_rollback_refused_by_replicas_keeps_version(control: Control):
     assert actions(control) == [("model.rollback", "m", "failed")]
 
 
-async def test_key_for_unknown_model_is_rejected(control: Control):
+async def test_key_for_an_unknown_model_is_refused(control: Control):
     for method, path, body in (("POST", "/keys", {"name": "bob"}), ("PATCH", "/keys/joe", {})):
         if method == "PATCH":
             assert (await ask(control, "POST", "/keys", json={"name": "joe"}))["scopes"] == ["inference", "fine_tuning"]
@@ -170,7 +170,7 @@ async def test_key_for_unknown_model_is_rejected(control: Control):
     assert made["scopes"] == ["inference"], "for using one model: training was not asked for"
 
 
-async def test_logs_show_only_log_files_to_admins(control: Control):
+async def test_logs_are_read_by_administrators_and_by_listed_name(control: Control):
     folder = Path(control.context.box["data_dir"]) / "logs"
     (folder / "ray").mkdir(parents=True)
     (folder / "main.log").write_text("one\ntwo\nthree\n")

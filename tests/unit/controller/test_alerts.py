@@ -35,7 +35,7 @@ class Timeline:
         return [(message.event, message.id) for message in messages]
 
 
-def test_step_lasting_problem_is_sent_once_then_daily_until_resolved():
+def test_step_lasting_problem_is_sent_daily_and_resolved():
     timeline = Timeline()
     assert timeline.look(0, FULL) == []
     assert timeline.look(SETTLE_S, FULL) == [("problem", FULL.id)]
@@ -118,7 +118,7 @@ def test_send_posts_webhook_and_sends_mail():
     assert b"rcpt TO:<ops@example.org>" in mail and b"What to do: remove files" in mail and b"\nDate: " in mail
 
 
-def test_problems_include_only_states_that_need_a_person():
+def test_problems_of_lists_faults_that_need_a_person():
     findings = [
         {"check": "disk free", "state": "fail", "found": "1 GB", "remedy": "remove files"},
         {"check": "certificate", "state": "warn", "found": "3 days left", "remedy": "renew it"},

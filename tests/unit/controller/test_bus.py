@@ -180,7 +180,7 @@ async def test_waits_without_gateways_end_after_startup_time(tmp_path: Path):
 
 
 @pytest.mark.parametrize("line", [b"not json", b'{"type":"load","gateway":"g","generation":"x"}', b"[" * 5000])
-async def test_bus_closes_connection_after_invalid_message(bus: Bus, tmp_path: Path, line: bytes):
+async def test_invalid_message_closes_only_its_connection(bus: Bus, tmp_path: Path, line: bytes):
     bad = await GatewayEnd.connect(tmp_path / "bus.sock")
     await bad.table()
     await bad.send(line)
@@ -245,7 +245,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_ask_sleeping_model_adds_demand_and_names_reason(db: Database):
+async def test_request_for_sleeping_model_wants_it_and_explains_wait(db: Database):
     gateway = Gateway(db, engines=0)
     task = gateway.ask("hi")
     await turns()
@@ -273,7 +273,7 @@ async def test_ask_retries_request_that_gave_way(db: Database):
 
 
 @pytest.mark.parametrize("error", [httpx.ConnectError("no"), httpx.ReadError("cut")])
-async def test_ask_retries_while_gateway_is_away_and_rejects_invalid_json(db: Database, monkeypatch, error):
+async def test_ask_retries_absent_gateway_and_refuses_other_than_json(db: Database, monkeypatch, error):
     monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
     gateway, left = Gateway(db), [error]
 

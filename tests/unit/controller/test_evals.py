@@ -55,7 +55,7 @@ async def made(control: Control, *criteria: Any) -> str:
     return found.id
 
 
-async def test_eval_with_model_requires_inference_scope_and_model_access(control: Control):
+async def test_eval_run_needs_inference_scope_and_model_access(control: Control):
     control.as_key("ann", owner="ann")
     judged, plain, file = await made(control, JUDGE), await made(control), await control.upload()
     reinforcement = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
@@ -115,7 +115,7 @@ async def test_eval_run_grades_given_samples(control: Control):
     assert one.datasource_item == {"answer": "5"} and one.sample.output[0].content == "4"
 
 
-async def test_eval_run_samples_model_and_reports_tokens(control: Control):
+async def test_run_samples_a_model_and_counts_its_tokens(control: Control):
     control.as_key("carol")
     sent = answers(control, "yes")
     run = await ended(control, eval_id := await made(control), asked())
@@ -129,7 +129,7 @@ async def test_eval_run_samples_model_and_reports_tokens(control: Control):
     assert (item.sample.finish_reason, item.sample.seed, item.sample.max_completion_tokens) == ("stop", 3, 7)
 
 
-async def test_eval_run_converts_responses_source_to_chat(control: Control):
+async def test_responses_source_samples_like_completions(control: Control):
     control.as_key("carol")
     sent = answers(control, "yes")
     function = {"name": "f", "parameters": {"type": "object"}}
@@ -154,7 +154,7 @@ async def test_eval_run_converts_responses_source_to_chat(control: Control):
     assert body["response_format"] == {"type": "json_schema", "json_schema": schema}
 
 
-async def test_eval_run_reads_file_and_names_bad_line(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_run_reads_a_file_and_names_a_bad_line(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "_CHUNK", 1)
     eval_id = await made(control)
     lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c")))
@@ -178,7 +178,7 @@ async def test_eval_run_without_valid_items_fails(control: Control, content: lis
     assert run.data_source.source.content == [], "items are stored once, in rows of their own"
 
 
-async def test_eval_run_counts_ungradable_item_as_error(control: Control):
+async def test_ungraded_item_is_an_error_and_no_failure(control: Control):
     lacking = {**CHECK, "name": "lacking", "reference": "{{item.nothing}}"}
     source = given(("4", "4"), ("4", "4"))
     source["source"]["content"][1]["item"]["nothing"] = "4"
@@ -189,7 +189,7 @@ async def test_eval_run_counts_ungradable_item_as_error(control: Control):
     assert item.status == "error" and "nothing" in item.results[1].error  # type: ignore[attr-defined]
 
 
-async def test_cancelled_eval_run_keeps_results(control: Control):
+async def test_cancelled_run_keeps_judged_items(control: Control):
     control.as_key("carol")
     control.engines.lines = 0
     eval_id = await made(control)
@@ -244,7 +244,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED.values(), ids=REFUSED)
-async def test_invalid_eval_names_param(control: Control, fields: Any, param: str):
+async def test_invalid_eval_is_refused_with_its_field(control: Control, fields: Any, param: str):
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.evals.create(**{"data_source_config": SCHEMA, "testing_criteria": [CHECK]} | fields)
     assert caught.value.param == param
@@ -276,13 +276,13 @@ REFUSED_RUNS = {
 
 
 @pytest.mark.parametrize(("source", "param"), REFUSED_RUNS.values(), ids=REFUSED_RUNS)
-async def test_invalid_eval_run_names_param(control: Control, source: Any, param: str):
+async def test_invalid_run_is_refused_with_its_field(control: Control, source: Any, param: str):
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.evals.runs.create(await made(control), data_source=source)
     assert caught.value.param == param
 
 
-async def test_eval_run_fails_at_storage_limit_of_owner(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_run_fails_when_its_owner_exceeds_a_bound(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     control.as_key("carol", bounds={"bytes": 2500})
     answers(control, "long " * 500)
@@ -293,7 +293,7 @@ async def test_eval_run_fails_at_storage_limit_of_owner(control: Control, monkey
 # --- graders
 
 
-async def test_grader_run_and_validate_endpoints(control: Control):
+async def test_grader_routes_run_and_validate(control: Control):
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item={"answer": "4"})
     assert found.reward == 1.0 and found.sub_rewards == {} and found.metadata.scores == {"same": 1.0}
     assert (found.metadata.name, found.metadata.type, found.metadata.token_usage) == ("same", "string_check", None)
@@ -333,7 +333,7 @@ async def test_python_grader_runs_in_sandbox_or_is_rejected(control: Control, mo
     assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message
 
 
-async def test_score_model_grader_asks_judge_with_key_of_caller(control: Control):
+async def test_model_grader_is_asked_with_the_callers_key(control: Control):
     key_id = control.as_key("carol")
     sent = answers(control, json.dumps({"reason": "close", "result": 0.75}))
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="4", item={"answer": "2+2"})

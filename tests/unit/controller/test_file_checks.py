@@ -22,7 +22,7 @@ async def test_check_apart_returns_same_report_as_in_process(tmp_path: Path, dat
     assert not chat.exists() or len(chat.read_text().splitlines()) == apart.n_examples
 
 
-async def test_check_apart_killed_process_marks_file_bad(tmp_path: Path, monkeypatch):
+async def test_check_beyond_its_limits_is_killed_and_file_is_bad(tmp_path: Path, monkeypatch):
     source, killed = tmp_path / "in", tmp_path / "python"
     source.write_bytes(chat_lines())
     killed.write_text("#!/bin/sh\nkill -KILL $$\n")
@@ -32,7 +32,7 @@ async def test_check_apart_killed_process_marks_file_bad(tmp_path: Path, monkeyp
     assert not report.ok and "SIGKILL" in report.errors[0][1]
 
 
-async def test_check_apart_raises_on_missing_file_or_disk_error(tmp_path: Path):
+async def test_check_apart_raises_oserror_for_missing_file_or_disk(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         await check_apart(tmp_path / "gone")
     (tmp_path / "in").write_bytes(chat_lines())

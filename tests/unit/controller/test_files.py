@@ -40,7 +40,7 @@ def left_on_disk(control: Control) -> list[str]:
     return [entry.name for entry in control.context.files_dir.iterdir()]
 
 
-async def test_file_upload_download_and_delete(control: Control):
+async def test_file_is_uploaded_downloaded_and_deleted(control: Control):
     data = chat_lines()
     made = await control.sdk.files.create(file=("train.jsonl", data), purpose="fine-tune")
     assert (made.bytes, made.filename, made.purpose) == (len(data), "train.jsonl", "fine-tune")

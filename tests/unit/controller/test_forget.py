@@ -97,7 +97,7 @@ def spent(control: Control) -> dict[str, int]:
     return {row["name"]: row["completion_tokens"] for row in usage.report(control.db, "owner", 0.0, 9000.0)}
 
 
-async def test_forget_deletes_all_of_owner_and_nothing_of_others(control: Control, people: list[Person]):
+async def test_forget_removes_the_name_and_keeps_other_owners(control: Control, people: list[Person]):
     ann, ben = people
     assert NAME in written(control) and SECRET.decode() in written(control)
     before = spent(control)
@@ -134,7 +134,7 @@ async def test_forget_deletes_all_of_owner_and_nothing_of_others(control: Contro
     assert now.keys() == {done["pseudonym"], OTHER} and now[done["pseudonym"]] >= before[NAME]
 
 
-async def test_forget_removes_name_of_admin_from_records(control: Control):
+async def test_forget_administrator_removes_the_name_from_actions(control: Control):
     """The mode, drained devices, hand-overs and model settings record the name of the requesting key."""
     db = control.db
     keys.create(db, NAME, ["admin"], NAME)
@@ -155,7 +155,7 @@ async def test_forget_removes_name_of_admin_from_records(control: Control):
     assert asked[::-1] == changed == [who, who, OTHER]
 
 
-async def test_forget_waits_for_running_job_and_is_repeatable(control: Control, people: list[Person]):
+async def test_forget_waits_for_a_running_job_and_resumes(control: Control, people: list[Person]):
     ann = people[0]
     jobs.set_phase(control.db, ann.job, "running")
     waiting = await ask(control, once=True)

@@ -33,7 +33,7 @@ async def table_of(control: Control, job_id: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(base64.b64decode(content, validate=True).decode())))
 
 
-async def test_job_events_over_whole_lifecycle(control: Control, events: JobEvents):
+async def test_job_events_from_start_to_success(control: Control, events: JobEvents):
     job_id, api = await control.job(suffix="maths"), control.sdk.fine_tuning.jobs
     events.started(job_id, ["n0/0", "n0/1"])
     assert (await api.retrieve(job_id)).status == "running"
@@ -107,7 +107,7 @@ async def test_job_events_over_whole_lifecycle(control: Control, events: JobEven
         ),
     ],
 )
-async def test_result_table_has_columns_of_method(
+async def test_metrics_table_has_the_methods_columns(
     control: Control, events: JobEvents, method: str, step: dict, validation: dict, columns: dict
 ):
     job_id = await control.job()
@@ -126,7 +126,7 @@ async def test_result_table_has_columns_of_method(
     assert "mismatch_kl" not in str(line)
 
 
-async def test_step_read_and_delivered_is_recorded_once(control: Control, events: JobEvents):
+async def test_step_reported_twice_has_one_event(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     for at_s in (1e9, 1e9, 1e9 + 60):  # read from the log, delivered, and repeated
@@ -139,7 +139,7 @@ async def test_step_read_and_delivered_is_recorded_once(control: Control, events
     assert jobs.get(control.db, job_id).eta_s == 36.0, "by the ranks' clock: 18 steps of 2 s"
 
 
-async def test_steps_event_adds_unreported_steps(control: Control, events: JobEvents):
+async def test_unreported_steps_are_recorded_from_the_snapshot(control: Control, events: JobEvents):
     job_id = await control.job()
     reports = [metrics(step, 1.0) | {"at_s": 1e9 + step} for step in (1, 2, 3)]
     events.ingest(job_id, dict(reports[0]))
@@ -151,7 +151,7 @@ async def test_steps_event_adds_unreported_steps(control: Control, events: JobEv
 
 
 @pytest.mark.parametrize("end", ["succeeded", "failed"])
-async def test_checkpoints_stay_listed_and_only_result_is_active(control: Control, events: JobEvents, end: str):
+async def test_checkpoints_are_listed_and_only_the_result_answers(control: Control, events: JobEvents, end: str):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     name = jobs.get(control.db, job_id).output_model
@@ -214,7 +214,7 @@ async def test_nan_and_infinity_are_stored_as_null(control: Control, events: Job
     assert shown.status_code == 200 and shown.json()["data"][1]["data"]["grad_norm"] is None
 
 
-async def test_published_adapter_is_shown_and_protects_base(control: Control, events: JobEvents):
+async def test_delete_base_of_an_adapter_is_refused(control: Control, events: JobEvents):
     job_id = await control.job()
     adapter = {"base": "starter", "base_version": "v1", "rank": 8}
     events.started(job_id, ["n0/0"])

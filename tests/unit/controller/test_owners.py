@@ -287,7 +287,7 @@ async def test_object_of_other_owner_answers_like_missing_object(control: Contro
 
 
 @pytest.mark.usefixtures("checked_here")
-async def test_second_key_of_owner_sees_objects_of_first(control: Control, people: People):
+async def test_second_key_of_an_owner_sees_objects_of_the_first(control: Control, people: People):
     """This also proves that the previous test uses existing objects."""
     mine = People(people.bob, people.bob, people.objects, people.objects["file"])
     for (method, path), what in judged(control):
@@ -412,7 +412,7 @@ def filled(path: str) -> str:
         ("", ()),
     ],
 )
-async def test_scope_opens_only_its_admin_routes(control: Control, scopes: str, allowed: tuple[str, ...]):
+async def test_admin_routes_are_open_by_scope(control: Control, scopes: str, allowed: tuple[str, ...]):
     row, _ = keys.create(control.db, "looker", [scope for scope in scopes.split(",") if scope])
     as_ = {"x-appliance-key-id": row.id, "x-appliance-scopes": scopes}
     for (method, path), what in judged(control):
@@ -427,7 +427,7 @@ READ_TOO = {"/v1/models", "/v1/models/{name:path}", _JOBS, f"{_JOBS}/{{job_id}}"
 """Routes of OpenAI's API that a key of the scope `read` may ask."""
 
 
-async def test_scope_read_opens_only_model_and_job_reads(control: Control, people: People):
+async def test_read_scope_sees_models_and_jobs_alone(control: Control, people: People):
     row, _ = keys.create(control.db, "looker", ["read"])
     for (method, path), what in judged(control):
         if path.startswith("/v1/") and what is not ADMINS:

@@ -136,7 +136,7 @@ async def test_tasks_alternate_owners_within_limit(db: Database):
     )
 
 
-async def test_finished_cancels_running_tasks_if_source_fails():
+async def test_finished_cancels_running_after_a_failed_source():
     def begin() -> Iterator[Coroutine[None, None, None]]:
         yield asyncio.sleep(60)
         raise ValueError
@@ -148,7 +148,7 @@ async def test_finished_cancels_running_tasks_if_source_fails():
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_start_ignores_live_task_and_restart_reruns_it(db: Database):
+async def test_second_start_keeps_a_live_task_and_restart_reruns_it(db: Database):
     work = Work(db)
     work.tasks.start("things", "a", None)
     await work.until(1)

@@ -403,7 +403,7 @@ async def test_job_start_is_cancelled_when_job_ends_or_pauses(paused: bool) -> N
         await rig.settle()
         assert rig.now_s - began_s < 5.0 and rig.loop.box.holders == {} and rig.jobs() == {}
         assert not rig.store.ended and not rig.store.troubles
-        assert rig.journal.since(0)[-1].error == "cancelled: the job does not run any more"
+        assert rig.journal.since(0)[-1].error == "cancelled: the job should not run any more"
 
 
 @in_virtual_time

@@ -59,7 +59,7 @@ def test_window_at_skipped_or_repeated_time_fires_once() -> None:
     [
         ({"until": "0 6 * * *", "for_s": 60.0}, "not by both"),
         ({"for_s": 1.0}, "from a minute to a year"),
-        ({"until": "6 o'clock"}, "five fields expected"),
+        ({"until": "6 o'clock"}, "expected five fields"),
     ],
 )
 def test_window_with_invalid_end_is_rejected(named: dict[str, Any], told: str) -> None:

@@ -43,7 +43,7 @@ def routing(bus, db, add_model, add_adapter):
     return routing_of(bus, db)
 
 
-async def test_adapter_is_routed_to_base_engines_under_version_name(routing, bus, db):
+async def test_adapter_versions_have_names_on_base_engines(routing, bus, db):
     await routing.open("r1", "starter", "v1", SOCKET)
     row = bus.table["ft:a"]
     assert (row["adapter"], row["version"]) == ("ft:a@step-2", "step-2")
@@ -57,7 +57,7 @@ async def test_adapter_is_routed_to_base_engines_under_version_name(routing, bus
     assert set(bus.table) == {"starter", "starter@v1", "ft:b", "ft:b@step-2"}
 
 
-async def test_hanging_engine_is_avoided_also_when_opened_later(routing, bus):
+async def test_hanging_engine_is_avoided_also_after_a_restart(routing, bus):
     routing.avoid("r1", True)  # reported before the route opens
     await routing.open("r1", "starter", "v1", SOCKET)
     assert bus.table["starter"]["replicas"][0]["avoid"] is True and routing.open_engines() == {}
@@ -70,7 +70,7 @@ async def test_hanging_engine_is_avoided_also_when_opened_later(routing, bus):
     assert not bus.table["starter"]["replicas"][0]["avoid"], "another engine has its name"
 
 
-async def test_base_swap_ends_only_routes_of_adapters(routing, bus, db):
+async def test_new_base_version_ends_only_routes_of_adapters(routing, bus, db):
     await routing.open("r1", "starter", "v1", SOCKET)
     await routing.withhold_adapters("r1")
     assert bus.table["ft:a"]["replicas"] == [] and bus.table["starter"]["replicas"]
@@ -85,7 +85,7 @@ async def test_base_swap_ends_only_routes_of_adapters(routing, bus, db):
     assert [replica["id"] for replica in bus.table["starter"]["replicas"]] == ["r1"]
 
 
-async def test_policy_is_routed_to_engines_with_its_base_version(routing, bus):
+async def test_model_in_training_is_routed_to_its_base_version(routing, bus):
     name = policy_name("ftjob-1")
     await routing.open("r1", "starter", "v1", SOCKET)
     await routing.offer_policy(name, "starter", "v1", "")
@@ -111,7 +111,7 @@ def load(*reported, tokens, **more):
     return ModelLoad(*reported, waiting_prompt_tokens=waiting, prefill_tokens_per_s=per_s, prompt_tokens=prompt, **more)
 
 
-async def test_demand_of_base_includes_its_adapters(routing, bus):
+async def test_demand_of_adapters_counts_for_their_base(routing, bus):
     await routing.open("r1", "starter", "v1", SOCKET)
     bus.reported = Report(
         replicas={"r1": 4},
@@ -132,7 +132,7 @@ async def test_demand_of_base_includes_its_adapters(routing, bus):
     assert traffic.prefill_tokens_per_s == 800.0
 
 
-async def test_canary_has_own_row_and_share_in_model_row(routing, bus, db):
+async def test_canary_has_its_own_row_and_its_share_in_the_model(routing, bus, db):
     models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
     CANARIES.put(db, CanaryRow("starter", "v2", "v1", 0.2, 7.0))
     await routing.open("r1", "starter", "v1", SOCKET)
@@ -149,7 +149,7 @@ async def test_canary_has_own_row_and_share_in_model_row(routing, bus, db):
     assert "starter@v2" not in bus.table
 
 
-async def test_version_has_row_while_active_or_served(routing, bus, db):
+async def test_version_name_is_callable_while_active_or_served(routing, bus, db):
     routing.refresh()
     asleep = bus.table["starter@v1"]
     assert (asleep["replicas"], asleep["pins"]) == ([], "starter"), "woken like its model"
@@ -167,7 +167,7 @@ async def test_version_has_row_while_active_or_served(routing, bus, db):
     assert routing.host("starter@v2") == "starter"
 
 
-async def test_row_of_failing_model_has_reason_and_next_try(bus, db, add_model, add_adapter):
+async def test_failing_model_has_reason_and_next_try(bus, db, add_model, add_adapter):
     add_model()
     add_adapter("ft:a")
     routing = routing_of(bus, db)
@@ -186,7 +186,7 @@ async def test_row_of_failing_model_has_reason_and_next_try(bus, db, add_model, 
     assert not bus.table["starter"]["trouble"], "another version is another chance"
 
 
-async def test_table_rows_have_owners(routing, bus, db):
+async def test_routing_table_has_the_owners_of_each_name(routing, bus, db):
     """Versions, checkpoints and the canary of a model have its owners; null: every owner, also future ones."""
     models.update(db, "ft:a", owner="alice")
     models.share(db, "ft:a", "bob")

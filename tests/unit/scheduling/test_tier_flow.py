@@ -90,7 +90,7 @@ async def test_in_memory_falls_back_to_remote_if_disk_is_damaged(flow, publish, 
     assert not (tmp_path / "data/models/starter/v1").exists(), "the damaged copy is gone"
     told = put_off(tiers, "disk")
     assert told["damaged"] == 1 and told["last_error"] in caplog.text
-    assert "was damaged and was removed, to be written again; the remote tier had it whole" in told["last_error"]
+    assert "to write it again; the remote tier has a good one" in told["last_error"]
     assert f"{tmp_path}/data/models/starter/v1/model.safetensors" in caplog.text
     await passes(flow, "disk")
     verify(tmp_path / "data/models/starter/v1")
@@ -289,7 +289,7 @@ async def test_brought_in_adapter_is_leased_while_engine_loads(source, only_remo
         ("ft:x@step-9", "not an adapter of this box"),
         ("starter@v1", "not an adapter of this box"),
         ("", "not an adapter"),
-        ("ft:x@step-1", "in no tier"),
+        ("ft:x@step-1", "no tier has"),
     ],
 )
 async def test_brought_in_unavailable_adapter_names_reason(source, only_remote, asked, told):
