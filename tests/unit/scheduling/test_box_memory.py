@@ -149,7 +149,7 @@ async def test_book_engine_counts_starting_engines(box, world):
     assert box.book_engine("third", "n0")
 
 
-def test_decide_releases_suspended_job_while_another_waits():
+def test_decide_resumes_suspended_job_while_another_waits():
     reading, waits = MemoryReading(24 * GB, 10 * GB), Holdings(job_wanted=20 * GB)
     state, action = decide(reading, waits, MemoryState(jobs=("small",)), 0.0, GB)
     assert action is None
