@@ -1,4 +1,4 @@
-"""Entries for forked ranks of tests, where what is to be checked exists only inside the ranks."""
+"""Entry functions of forked test ranks, for checks that are possible only inside a rank."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ from weights.format.torch_views import as_tensor
 
 
 def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
-    """Train two steps, publish, gather the whole model the slow way, and report what differs."""
+    """Train two steps, publish, gather the whole model with DeepSpeed, and report the differences."""
     spec = TrainSpec.from_dict(args["spec"])
     lifeline.serve({})
     init_world("cpu", args["meeting"], 60.0)
@@ -38,7 +38,7 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     with gathered, torch.no_grad():
         for module in run.engine.module.modules():
             if own := list(module.parameters(recurse=False)):
-                GatherReplacedLayerParams(own, module).__enter__()  # nothing to do without tensor parallelism
+                GatherReplacedLayerParams(own, module).__enter__()  # does nothing without tensor parallelism
         factors = {
             stored_name(p.name): p.tensor.detach().to(torch.bfloat16).clone()
             for p in fragments.parameters(run.engine)
@@ -57,7 +57,7 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     if spec.published_kind == "adapter":
         whole = factors
     elements = sum(tensor.numel() for tensor in whole.values())
-    comm.barrier()  # the first rank has committed it
+    comm.barrier()  # until the first rank has committed the version
     stored = run.rank.store.find(spec.published_kind, spec.output_model, "v1")
     worst: dict[str, float] = {}
     with run.rank.store.lease(stored) as lease:
@@ -81,7 +81,7 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
 
 
 def _count_written_elements() -> list[int]:
-    """From now on, the elements this rank writes into versions."""
+    """Count the elements that this rank writes into versions from now on."""
     written: list[int] = []
     original = copies.write
 

@@ -1,6 +1,6 @@
-"""Prints the error of Liger's kernels for each family, as JSON, by Triton's interpreter: run with TRITON_INTERPRET=1.
+"""Prints the error of Liger's kernels per model family as JSON; run with TRITON_INTERPRET=1.
 
-In float32, since the interpreter knows no bfloat16.
+In float32, because Triton's interpreter does not support bfloat16.
 """
 
 import json
@@ -19,7 +19,7 @@ _convert = interpreter._implicit_cvt
 
 
 def _as_tensor(value):
-    """Triton's compiler makes tensors of a kernel's floats, its interpreter does not."""
+    """Convert a kernel's floats to tensors, as Triton's compiler does and its interpreter does not."""
     if not isinstance(value, float):
         return _convert(value)
     return tl.tensor(interpreter.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
@@ -28,7 +28,7 @@ def _as_tensor(value):
 if __name__ == "__main__":
     with (
         mock.patch.object(interpreter, "_implicit_cvt", _as_tensor),
-        mock.patch.object(rms_norm, "rsqrt", lambda value: tl.math.rsqrt(value)),  # in place of CUDA's own
+        mock.patch.object(rms_norm, "rsqrt", lambda value: tl.math.rsqrt(value)),  # instead of CUDA's function
         mock.patch.object(training, "best_s", lambda ready, step: 1.0),
     ):
         checks = {name: training.kernels(torch.device("cpu"), 6, 16, 1, name, torch.float32) for name in LIGER_FAMILIES}

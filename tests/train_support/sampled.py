@@ -1,4 +1,4 @@
-"""What a box does for runs that learn from their model's own answers: it writes their files of samples."""
+"""Stand-ins for the box in runs that train on samples of their own model: writers of sample files."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ LETTER_A = 67
 
 
 def letters(plan: SamplesPlan, step: int, prompt: Prompt, n: int) -> list[Answer]:
-    """The letter a, or b at every second place, as many times as the sample's own number says."""
+    """Sample answers: 1 to 5 letters a or b, by the seed and the sample number."""
     sizes = [1 + (prompt.seed + i) % 5 for i in range(n)]
     return [
         ([LETTER_A + (prompt.seed + i) % 2] * size, [-6.0 - (prompt.seed + i) % 32 / 100] * size)
@@ -25,18 +25,17 @@ def letters(plan: SamplesPlan, step: int, prompt: Prompt, n: int) -> list[Answer
 
 
 def counts_a(prompt: Prompt, answers: list[Answer]) -> Verdict:
-    """A grader: the more of the letter a, the better."""
+    """A grader whose reward is the share of the letter a."""
     return {"rewards": [ids.count(LETTER_A) / len(ids) for ids, _ in answers], "errors": [""] * len(answers)}
 
 
 def teaches(prompt: Prompt, answers: list[Answer]) -> Verdict:
-    """A teacher, which likes some tokens better than others."""
+    """A teacher whose log-probability depends on the token."""
     return {"log_probs": [[-5.0 - one % 3 for one in ids] for ids, _ in answers], "errors": [""] * len(answers)}
 
 
 class Sampler:
-    """Writes what is missing once weights are published. drawn: (file, step of the weights, prompts) of each file that
-    it has written. silent: files that it does not write."""
+    """Writer of missing sample files, except `silent` ones. drawn: (file, weights step, prompts) of each file."""
 
     def __init__(self, sample: Sample = letters, judge: Judge = counts_a, silent: tuple[SamplesFile, ...] = ()):
         self.sample, self.judge, self.silent = sample, judge, silent

@@ -57,7 +57,7 @@ def tokenizer(
     special: dict[str, str | None] = SPECIAL,
     text: Sequence[str] = TEXT,
 ) -> PreTrainedTokenizerFast:
-    """Of bytes, trained on `text`. tokens: the special ones, numbered from 0. special: what they are, by name."""
+    """A byte-level BPE trained on `text`. tokens: special tokens, numbered from 0. special: tokens by role."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -96,8 +96,9 @@ def make_model_dir(
 
 
 def _writer(record_of: Callable[[random.Random, int, int, int], Any]) -> Callable[..., Path]:
-    """A function that writes a file of such records, which are about the sum of two numbers below 100. record_of: from
-    draws, its number and both numbers; `convert` makes of a record what the check of a file writes for a run."""
+    """Make a writer of files of records about the sum of two numbers below 100.
+
+    record_of: (random source, record number, both numbers) -> record, in the form of a checked file."""
 
     @wraps(record_of)
     def write(path: Path, n_examples: int, *, seed: int = 0) -> Path:
@@ -113,7 +114,7 @@ def _writer(record_of: Callable[[random.Random, int, int, int], Any]) -> Callabl
 
 @_writer
 def write_chat_file(draw: random.Random, _: int, a: int, b: int) -> Any:
-    """Sums to learn: short chats of different lengths."""
+    """Short chats of different lengths about sums."""
     question = {"role": "user", "content": f"how many are {a} and {b}{' please' * draw.randrange(8)}"}
     answer = f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)
     return {"messages": [question, {"role": "assistant", "content": answer}]}
@@ -121,13 +122,13 @@ def write_chat_file(draw: random.Random, _: int, a: int, b: int) -> Any:
 
 @_writer
 def write_text_file(draw: random.Random, _: int, a: int, b: int) -> Any:
-    """Documents of sums, some of which are longer than a row."""
+    """Documents of sums, some longer than a row."""
     return {"text": f"{a} and {b} are {a + b}\n" * draw.choice((1, 3, 12))}
 
 
 @_writer
 def write_pair_file(draw: random.Random, _: int, a: int, b: int) -> Any:
-    """Right sums to be preferred to wrong ones."""
+    """Pairs of a correct and a wrong sum."""
     wrong = a + b + draw.choice((-2, -1, 1, 2))
     prompt = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
     rejected = f"{a} and {b} are {wrong}" + "!" * draw.randrange(4)
@@ -136,7 +137,7 @@ def write_pair_file(draw: random.Random, _: int, a: int, b: int) -> Any:
 
 @_writer
 def write_marked_file(_: random.Random, number: int, a: int, b: int) -> Any:
-    """Sums, of which one in four is wrong and marked so."""
+    """Marked sums, one in four wrong."""
     good = number % 4 != 0
     record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
     return convert(record).record
@@ -144,13 +145,13 @@ def write_marked_file(_: random.Random, number: int, a: int, b: int) -> Any:
 
 @_writer
 def write_prompt_file(draw: random.Random, _: int, a: int, b: int) -> Any:
-    """Sums to be answered, with what a grader compares an answer with."""
+    """Prompts for sums, with the answer for a grader."""
     question = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
     return convert({"messages": [{"role": "user", "content": question}], "answer": str(a + b)}).record
 
 
 def trained_texts(encoder: ChatEncoder, example: dict[str, Any]) -> list[tuple[str, str]]:
-    """(all text before it, the text) of each run of trained tokens, row by row."""
+    """Pairs (all text before, trained text) of each run of trained tokens, row by row."""
     decode, found = encoder.tokenizer.decode, []
     for ids, mask in encoder.encode(example):
         assert len(ids) == len(mask)
@@ -160,21 +161,21 @@ def trained_texts(encoder: ChatEncoder, example: dict[str, Any]) -> list[tuple[s
 
 
 def log_probs_of(model: torch.nn.Module, sequence: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
-    """The log-probability of each learnt token of a sequence (ids, loss mask), by the model's own logits."""
+    """Log-probability of each trained token of a sequence (ids, loss mask), from the model's logits."""
     ids, learnt = (torch.from_numpy(part) for part in sequence)
     logits = model(ids.long()[None], segments=((0, len(ids)),)).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[1:, None].long())[:, 0][learnt[1:]]
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Those that the model has, which are reset."""
+    """Return the gradients of the model and reset them."""
     found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
     model.zero_grad()
     return found
 
 
 def shared_data() -> Path:
-    """Directory of real data sets; skips the test where it is absent."""
+    """Directory of real data sets; skip the test if it is absent."""
     root = Path(os.environ.get("APPLIANCE_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
     if not root.is_dir():
         pytest.skip(f"no data sets at {root}; set APPLIANCE_TEST_DATA")
@@ -182,7 +183,7 @@ def shared_data() -> Path:
 
 
 def gsm8k(path: Path, split: str, n_examples: int) -> Path:
-    """The first examples of GSM8K as it is published (question, answer)."""
+    """Write the first examples of GSM8K in its published form (question, answer)."""
     with gzip.open(shared_data() / "finetune" / f"gsm8k_{split}.jsonl.gz", "rt") as source:
         lines = [line for line, _ in zip(source, range(n_examples), strict=False)]
     path.write_text("".join(lines))

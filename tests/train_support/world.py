@@ -1,4 +1,4 @@
-"""Real worlds of forked ranks for end-to-end tests: a warm parent, a store in shared memory, groups with records."""
+"""Real groups of forked ranks for end-to-end tests: a warm parent, a store in shared memory, recorded events."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Relative. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm, so what is left is the order of
-# a few fp32 sums, some ulps of the loss after a dozen steps; their number depends on the processor.
+# Relative tolerance. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm. Only the order of a
+# few fp32 sums differs: some ulps of the loss after a dozen steps, depending on the CPU.
 ACROSS_SIZES = 3e-6
 
-# The data that a method trains on here, and its options.
+# Method -> (data writer, options).
 SAMPLES = {
     "compute_multiplier": 1.0,
     "eval_samples": 1,
@@ -62,10 +62,10 @@ METHODS = {
     "reinforcement": (write_prompt_file, SAMPLES),
     "distillation": (write_prompt_file, {**SAMPLES, "samples": 8.0}),
 }
-# Of methods whose answers are judged: what a step says of the verdict.
+# Method with graded answers -> step metric of the verdict.
 JUDGED = {"reinforcement": "train_mean_reward", "distillation": "reverse_kl"}
 
-# Two cores carry up to four ranks and whatever else runs.
+# Long limits: two cores run up to four ranks and other processes.
 PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
 
 
@@ -74,7 +74,7 @@ def losses_of(worlds: list[Launched]) -> dict[int, float]:
 
 
 def worst(losses: dict[int, float], reference: dict[int, float]) -> float:
-    """The largest difference of a step's loss, relative."""
+    """The largest relative difference of a step's loss."""
     return max(abs(loss - reference[step]) / reference[step] for step, loss in losses.items())
 
 
@@ -83,7 +83,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 class WarmParent:
-    """A warm parent with its socket and log in a folder; forks know the tests."""
+    """A warm parent with socket and log in a folder; its forks can import the tests."""
 
     def __init__(self, folder: Path, preload: str) -> None:
         self.socket, self._log = folder / "warm.sock", folder / "warm.log"
@@ -105,7 +105,7 @@ class WarmParent:
 
 
 class WarmTrain:
-    """A warm parent with `train.trainer.preload` imported, for a module of tests."""
+    """A warm parent with `train.trainer.preload`, shared by a test module."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="train-"))
@@ -123,7 +123,7 @@ class WarmTrain:
 
 @dataclass
 class Workshop:
-    """Data, a base model and a weight store for the jobs of one test; everything is gone after `close`."""
+    """Data, a base model and a weight store for the jobs of one test; `close` removes everything."""
 
     warm: WarmTrain
     folder: Path
@@ -144,7 +144,7 @@ class Workshop:
         write: Callable[..., Path] | None = None,
         **fields: Any,
     ) -> TrainSpec:
-        """form: what the base is quantised to (train.convert.remake.FORMS). write: the data, if not the method's."""
+        """Make a job spec. form: quantisation of the base (train.convert.remake.FORMS). write: another data writer."""
         if not self.base.exists():
             made = make_model_dir(self.folder / "made" if form else self.base, **(model or {}))
             if form:
@@ -168,7 +168,7 @@ class Workshop:
             "snapshot_every_s": 0.0,
             "zero_stage": 2,
             "options": options,
-            "precision": "fp32",  # a processor without bf16 takes 10 to 100 times as long in it
+            "precision": "fp32",  # bf16 is 10 to 100 times slower on a CPU without bf16
         }
         return TrainSpec(**(defaults | fields), device_kind="cpu")
 
@@ -178,15 +178,16 @@ class Workshop:
         return Launched(self, spec, size, snapshot, limits)
 
     async def run(self, spec: TrainSpec, size: int, *, snapshot: str | None = None) -> Launched:
-        """A world from its start to its end, which must be a success."""
+        """Run a group from start to end and assert success."""
         launched = await self.launch(spec, size, snapshot=snapshot).start()
         outcome = await launched.group.wait()
         assert outcome.outcome == "succeeded", (outcome, launched.logs())
         return launched
 
     async def moved(self, spec: TrainSpec, *sizes: int) -> list[Launched]:
-        """The worlds of a run that is suspended two steps into each of these sizes but the last. No step may be done
-        twice, and a suspended world must leave no process."""
+        """Run a job on groups of these sizes, suspended after two steps in each size but the last.
+
+        No step may run twice, and a suspended group must leave no process."""
         worlds: list[Launched] = []
         snapshot, done = None, set[int]()
         for number, size in enumerate(sizes, 1):
@@ -208,7 +209,7 @@ class Workshop:
         return worlds
 
     async def compare_publish(self, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
-        """What `entries.compare_publish` tells, by rank."""
+        """Events of `entries.compare_publish`, by rank."""
         meeting = self.folder / uuid.uuid4().hex
         ranks = [
             await Child.spawn(
@@ -231,14 +232,14 @@ class Workshop:
         return told
 
     def published(self, spec: TrainSpec) -> tuple[dict[str, torch.Tensor], StoredVersion]:
-        """The tensors of the newest version that a run published, and where it lies."""
+        """The tensors of the newest published version of a run, and the stored version."""
         made = [v for kind in ("version", "adapter") for v in self.store.list(kind) if v.model == spec.output_model]
         assert len(made) == 1 or spec.publishes_epochs
         stored = max(made, key=lambda one: step_of(one.version))
         return {k: v for file in stored.path.glob("*.safetensors") for k, v in load_file(file).items()}, stored
 
     def compare_published(self, *specs: TrainSpec) -> None:
-        """Raises AssertionError if two runs published weights that are further apart than bf16 rounds."""
+        """Assert that the published weights of runs differ at most by bf16 rounding."""
         one, other = (self.published(spec)[0] for spec in specs)
         assert one.keys() == other.keys()
         for name, tensor in one.items():
@@ -249,7 +250,7 @@ class Workshop:
 
 
 class Launched:
-    """One group with its hosts and the events it told."""
+    """One group with its hosts and recorded events."""
 
     def __init__(self, shop: Workshop, spec: TrainSpec, size: int, snapshot: str | None, limits: PingLimits):
         self.spec, self.events = spec, []
@@ -271,13 +272,13 @@ class Launched:
         return {event["step"]: event["loss"] for event in self.of("metrics")}
 
     async def reached(self, step: int) -> None:
-        """Returns when `step` optimizer steps are done (or the group has ended)."""
+        """Wait until `step` optimizer steps are done or the group has ended."""
         while not any(e["event"] == "finished" or e.get("step", -1) >= step for e in self.events):
             self._news.clear()
             await self._news.wait()
 
     async def killed(self, *ranks: int) -> dict[str, Any]:
-        """Kills these ranks after two steps and a snapshot; the newest snapshot, once the world has failed."""
+        """Kill these ranks after two steps and a snapshot; return the newest snapshot after the failure."""
         await self.reached(2)
         while not self.of("snapshot"):
             await asyncio.sleep(0.01)

@@ -16,7 +16,7 @@ from train.data_checks.check import DataReport
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """These start in seconds. Tests of what loads one of these packages stand in tests/integration."""
+    """Fail if unit tests load a slow package; tests of such code belong in tests/integration."""
     alone = all("/tests/unit/" in str(item.path) for item in session.items)
     if loaded := alone and {"torch", "vllm", "ray", "deepspeed"} & sys.modules.keys():
         raise pytest.UsageError(f"tests in tests/unit load {', '.join(sorted(loaded))}: move them to tests/integration")
@@ -24,9 +24,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data is checked and prepared in this process: one of its own imports transformers, or compiled code, for each
-    file, for 1 to 2 s of processor time (test_data_checks.py of the controller tries it)."""
-    importlib.import_module("torch")  # which the check would say is not there
+    """Check and prepare data in this process, not in a separate one, which spends 1 to 2 s per file on imports."""
+    importlib.import_module("torch")  # before the check sets sys.modules["torch"] to None
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr("appliance.controller.files.storage.check_apart", _checked)
     monkeypatch.setattr("appliance.controller.openai.job_routes.report_apart", _reported)

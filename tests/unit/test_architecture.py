@@ -1,5 +1,4 @@
-"""The rules that keep the packages apart, checked on the source: imports point down only, heavy libraries stay behind
-their fences, the environment is read in one place, and no error is swallowed."""
+"""Architecture rules, checked on the source: import order, fences of heavy libraries, and error handling."""
 
 import ast
 import io
@@ -16,11 +15,11 @@ from runtime.devices import kinds
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("appliance", "scheduler", "train", "serve", "weights", "runtime")
-# Of these neither imports the other, though one has to stand above the other below.
+# Pairs that never import each other, although SUBPACKAGES lists one above the other.
 SIDEWAYS = ({"train", "serve"}, {"weights", "runtime"})
 
-# Every subpackage, from the top down: a subpackage imports only subpackages that stand below it here. What runs nothing
-# counts too (`if TYPE_CHECKING`): it still says who knows whom.
+# Every subpackage, from the top down: a subpackage imports only subpackages below it in this list. Imports under
+# `if TYPE_CHECKING` count too, because they are dependencies.
 SUBPACKAGES = (
     "appliance.controller",
     "appliance.boot",
@@ -82,10 +81,10 @@ SUBPACKAGES = (
 )
 MOST_FILES, MOST_LINES = 15, 2_500
 
-# Library -> the only files that may import it. A name ending in "/" stands for every file below it.
+# Library -> the only files that may import it. A name ending in "/" means every file below it.
 FENCES = {
     "ray": {"scheduler/ray/", "appliance/controller/main.py"},
-    # Kinds of devices import it in the methods that compute, and never before: LATE.
+    # Device kinds import torch inside methods only (see LATE).
     "torch": {
         "train/",
         "serve/",
@@ -105,7 +104,7 @@ FENCES = {
     "wandb": {"appliance/tracking.py"},
     "opentelemetry": {"appliance/gateway/server/tracing.py"},
 }
-# Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
+# Modules of Ray actors and of the controller, which must not load torch.
 WITHOUT_TORCH = (
     "train/plan/auto.py",
     "train/plan/errors.py",
@@ -123,7 +122,7 @@ WITHOUT_TORCH = (
     "serve/core/spec.py",
     "serve/engine/replica.py",
 )
-# Here a heavy library inside a function costs nobody who does not call it.
+# Files here may import heavy libraries inside functions.
 LATE = ("runtime/devices/", "train/methods/", "train/data_checks/")
 HEAVY = ("torch", "vllm", "ray", "deepspeed", "transformers", "peft")
 
@@ -148,10 +147,9 @@ def module_of(path: Path) -> str:
 
 @cache
 def imports(path: Path, typing: bool = True, late: bool = True) -> tuple[str, ...]:
-    """Every module that a file imports, at its top or later, with relative names made absolute.
+    """Every module that a file imports, with relative names made absolute.
 
-    typing: also those under `if TYPE_CHECKING`, which run nothing but still say who knows whom. late: also those inside
-    functions.
+    typing: include imports under `if TYPE_CHECKING`. late: include imports inside functions.
     """
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     found, waiting = [], list(tree(path).body)
@@ -175,8 +173,8 @@ def top(module: str) -> str:
     return module.partition(".")[0]
 
 
-def test_only_the_effects_of_the_scheduler_know_training_and_serving():
-    """What decides imports neither; the configuration of engines (plain numbers) comes in from above."""
+def test_only_scheduler_effects_import_training_and_serving():
+    """Decision code imports neither; callers pass it the engine configuration as plain numbers."""
     wrong = {
         f"{name_of(path)} imports {module}"
         for path in files()
@@ -188,7 +186,7 @@ def test_only_the_effects_of_the_scheduler_know_training_and_serving():
 
 
 @pytest.mark.parametrize("library", FENCES)
-def test_heavy_libraries_stay_behind_their_fences(library):
+def test_heavy_libraries_are_imported_only_inside_fences(library):
     allowed = FENCES[library]
     inside = {name_of(path) for path in files() if any(top(module) == library for module in imports(path))}
     assert not {name for name in inside if not name.startswith(tuple(allowed))}
@@ -197,7 +195,7 @@ def test_heavy_libraries_stay_behind_their_fences(library):
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_what_runs_outside_the_heavy_processes_is_light(name):
+def test_light_modules_load_no_heavy_library(name):
     seen, waiting = set(), [name]
     while waiting:
         current = waiting.pop()
@@ -211,19 +209,19 @@ def test_what_runs_outside_the_heavy_processes_is_light(name):
                 waiting.append(name_of(source))
 
 
-# What makers call their drivers, libraries and tools, wherever it stands in a name, a flag or a variable.
+# Vendor names of drivers, libraries and tools, anywhere in a name, a flag or a variable.
 OF_A_MAKER = re.compile(
     r"cuda|nccl|nvcc|nvidia|nvml|flashinfer|cumem|\bhip|rocm|rccl|sleep-mode|nvlink|(?<![a-z])xid", re.IGNORECASE
 )
-NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # for the sake of "nccl" and "rocm"
-# vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
+NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # contain "nccl" and "rocm"
+# vLLM's option for captured graphs on every kind of device; users may set it for a model.
 OF_EVERY_KIND = {("serve/core/model_settings.py", "max-cudagraph-capture-size")}
 
 
 def _device_words(name: str, text: str) -> Iterator[str]:
-    """Where a file says by itself which kind of device it means, in a name or a text that is not a docstring."""
+    """Words that name a kind of device in a file, in identifiers and strings except docstrings."""
     if not OF_A_MAKER.search(text) and not any(f'"{kind}"' in text for kind in kinds.KINDS):
-        return  # no token has to be read
+        return  # skip the tokenizer
     new_line = True
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         word = token.string.strip("\"'")
@@ -235,8 +233,8 @@ def _device_words(name: str, text: str) -> Iterator[str]:
         new_line = token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT)
 
 
-def test_only_the_file_of_a_kind_of_device_names_it():
-    """Everybody else asks its row in runtime.devices.kinds: a third kind is one more file and one more row."""
+def test_only_device_kind_files_name_vendors():
+    """Other code uses the row in runtime.devices.kinds: a new kind needs only one file and one row."""
     outside = [path for path in files() if not name_of(path).startswith("runtime/devices/")]
     assert {word for path in outside for word in _device_words(name_of(path), path.read_text())} == set()
     unused = {(name, word) for name, word in OF_EVERY_KIND if f'"{word}"' not in (ROOT / name).read_text()}
@@ -249,9 +247,9 @@ def subpackage_of(module: str) -> str:
 
 @cache
 def graph() -> dict[str, frozenset[str]]:
-    """Who imports whom among the modules, late imports and those for types included.
+    """Import graph of the modules, including late imports and imports for types.
 
-    Importing a module runs its packages first; they are empty by rule, so they join nothing.
+    An import runs the parent packages first; they are empty by rule, so they add no edges.
     """
     modules = {module_of(path): path for path in files()}
     return {
@@ -263,7 +261,7 @@ def graph() -> dict[str, frozenset[str]]:
     }
 
 
-def test_subpackages_import_one_way():
+def test_subpackages_import_only_downward():
     assert len(set(SUBPACKAGES)) == len(SUBPACKAGES) and {subpackage_of(module) for module in graph()} == set(
         SUBPACKAGES
     )
@@ -278,7 +276,7 @@ def test_subpackages_import_one_way():
     assert not [(m, name) for m, known in graph().items() for name in known if {top(m), top(name)} in SIDEWAYS]
 
 
-def test_subpackages_are_small_and_say_what_they_are():
+def test_subpackages_are_small_and_documented():
     subpackages: dict[Path, list[Path]] = {}
     for path in files():
         subpackages.setdefault(path.parent, []).append(path)
@@ -293,32 +291,32 @@ def test_subpackages_are_small_and_say_what_they_are():
             )
 
 
-def test_no_circles():
-    """Late imports count, and imports for types: what hides a circle is a circle."""
+def test_modules_have_no_import_cycles():
+    """Late imports and imports for types count too."""
     TopologicalSorter(graph()).prepare()  # raises CycleError
 
 
-# The environment is read: neither written nor handed on whole to a child.
+# Reads of the environment, not writes and not passing all of it to a child.
 READS = re.compile(
     r"getenv|environb|from os import .*environ|"
     r"(?<!\*\*)(?<!dict\()os\.environ(?!\.(?:update|setdefault|pop|clear)\(|\[[^\]]*\] = )"
 )
 
 
-def test_only_the_configuration_reads_the_environment():
-    # Ray's names of its certificates are set by us, for every process that can reach another machine. Commands read
-    # what stands for options that were not typed, and the shell's line that is completed.
+def test_only_configuration_reads_environment():
+    # Processes that reach other machines read Ray's certificate variables, which the box sets. Commands read variables
+    # for options, and the line for shell completion.
     of_commands = ("appliance/cli/command.py",)
     allowed = {"appliance/config.py", "runtime/network.py", *of_commands}
     assert {name_of(path) for path in files() if READS.search(path.read_text())} == allowed
 
 
-# Handlers that log what they caught and end the process.
+# Files whose handlers log the error and end the process.
 ENDING = {"appliance/controller/main.py", "train/graders/sandbox.py"}
 
 
-def test_no_error_is_swallowed():
-    """ruff (BLE) requires a reason for each broad handler, which must also raise, or pass the error on by name."""
+def test_broad_handlers_raise_or_use_the_error():
+    """ruff (BLE) requires a reason for each broad handler; the handler must also raise or use the error."""
     for path in files():
         assert not re.search(r"suppress\([^)]*\b(Base)?Exception\b", path.read_text()), name_of(path)
         for handler in (node for node in ast.walk(tree(path)) if isinstance(node, ast.ExceptHandler)):
@@ -330,9 +328,10 @@ def test_no_error_is_swallowed():
                 assert raises or used or name_of(path) in ENDING, f"{name_of(path)}:{handler.lineno}"
 
 
-def test_no_program_that_we_start_looks_for_modules_where_we_happen_to_be():
-    """`python -m` looks in the working directory first. In a folder that others write to, `pip.py` of somebody else ran
-    when a model of the catalog was imported. Whose words follow `-m` have `-P` before it."""
+def test_python_m_commands_have_safe_path_option():
+    """`python -m` searches the working directory first, where another user could place a module: require `-P` before
+    `-m`.
+    """
     found, missing = 0, []
     for path in files():
         for node in ast.walk(tree(path)):

@@ -1,4 +1,4 @@
-"""One TOML file, variables and the command line: who wins, and what a mistake is told."""
+"""Configuration from the TOML file, variables and the command line: precedence and error messages."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def load(tmp_path: Path, text: str, environ: dict[str, str] | None = None, **ove
     return load_config(path, overrides, environ or {})
 
 
-def test_load_config_of_nothing_has_the_defaults(tmp_path):
+def test_load_config_without_settings_returns_defaults(tmp_path):
     config = load_config(None, {"data_dir": str(tmp_path)}, {})
     assert (config.box.host, config.box.port, config.box.devices) == ("127.0.0.1", 8000, "auto")
     assert config.box.hub_offline, "a box calls nobody unless it is told to"
@@ -28,7 +28,7 @@ def test_load_config_of_nothing_has_the_defaults(tmp_path):
     assert elsewhere == str(Path(DEFAULT_DATA_DIR).expanduser()), "where commands look for it"
 
 
-def test_precedence(tmp_path):
+def test_load_config_prefers_command_line_then_variables_then_file(tmp_path):
     text = '[box]\nport = 1\nhost = "a"\ndevices = 3\n[scheduler]\nturn_s = 7\njob_dwell_s = 8\n'
     environ = {"APPLIANCE_PORT": "2", "APPLIANCE_HOST": "b", "APPLIANCE_SCHEDULER__TURN_S": "9.5"}
     config = load(tmp_path, text, environ, port=3, host=None)
@@ -36,7 +36,7 @@ def test_precedence(tmp_path):
     assert (config.scheduler.turn_s, config.scheduler.job_dwell_s) == (9.5, 8)
 
 
-def test_every_section_can_be_set_from_the_environment(tmp_path):
+def test_load_config_reads_every_section_from_environment(tmp_path):
     environ = {
         "APPLIANCE_DEVICES": "4",
         "APPLIANCE_HUB_OFFLINE": "false",
@@ -45,7 +45,7 @@ def test_every_section_can_be_set_from_the_environment(tmp_path):
         "APPLIANCE_CONTROLLER__ORGANIZATION": "acme",
         "APPLIANCE_SERVE__MAX_NUM_SEQS": "8",
         "APPLIANCE_WEIGHTS__BUDGET_SHARE": "0.25",
-        # No settings, or nobody's: where commands find a box, what Kubernetes adds, and an empty one.
+        # Not settings: variables for finding a box, variables added by Kubernetes, and an empty variable.
         "APPLIANCE_URL": "x",
         "APPLIANCE_API_KEY": "x",
         "APPLIANCE_BOX": "0123abcd",
@@ -60,7 +60,7 @@ def test_every_section_can_be_set_from_the_environment(tmp_path):
     assert config.weights.budget_share == 0.25
 
 
-def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
+def test_load_config_uses_hf_endpoint_as_fallback(tmp_path):
     environ = {"HF_ENDPOINT": "http://mirror:8080/"}
     assert load(tmp_path, "", environ).box.hub_endpoint == "http://mirror:8080"
     assert load(tmp_path, '[box]\nhub_endpoint = "http://ours"', environ).box.hub_endpoint == "http://ours"
@@ -94,13 +94,13 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
         ("[weights.remote]\nurl = '/m'\nendpoint = 'https://k:s@minio'", {}, "endpoint is 'https://***@minio"),
     ],
 )
-def test_mistakes_name_their_source_and_key(tmp_path, text, environ, said):
+def test_config_errors_name_source_and_key(tmp_path, text, environ, said):
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text, environ)
     assert said in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
+def test_load_config_of_unreadable_file_raises(tmp_path):
     with pytest.raises(ConfigError, match="cannot read .*none.toml: No such file"):
         load_config(tmp_path / "none.toml", {}, {})
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
         load_config(tmp_path / "binary.toml", {}, {})
 
 
-def test_the_file_in_the_data_directory(tmp_path):
+def test_load_config_finds_file_in_data_directory(tmp_path):
     (tmp_path / "appliance.toml").write_text("[box]\nport = 4321\n")
     assert load_config(None, {"data_dir": str(tmp_path)}, {}).box.port == 4321
     assert load_config(None, {}, {"APPLIANCE_DATA_DIR": str(tmp_path)}).box.port == 4321
@@ -118,13 +118,13 @@ def test_the_file_in_the_data_directory(tmp_path):
     assert load_config(tmp_path / "appliance.toml", {}, {}).box.data_dir == "/elsewhere"
 
 
-def test_certificates_are_found_beside_the_file(tmp_path):
+def test_certificate_paths_are_relative_to_config_file(tmp_path):
     config = load(tmp_path, "[gateway]\ntls_cert_path = 'cert.pem'\ntls_key_path = '/etc/key.pem'")
     assert config.gateway.tls_cert_path == str(tmp_path / "cert.pem")
     assert config.gateway.tls_key_path == "/etc/key.pem"
 
 
-def test_a_resolved_configuration_survives_the_way_to_another_process(tmp_path):
+def test_load_resolved_restores_dumped_config(tmp_path):
     config = load(
         tmp_path, "[gateway.limits]\nsequences = 5\n[gateway]\ntls_cert_path='c'\ntls_key_path='k'", port=1234
     )
@@ -136,8 +136,8 @@ def test_a_resolved_configuration_survives_the_way_to_another_process(tmp_path):
         load_resolved(file)
 
 
-def test_the_gateway_takes_what_the_box_hands_it(tmp_path):
-    """`appliance.boot.main` adds four keys to the section; every other one is the gateway's own and is passed on."""
+def test_gateway_config_accepts_section_of_box(tmp_path):
+    """`appliance.boot.main` adds four keys to the section and passes on all others."""
     config = load_config(None, {"data_dir": str(tmp_path)}, {})
     added = {"host": "127.0.0.1", "port": 1, "controller_socket": "/c", "bus_socket": "/b"}
     built = GatewayConfig.from_mapping(config.gateway.model_dump() | added)
@@ -145,7 +145,7 @@ def test_the_gateway_takes_what_the_box_hands_it(tmp_path):
     assert built.shutdown_s == config.gateway.shutdown_s and built.access_log == config.gateway.access_log
 
 
-def test_public_url_is_where_logins_come_back(tmp_path):
+def test_public_url_is_base_of_login_callback(tmp_path):
     path, login = tmp_path / "box.toml", 'issuer = "https://l.example.org"\nclient_id = "b"\ngroups = {a = ["read"]}\n'
     path.write_text(f'[box]\npublic_url = "https://box.example.org/v1/"\n[controller.oidc]\n{login}')
     config = load_config(path, environ={})
@@ -173,15 +173,15 @@ def test_public_url_is_where_logins_come_back(tmp_path):
         "[gateway]\ncors_origins = ['https://key:secret@page']",
     ],
 )
-def test_no_mistake_beside_credentials_shows_them_or_lets_them_pass(tmp_path, text: str):
+def test_config_errors_hide_credentials(tmp_path, text: str):
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text, {})
     assert "secret" not in str(caught.value) and "secret" not in repr(caught.value)
     assert text.split("\n")[1].split(" = ")[0] in str(caught.value), "it names the key"
 
 
-def test_a_form_is_told_in_words():
-    """A Chinese name of the organization was answered with a regular expression."""
+def test_config_error_describes_pattern_in_words():
+    """Messages describe each pattern instead of quoting the regular expression."""
     told = re.findall(r'"pattern": ("(?:[^"\\]|\\.)*")', json.dumps(BoxConfig.model_json_schema()))
     assert {json.loads(one) for one in told} == FORMS.keys()
     with pytest.raises(ConfigError, match="ORGANIZATION is '客服公司': expected 1 to 32 characters of a-z"):

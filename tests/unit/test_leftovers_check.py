@@ -1,4 +1,4 @@
-"""The check at the end of every test session finds what a test leaves, also with pytest-xdist."""
+"""The check for leftovers at the end of every test session, also with pytest-xdist."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def test_an_orphan():
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_session_fails_for_what_its_tests_left_and_reports_what_others_may_have(tmp_path: Path, others: bool):
+def test_session_fails_for_own_leftovers_and_reports_unknown_ones(tmp_path: Path, others: bool):
     name = f"{os.getpid()}{others:d}1"
     ended = session_of(tmp_path, LEAVES_ALL_KINDS.format(name=name), others)
     for path in (name, f"claimed-{name}"):
@@ -39,13 +39,13 @@ def test_session_fails_for_what_its_tests_left_and_reports_what_others_may_have(
     assert f"sleep {name}1" in left and f"sleep {name}2" in left, left
 
 
-def test_session_that_leaves_nothing_passes(tmp_path: Path):
+def test_session_without_leftovers_passes(tmp_path: Path):
     ended = session_of(tmp_path, "def test_it(): pass\n", others=False)
     assert ended.returncode == 0 and "left behind" not in ended.stdout, ended.stdout
 
 
 def session_of(folder: Path, tests: str, others: bool) -> subprocess.CompletedProcess[str]:
-    """Run these tests alone, or as if others ran; files that others really leave meanwhile do not count."""
+    """Run these tests as the only session or as one of several; ignore leftovers of real other sessions."""
     (folder / "conftest.py").write_text(
         f"{CONFTEST.read_text()}\n\ndef _others_run():\n    return {others}\n"
         f"\n\n_all_files = _files\n\n\ndef _files():\n    return {{f for f in _all_files() if '{os.getpid()}' in f}}\n"

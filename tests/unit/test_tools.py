@@ -1,4 +1,4 @@
-"""Tools of whoever works on the code: tables of measurements and of clients, sizes, words."""
+"""Developer tools: tables of measurements and clients, sizes, and wording checks."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_record_replaces_rows_of_the_same_claim_and_size(tmp_path):
     assert [row[-1] for row in rows] == ["met", "met", "missed", "GB"] and rows[1][1:3] == ["50M", "29"]
 
 
-def test_every_client_has_its_script_and_every_script_its_client():
+def test_clients_and_scripts_match_one_to_one():
     scripts = {client.script for client in CLIENTS}
     own = {"__init__.py", "clients.py", "run.py", "table.py"}
     files = {path.name for path in (ROOT / "tests" / "clients").iterdir() if path.suffix in (".py", ".mjs")}
@@ -32,12 +32,12 @@ def test_every_client_has_its_script_and_every_script_its_client():
     assert all(client.known.keys() <= {*CHECKS, "trouble"} for client in CLIENTS)
 
 
-def test_what_a_script_says_among_other_output():
+def test_verdicts_are_parsed_from_mixed_output():
     said = 'noise\n@@{"check": "plain", "failed": ""}\n@@{"check": "tools", "failed": "KeyError: 1"}\n@ @'
     assert table.verdicts(said) == {"plain": "", "tools": "KeyError: 1"}
 
 
-def test_the_table_says_what_worked_what_not_and_why(tmp_path):
+def test_client_table_shows_results_and_reasons(tmp_path):
     rows = [Row("a", "1.0", "d", {"plain": "", "tools": "ValueError: x"}), Row("b", "", "d", {}, "not installed: y")]
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table.BEGINS}\nold\n{table.ENDS}\nafter\n")
@@ -48,7 +48,7 @@ def test_the_table_says_what_worked_what_not_and_why(tmp_path):
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
 
 
-def test_a_failure_that_is_known_is_no_surprise():
+def test_known_failure_is_not_a_surprise():
     client = CLIENTS[0].__class__("x", "x.py", known={"tools": "why"})
     assert _surprises(client, Row("x", "1", "d", {"tools": "e", "plain": ""})) == []
     assert _surprises(client, Row("x", "1", "d", {"plain": "e"})) == ["plain"]
@@ -63,11 +63,11 @@ def test_a_failure_that_is_known_is_no_surprise():
         ("from vllm.a import B\n\n\nclass C:\n    def f(self):\n        self.b = B.g\n", 0),
     ],
 )
-def test_patches_counts_what_is_set_on_imported_names(source, number):
+def test_patches_counts_assignments_to_imported_names(source, number):
     assert sizes.patches(source) == number
 
 
-def test_main_fails_for_a_grown_room_and_lowers_the_number_of_a_smaller_one(tmp_path, monkeypatch):
+def test_sizes_main_fails_on_growth_and_lowers_limits(tmp_path, monkeypatch):
     held = tmp_path / "sizes.json"
     monkeypatch.setattr(sizes, "HELD", held)
     monkeypatch.setattr(sizes, "ROOT", tmp_path)
@@ -79,7 +79,7 @@ def test_main_fails_for_a_grown_room_and_lowers_the_number_of_a_smaller_one(tmp_
     assert sizes.main() == 0
 
 
-def test_hits_in_prose_and_not_in_code(tmp_path: Path) -> None:
+def test_word_hits_ignore_code(tmp_path: Path) -> None:
     source = tmp_path / "one.py"
     source.write_text('"""It goes on."""\n\nbeside = "beside"  # nobody\nraise ValueError(f"it is {beside} anew")\n')
     page = tmp_path / "page.md"

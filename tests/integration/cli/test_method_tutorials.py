@@ -1,4 +1,4 @@
-"""Each method has a page whose commands and program a box takes, on the data that the page shows."""
+"""The commands and the program of each method's tutorial page run on a box with the data of the page."""
 
 import json
 import re
@@ -35,10 +35,10 @@ def page_of(method: str) -> str:
 
 
 def shown_data(page: str) -> dict[str, bytes]:
-    """Files by name: the rows that the page shows, numbered so that there are enough of them and none twice."""
+    """Files by name with the rows of the page, repeated with numbers to get enough distinct rows."""
     blocks = re.findall(r"```json\n(.*?)```", page, re.S)
     rows = [json.loads(line) for block in blocks for line in block.splitlines() if line.startswith('{"')]
-    if not rows:  # distillation has the prompts of rewards, and a teacher's answers
+    if not rows:  # distillation uses the reinforcement prompts and a teacher's answers
         answered = shown_data(page_of("supervised"))["train.jsonl"]
         return shown_data(page_of("reinforcement")) | {"train.jsonl": answered}
 
@@ -52,14 +52,14 @@ def shown_data(page: str) -> dict[str, bytes]:
 
 
 def numbered(row: Any, number: int) -> Any:
-    """Each question with a number behind it."""
+    """Append a number to each question."""
     text = json.dumps(row)
     return json.loads(re.sub(r"\?", f"? ({number})", text))
 
 
 @pytest.fixture
 def trained(box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_here: None) -> ControlledBox:
-    """A box with the models that pages name, completions that one of them made, and engines that answer anything."""
+    """A box with the models of the pages, stored completions of one model, and engines that answer every request."""
     monkeypatch.chdir(tmp_path)
     tokenizer().save_pretrained(tmp_path / "model")
 
@@ -84,7 +84,7 @@ def trained(box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_the_page_of_a_method_says_is_taken_by_the_box(trained: ControlledBox, tmp_path: Path, method: str):
+def test_tutorial_page_commands_and_program_succeed(trained: ControlledBox, tmp_path: Path, method: str):
     page = page_of(method)
     for name, content in shown_data(page).items():
         (tmp_path / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Jobs that learn from a teacher: who may be one, and what it says of a job's answers."""
+"""Distillation jobs: valid teachers, and the teacher's log-probabilities of a job's answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def swapped(made: dict[str, Any]) -> None:
 
 @pytest.fixture
 def taught(control: Control, tmp_path: Path) -> Control:
-    """`starter` and its teacher have the same tokens, not the same file; `stranger` has others."""
+    """`starter` and `teacher` have equal tokens in different files; `stranger` has other tokens."""
     for name in ("teacher", "stranger", "embedder"):
         insert_model(control.db, name, task="embed" if name == "embedder" else "generate")
     insert_model(control.db, "anns", kind="fine-tuned", owner="ann")
@@ -55,7 +55,7 @@ def method(teacher: Any = "teacher", **hyperparameters: Any) -> Any:
 
 
 async def asked(control: Control, chosen: Any = None, **more: Any) -> httpx.Response:
-    """Not by the SDK, which checks its answers strictly here: the method is none of OpenAI's."""
+    """Create a job without the SDK, which would reject a method that OpenAI lacks."""
     file_id = more.pop("training_file", None) or await control.upload(prompts())
     body = {"model": "starter", "training_file": file_id, "method": chosen or method(), **more}
     answer = await control.http.post("/v1/fine_tuning/jobs", json=body)
@@ -69,7 +69,7 @@ async def made(control: Control, chosen: Any = None, **more: Any) -> str:
     return answer.json()["id"]
 
 
-async def test_a_job_of_a_teacher_is_validated_and_shows_it(taught: Control):
+async def test_distillation_job_is_validated_and_shows_teacher(taught: Control):
     job_id = await made(taught, validation_file=await taught.upload(prompts(3)))
     row = jobs.get(taught.db, job_id)
     assert row.phase == "queued" and row.resolved and row.resolved["options"]["group"] == 4, row.reason
@@ -92,25 +92,27 @@ async def test_a_job_of_a_teacher_is_validated_and_shows_it(taught: Control):
         ("teacher", {"samples": 65}, "hyperparameters.samples"),
     ],
 )
-async def test_who_cannot_teach_is_refused(taught: Control, teacher: Any, fields: dict[str, Any], param: str):
+async def test_distillation_job_rejects_unsuitable_teacher(
+    taught: Control, teacher: Any, fields: dict[str, Any], param: str
+):
     models.update(taught.db, "teacher", max_model_len=1024)
     refused = await asked(taught, method(teacher, **fields))
     assert refused.status_code in (400, 404) and refused.json()["error"]["param"] == f"method.distillation.{param}"
     assert jobs.list_unfinished(taught.db) == []
 
 
-async def test_list_of_jobs_ends_before_its_judges_are_too_long(taught: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_job_list_page_is_limited_in_bytes(taught: Control, monkeypatch: pytest.MonkeyPatch):
     newest = [await made(taught), await made(taught)][1]
     monkeypatch.setattr("appliance.controller.openai.job_routes.PAGE_BYTES", 10)
     listed = (await taught.http.get("/v1/fine_tuning/jobs")).json()
     assert ([job["id"] for job in listed["data"]], listed["has_more"]) == ([newest], True)
 
 
-# --- what it says
+# --- the teacher's answers
 
 
 async def scored(body: dict[str, Any]) -> EngineAnswer:
-    """As vLLM answers: nothing of the first token, then -token / 10 of each."""
+    """An answer like vLLM's: null for the first token, then -token / 10 for each."""
     assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("teacher", 1, 0)
     places = [{str(one): {"logprob": -one / 10, "rank": 1, "decoded_token": "x"}} for one in body["prompt"]]
     used = {"prompt_tokens": len(places), "completion_tokens": 1, "total_tokens": len(places) + 1}
@@ -122,7 +124,7 @@ async def teach(control: Control, job_id: str, *answers: list[int], judges: Grad
     return await (judges or judging_of(control.context)).verdict(row, Prompt([7, 8], {}, 0), samples)
 
 
-async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control):
+async def test_teacher_requests_are_charged_to_key_of_job(taught: Control):
     key_id = taught.as_key("ann", owner="ann")
     job_id = await made(taught)
     taught.engines.rule = scored
@@ -133,7 +135,7 @@ async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control)
         await teach(taught, job_id, [3])
 
 
-async def test_a_model_that_teaches_or_judges_a_job_stays_until_the_job_has_ended(taught: Control):
+async def test_teacher_or_judge_cannot_be_deleted_while_job_runs(taught: Control):
     taught.as_key("ann")
     judge = {"type": "score_model", "name": "j", "model": "teacher@v1", "input": [{"role": "user", "content": "x"}]}
     several = {"type": "multi", "name": "m", "calculate_output": "j", "graders": {"j": judge}}

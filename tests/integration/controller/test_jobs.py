@@ -1,4 +1,4 @@
-"""/v1/fine_tuning/jobs through the OpenAI SDK: the life of a job as the API sees it, and what is refused."""
+"""/v1/fine_tuning/jobs through the OpenAI SDK: the lifecycle of a job, and rejected requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.controller.conftest import Control, chat_lines, insert_model
 from train.methods.methods import METHODS
 
 
-async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Control):
+async def test_job_is_validated_and_queued_with_resolved_auto_values(control: Control):
     file_id, held_out = await control.upload(), await control.upload(chat_lines(first=100))
     made = await control.sdk.fine_tuning.jobs.create(
         model="starter",
@@ -67,7 +67,7 @@ async def test_job_validation_file_sharing_rows_warns(control: Control):
     assert [event.level for event in events.data].count("warn") == 1
 
 
-async def test_the_methods_of_the_box_are_listed_with_what_each_takes(control: Control):
+async def test_methods_list_has_options_of_each_method(control: Control):
     told = {one["name"]: one for one in (await control.http.get("/v1/fine_tuning/methods")).json()["data"]}
     assert told.keys() == METHODS.keys()
     assert [option["name"] for option in told["dpo"]["options"]] == ["beta"]
@@ -110,7 +110,7 @@ def wandb(**values: Any) -> dict[str, Any]:
         ({"training_file": None}, "training_file"),
     ],
 )
-async def test_job_with_a_bad_field_is_refused_by_its_name(control: Control, fields: dict[str, Any], param: str):
+async def test_job_with_invalid_field_names_the_field(control: Control, fields: dict[str, Any], param: str):
     body = {"model": "starter", "training_file": await control.upload()} | fields
     answer = await control.http.post("/v1/fine_tuning/jobs", json=body)
     assert (answer.status_code in (400, 404), answer.json()["error"]["param"]) == (True, param), answer.text
@@ -118,14 +118,14 @@ async def test_job_with_a_bad_field_is_refused_by_its_name(control: Control, fie
 
 
 @pytest.mark.parametrize("fields", [{"task": "embed"}, {"info": {"quantization": "gptq"}}])
-async def test_job_on_an_embedding_or_quantised_model_is_refused(control: Control, fields: dict[str, Any]):
+async def test_job_on_embedding_or_quantised_model_is_rejected(control: Control, fields: dict[str, Any]):
     insert_model(control.db, "other", **fields)
     with pytest.raises(openai.BadRequestError) as refused:
         await control.sdk.fine_tuning.jobs.create(model="other", training_file=await control.upload())
     assert refused.value.param == "model"
 
 
-async def test_bad_lines_are_listed_of_file_and_job(control: Control):
+async def test_file_and_job_list_bad_lines(control: Control):
     file_id = await control.upload(chat_lines(3) + b"oops\n" * 120)
     job_id = await control.job(training_file=file_id)
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
@@ -149,7 +149,7 @@ PAIR = {
 }
 
 
-async def test_a_job_of_pairs_is_validated_and_shows_its_beta(control: Control):
+async def test_dpo_job_is_validated_and_shows_beta(control: Control):
     content = (json.dumps(PAIR) + "\n").encode() * 12
     job_id = await control.job(
         training_file=await control.upload(content),
@@ -165,7 +165,7 @@ async def test_a_job_of_pairs_is_validated_and_shows_its_beta(control: Control):
     assert job.method.supervised is None and job.hyperparameters.n_epochs is None
 
 
-async def test_a_file_of_a_form_that_the_method_does_not_take_is_refused_with_the_request(control: Control):
+async def test_job_with_file_shape_unfit_for_method_is_rejected(control: Control):
     pairs = await control.upload((json.dumps(PAIR) + "\n").encode() * 12)
     chats, asked = await control.upload(), await control.upload(prompts())
     graded = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
@@ -183,7 +183,7 @@ async def test_a_file_of_a_form_that_the_method_does_not_take_is_refused_with_th
 
 
 @pytest.mark.usefixtures("checked_here")
-async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(control: Control, tmp_path: Path):
+async def test_dpo_job_rejects_pairs_cut_empty_by_max_length(control: Control, tmp_path: Path):
     tokenizer().save_pretrained(tmp_path / "base")
     models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "base"))
     long = PAIR | {"input": {"messages": [{"role": "user", "content": "hi " * 200}]}}
@@ -198,12 +198,12 @@ async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(cont
         assert (job.status, job.error.param) == ("failed", at_fault)
         (bad,) = (text for text in await control.messages(job_id) if text.startswith("line "))
         assert bad.startswith("line 12:") and "max_length" in bad
-    # That the short one fits was seen: it is the training file of the job whose validation file is at fault.
+    # The short file is valid: above it was the training file of the job with the bad validation file.
     job_id = await control.job(training_file=cut, extra_body={"method": {"type": "dpo"}})
     assert jobs.get(control.db, job_id).phase == "queued", await control.messages(job_id)
 
 
-async def test_a_suspended_job_is_cancelled_at_once_and_its_snapshot_waits_to_be_given_back(control: Control):
+async def test_cancel_of_suspended_job_leaves_snapshot_to_release(control: Control):
     job_id = await control.job()
     snapshot = {"step": 3, "path": "/dev/shm/s"}
     jobs.set_phase(control.db, job_id, "suspended", snapshot=snapshot)
@@ -215,7 +215,7 @@ async def test_a_suspended_job_is_cancelled_at_once_and_its_snapshot_waits_to_be
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "cancel"])
-async def test_a_finished_job_cannot_be_moved(control: Control, verb: str):
+async def test_finished_job_rejects_state_changes(control: Control, verb: str):
     job_id = await control.job()
     jobs.set_phase(control.db, job_id, "failed", error={"code": "x", "message": "y", "param": None})
     answer = await control.http.post(f"/v1/fine_tuning/jobs/{job_id}/{verb}")
@@ -223,7 +223,7 @@ async def test_a_finished_job_cannot_be_moved(control: Control, verb: str):
     assert answer.headers["x-should-retry"] == "false"
 
 
-async def test_lists_page_and_filter_by_metadata(control: Control):
+async def test_job_list_pages_and_filters_by_metadata(control: Control):
     file_id = await control.upload()
     ids = [await control.job(training_file=file_id, metadata={"n": str(n % 2)}) for n in range(4)]
     bare = await control.job(training_file=file_id)
@@ -242,9 +242,9 @@ async def test_lists_page_and_filter_by_metadata(control: Control):
     assert len(events) == 2 and events[-1].startswith("Created")
 
 
-async def test_a_restart_takes_up_validation_and_a_vanished_file_fails_the_job(control: Control):
+async def test_restart_resumes_validation_and_fails_job_without_file(control: Control):
     whole, vanished = await control.job(), await control.job()
-    # As a controller that was killed between creation and validation left them.
+    # The state after a kill of the controller between creation and validation.
     control.db.execute("UPDATE jobs SET phase = 'validating', resolved = NULL")
     files.delete(control.db, jobs.get(control.db, vanished).training_file)
     await control.context.tasks.stop()
@@ -259,7 +259,7 @@ async def test_a_restart_takes_up_validation_and_a_vanished_file_fails_the_job(c
 
 
 @pytest.mark.parametrize(("mode", "level"), [(None, "warn"), ("offline", "info"), ("online", "info")])
-async def test_a_wandb_integration_is_recorded_and_warned_of_where_it_is_off(control: Control, mode: Any, level: str):
+async def test_wandb_integration_is_recorded_and_warns_if_disabled(control: Control, mode: Any, level: str):
     change(control.context, wandb_mode=mode)
     job_id = await control.job(integrations=[{"type": "wandb", "wandb": {"project": "p"}}])
     made = await control.sdk.fine_tuning.jobs.retrieve(job_id)
@@ -281,7 +281,7 @@ def rewarded(**block: Any) -> dict[str, Any]:
     return {"type": "reinforcement", "reinforcement": {"grader": GRADER, **block}}
 
 
-async def test_a_job_of_rewards_is_validated_and_shows_its_grader(control: Control):
+async def test_reinforcement_job_is_validated_and_shows_grader(control: Control):
     wanted = form({"type": "object", "properties": {"pattern": {"enum": [{"pattern": "x"}]}}})
     hyperparameters = {"compute_multiplier": 0.5, "eval_samples": "auto", "batch_size": 4, "reasoning_effort": "medium"}
     job_id = await control.job(
@@ -319,20 +319,20 @@ async def test_a_job_of_rewards_is_validated_and_shows_its_grader(control: Contr
         ({"beta": 1}, "beta"),
     ],
 )
-async def test_what_a_job_of_rewards_cannot_be_is_named(control: Control, block: Any, param: str):
+async def test_reinforcement_job_with_invalid_field_names_the_field(control: Control, block: Any, param: str):
     with pytest.raises(openai.BadRequestError) as refused:
         await control.job(training_file=await control.upload(prompts()), method=rewarded(**block))
     assert refused.value.param == f"method.reinforcement.{param}"
     assert jobs.list_unfinished(control.db) == []
 
 
-async def test_job_of_rewards_needs_the_scope_inference(control: Control):
+async def test_reinforcement_job_requires_scope_inference(control: Control):
     control.as_key("tuner", scopes=["fine_tuning"])
     body = {"model": "starter", "training_file": await control.upload(prompts()), "method": rewarded()}
     assert (await control.http.post("/v1/fine_tuning/jobs", json=body)).status_code == 403
 
 
-async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
+async def test_reinforcement_answers_are_graded_by_grader_of_job(control: Control):
     key_id = control.as_key("ann", owner="ann")
     job_id = await control.job(training_file=await control.upload(prompts()), method=rewarded())
     told = await graded(control.context, job_id, "4", "5", item={"answer": "4"})
@@ -345,7 +345,7 @@ async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
 
 
 @pytest.mark.parametrize(("scopes", "sees"), [("read", False), ("admin", True)])
-async def test_grader_of_another_owner_is_shown_to_admins_alone(control: Control, scopes: str, sees: bool):
+async def test_grader_of_other_owner_is_shown_only_to_admins(control: Control, scopes: str, sees: bool):
     job_id = await control.job(training_file=await control.upload(prompts()), method=rewarded())
     control.as_key("other", scopes=[scopes])
     listed = (await control.http.get("/v1/fine_tuning/jobs")).json()["data"]

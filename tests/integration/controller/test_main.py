@@ -1,4 +1,4 @@
-"""How the controller's process is built, and how it ends."""
+"""Construction and exit of the controller process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ main.main(["--config", "/nowhere", "--ray-address", "nowhere"])
 """
 
 
-def test_it_ends_though_a_thread_goes_on():
+def test_main_exits_while_a_thread_still_runs():
     with subprocess.Popen([sys.executable, "-c", ENDS], stdin=subprocess.PIPE) as controller:
         assert controller.wait(60) == 0
 
@@ -35,7 +35,7 @@ def test_it_ends_though_a_thread_goes_on():
 @pytest.mark.parametrize(
     ("table", "scheme"), [("", "http"), ('tls_cert_path = "c.pem"\ntls_key_path = "k.pem"', "https")]
 )
-async def test_build_names_the_endpoint_by_its_scheme(tmp_path, table, scheme):
+async def test_build_sets_url_scheme_of_endpoint(tmp_path, table, scheme):
     file, paths = tmp_path / "appliance.toml", BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     file.write_text(f"[gateway]\n{table}\n")
     paths.create()

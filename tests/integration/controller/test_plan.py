@@ -1,4 +1,4 @@
-"""A plan and the job that follows choose the same, from the same count of the same file."""
+"""A plan and the job created from it choose the same settings from the same token count."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def ask(control: Control, **job):
 
 @pytest.mark.parametrize("given", [{}, {"lora_rank": 8}, {"batch_size": 4, "n_epochs": 2}])
 @pytest.mark.parametrize("with_tokenizer", [False, True])
-async def test_a_plan_chooses_what_the_job_gets(control: Control, tmp_path: Path, given, with_tokenizer):
+async def test_plan_and_job_choose_same_settings(control: Control, tmp_path: Path, given, with_tokenizer):
     if with_tokenizer:
         tokenizer().save_pretrained(tmp_path / "v1")
         models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
@@ -43,7 +43,7 @@ async def test_a_plan_chooses_what_the_job_gets(control: Control, tmp_path: Path
     assert told["data"]["counted"] and told["data"]["examples"] == 40
 
 
-async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Control):
+async def test_plan_resolves_only_files_and_models_of_owner(control: Control):
     file_id = await control.upload()
     insert_model(control.db, "ft:bobs", kind="fine-tuned", base="starter", owner="bob")
     for job, status in (
@@ -54,7 +54,7 @@ async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Cont
         assert (await control.http.post("/admin/v1/plan", json=job)).status_code == status
 
 
-async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(control: Control):
+async def test_ended_job_reports_usage_and_corrects_next_estimate(control: Control):
     file_id = await control.upload(chat_lines(40))
     job_id = await control.job(training_file=file_id)
     estimate = jobs.get(control.db, job_id).estimate
@@ -62,7 +62,7 @@ async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(contr
     for step in (1, 2, 3):
         row = JobMetricRow(job_id, step, float(step), tokens_per_s=100.0 * step, devices=2, memory_bytes=taken)
         jobs.upsert_metric(control.db, row)
-    for _ in range(2):  # as after a restart of the controller
+    for _ in range(2):  # twice, as after a restart of the controller
         JobEvents(control.db, control.context.files_dir, "org").conclude(job_id)
     assert sum("it took" in text for text in await control.messages(job_id)) == 1
     measured = jobs.get(control.db, job_id).estimate["measured"]
@@ -72,7 +72,7 @@ async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(contr
     assert after["tokens_per_s"] == pytest.approx(measured["tokens_per_s"])
 
 
-async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):
+async def test_plan_with_bad_or_unknown_file_fails(control: Control):
     bad = await control.upload(b"{}\n" * 3)
     answer = await ask(control, training_file=bad)
     assert answer.status_code == 400 and "line 1" in answer.json()["error"]["message"]
@@ -81,7 +81,7 @@ async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):
     assert not assumed["counted"] and assumed["examples"] == 1000
 
 
-async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control: Control):
+async def test_plan_and_job_warn_of_truncated_examples(control: Control):
     line = {"messages": [{"role": "user", "content": "a " * 400}, {"role": "assistant", "content": "b"}]}
     file_id = await control.upload(json.dumps(line).encode() + b"\n" + chat_lines(12))
     given = {"max_length": 64}
@@ -93,8 +93,8 @@ async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control
     assert not any("cut off" in text for text in longer)
 
 
-async def test_the_automatic_batch_follows_the_devices_that_were_asked_for(control: Control):
-    """64 short examples make steps of four rows; on eight devices, if that is asked, of eight."""
+async def test_auto_batch_size_fits_requested_devices(control: Control):
+    """64 short examples give steps of four rows, or of eight rows if eight devices are requested."""
     row = jobs.get(control.db, await control.job(extra_body={"min_devices": 8}))
     assert row.phase == "queued" and row.allowed_sizes == [8] and row.resolved["batch_size"] % 8 == 0
 
@@ -110,7 +110,7 @@ def fields(shape=LLAMA_8B, **given):
     return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(shape, 8192, "cuda"), 8)
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_would():
+def test_verdict_of_too_large_job_has_sizes_and_alternatives():
     verdict = Estimator(LLAMA_8B, H100S).verdict(fields(full=True, zero_stage=1), (1, 2))
     assert not verdict.fits and verdict.sizes == ()
     (problem,) = verdict.problems
@@ -120,14 +120,14 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
     assert smaller.fits
 
 
-def test_a_result_beyond_the_budget_can_never_fit():
+def test_verdict_rejects_result_over_store_budget():
     box = BoxFacts(8, "cuda", 80 * GIB, 100 * 10**9, 100 * 10**9)
     given = fields(LLAMA_70B, full=False) | Estimator(LLAMA_70B, box).leanest()
     verdict = Estimator(LLAMA_70B, box).verdict(given, SIZES)
     assert not verdict.fits and "The result takes 141.11 GB of shared memory" in verdict.problems[0]
 
 
-def test_a_snapshot_beyond_the_budget_is_a_warning_and_a_full_store_a_wait():
+def test_verdict_warns_of_large_snapshot_and_waits_for_full_store():
     given = fields(full=True, zero_stage=3)
     small, full = [BoxFacts(8, "cuda", 80 * GIB, *budget) for budget in ((50 * 10**9,) * 2, (400 * 10**9, 10**9))]
     verdict = Estimator(LLAMA_8B, small).verdict(given, SIZES)
@@ -141,9 +141,9 @@ def hosted(host_memory_bytes, budget_bytes=100 * 10**9):
     return BoxFacts(8, "cuda", 80 * GIB, budget_bytes, budget_bytes, host_memory_bytes=host_memory_bytes)
 
 
-def test_what_is_offloaded_must_fit_host_memory():
+def test_verdict_rejects_offload_over_host_memory():
     given = fields(full=True, zero_stage=3, offload="optimizer")
-    # 160.6 GB over all ranks, on any number of devices
+    # needs 160.6 GB over all ranks, on any number of devices
     fits = Estimator(LLAMA_8B, hosted(2 * 10**12, 400 * 10**9)).verdict(given, SIZES)
     assert fits.fits and not fits.warnings
     small = hosted(128 * 10**9, 20 * 10**9)
@@ -165,7 +165,7 @@ CHATS = DatasetStats(20_000, 12_000_000, 3000)
 
 
 def chosen_by(control, monkeypatch, tmp_path, model, store_bytes=10**13, data=CHATS, **given):
-    """What a job of this model gets on eight H100s of a host with 2 TB."""
+    """Settings, verdict and layouts for a job of this model on eight H100s and a 2 TB host."""
     count, *sizes = CONFIGS[model]
     config = dict(zip(NAMES, sizes, strict=True)) | {"num_key_value_heads": 8, "head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -179,7 +179,7 @@ def chosen_by(control, monkeypatch, tmp_path, model, store_bytes=10**13, data=CH
     return SettingsRequest(control.context, base, DEFAULT, given, data, DeviceBounds()).choose()
 
 
-async def test_choice_shares_rows_where_a_rank_alone_is_nearly_full(control, monkeypatch, tmp_path):
+async def test_choice_uses_sequence_parallel_for_long_examples(control, monkeypatch, tmp_path):
     long = DatasetStats(200, 20_000_000, 131_072)
     settings, verdict, (best, *_) = chosen_by(control, monkeypatch, tmp_path, "8b", data=long, max_length=131_072)
     assert settings["sequence_parallel"] == 4 and verdict.sizes == (4, 8)
@@ -188,7 +188,7 @@ async def test_choice_shares_rows_where_a_rank_alone_is_nearly_full(control, mon
 
 
 @pytest.mark.parametrize("store_bytes", [5 * 10**11, 10**12, 10**13])
-async def test_choice_moves_the_snapshot_to_disk_where_memory_is_short(control, monkeypatch, tmp_path, store_bytes):
+async def test_choice_writes_snapshot_to_disk_if_memory_is_short(control, monkeypatch, tmp_path, store_bytes):
     _, verdict, layouts = chosen_by(control, monkeypatch, tmp_path, "70b", store_bytes, full=True)
     assert verdict.fits and layouts and "snapshots go to disk" in verdict.warnings[0]
     taken = verdict.memory()
@@ -196,13 +196,13 @@ async def test_choice_moves_the_snapshot_to_disk_where_memory_is_short(control, 
     assert max(taken["host_bytes"].values()) < 2 * 10**12
 
 
-def test_search_shows_one_layout_of_ranks_that_share_nothing():
+def test_search_lists_one_zero_stage_for_unshared_ranks():
     found, _, _ = layouts_of("70b", 8, H100, tensor_parallel=8)
     assert [layout.fields["zero_stage"] for layout in found if layout.fields["offload"] == "none"] == [1]
 
 
 def layouts_of(model, devices, kind, host_bytes=2 * 10**12, data=CHATS, **given):
-    """The layouts that fit, and otherwise what would, and the warning."""
+    """Layouts that fit, the warning about changed settings, and alternatives."""
     count, *sizes = CONFIGS[model]
     config = dict(zip(NAMES, sizes, strict=True)) | {"num_key_value_heads": 8, "head_dim": 128}
     shape, (name, memory) = ModelShape.from_config(config, count), kind
@@ -228,7 +228,7 @@ def layouts_of(model, devices, kind, host_bytes=2 * 10**12, data=CHATS, **given)
     ],
     ids=["70b", "14b", "32b", "131072", "405b", "8b"],
 )
-def test_search_takes_the_layout_of_a_specialist(model, devices, kind, data, layout, at_least_gb):
+def test_search_picks_expert_layout(model, devices, kind, data, layout, at_least_gb):
     length = {"max_length": 131_072} if data is not CHATS else {}
     found, changed, _ = layouts_of(model, devices, kind, data=data, **length)
     best = found[0]
@@ -237,14 +237,14 @@ def test_search_takes_the_layout_of_a_specialist(model, devices, kind, data, lay
     assert all(one.weighed_s >= best.weighed_s / capacity.NEAR for one in found if one.risk == best.risk)
 
 
-def test_search_on_the_host_takes_the_simplest_layout_that_fits():
+def test_search_on_cpu_picks_simplest_fitting_layout():
     box = BoxFacts(4, "cpu", 6 * 10**9, 12 * 10**9, 12 * 10**9, host_memory_bytes=24 * 10**9)
     small = ModelShape(134_515_008, 576, 30, 3, 64, 1536, 49152, 305_280)
     found = Estimator(small, box).layouts(fields(small, full=True, max_length=128), {1: (1, 2)})
     assert found[0].fields == {"zero_stage": 1, "offload": "none", "activation_checkpointing": False, "micro_batch": 1}
 
 
-def test_search_without_a_layout_that_fits_names_what_would():
+def test_search_without_fitting_layout_names_alternatives():
     found, _, instead = layouts_of("405b", 8, H100, host_bytes=5 * 10**11)
     assert not found and len(instead) == 2
     assert "--form int4`) on 8 devices" in instead[0] and "the same job on 16 devices" in instead[1]
@@ -252,14 +252,14 @@ def test_search_without_a_layout_that_fits_names_what_would():
     assert instead and not any("the same job" in text for text in instead), "24 devices are not one machine"
 
 
-def test_search_takes_the_nearest_layout_to_one_that_does_not_fit():
+def test_search_changes_as_little_as_possible_to_fit():
     found, changed, _ = layouts_of("8b", 2, H100, full=True, zero_stage=1, offload="none")
     assert found[0].fields["zero_stage"] == 1, "as much of what was asked for as fits"
     assert "offload none" in changed and "offload optimizer" in changed
     assert not layouts_of("8b", 8, H100, zero_stage=3, activation_checkpointing=True)[1]
 
 
-async def test_a_job_that_can_never_fit_fails_before_it_is_queued(control):
+async def test_job_that_can_never_fit_fails_before_queueing(control):
     control.scheduler.devices = [d | {"memory_bytes": 2**20} for d in control.scheduler.devices]
     job_id = await control.job(method={"type": "supervised", "supervised": {"hyperparameters": {"full": True}}})
     made = await control.sdk.fine_tuning.jobs.retrieve(job_id)
@@ -267,8 +267,8 @@ async def test_a_job_that_can_never_fit_fails_before_it_is_queued(control):
     assert "Training needs" in made.error.message and "there are" in made.error.message
 
 
-def test_devices_of_another_kind_count_for_nothing(control):
-    """Other nodes run what home prepared, for its kind of devices; among those the smallest decides."""
+def test_box_facts_ignore_devices_of_other_kinds(control):
+    """Only devices of the home node's kind count; the smallest memory decides."""
     gpu = control.scheduler.devices[0] | {"kind": "cuda", "memory_bytes": 80 * GIB}
     small = gpu | {"id": "n1/0", "node": "n1", "memory_bytes": 24 * GIB}
     other = gpu | {"id": "n2/0", "node": "n2", "kind": "cpu", "memory_bytes": GIB}

@@ -1,4 +1,4 @@
-"""Files of a job's samples: drawn from its newest weights through the gateway, on behalf of its key, and judged."""
+"""Sample files of a job: sampled from its newest weights through the gateway with its key, and graded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Routing:
 
 
 async def written(body: dict[str, Any]) -> EngineAnswer:
-    """Answer i is the token 10 + i % 7 of its seed, and a text of as many letters, out of order."""
+    """Completions in reverse order: choice i is the token 10 + (seed + i) % 7, with text of that many letters."""
     numbers = [(body["seed"] + i) % 7 for i in range(body["n"])]
     choices = [
         {"index": i, "token_ids": [10 + number], "logprobs": {"token_logprobs": [-1.0]}, "text": "a" * number}
@@ -51,7 +51,7 @@ async def written(body: dict[str, Any]) -> EngineAnswer:
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Texts of each call that grades; the reward is their length."""
+    """Texts of each grading call; the reward is the length of a text."""
     calls = list[list[str]]()
 
     async def grade(hosts: Any, owner: str, grader: Any, samples: list[Any], *rest: Any) -> list[Graded]:
@@ -64,7 +64,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 class Run:
-    """A job of four prompts, two in a step, with what its ranks would have written."""
+    """A job of four prompts, two per step, with the files that its ranks would write."""
 
     def __init__(self, control: Control, job_id: str, folder: Path):
         self.control, self.job_id, self.folder = control, job_id, folder / job_id
@@ -135,10 +135,10 @@ async def run(control: Control, tmp_path: Path) -> AsyncIterator[Run]:
 
 
 @pytest.mark.parametrize(("kind", "asked", "engines"), [("adapter", "@step-0", ""), ("version", "", "step-0")])
-async def test_step_is_drawn_from_the_newest_weights_and_judged_in_order(
+async def test_samples_use_newest_weights_and_are_graded_in_order(
     run: Run, judged, kind: str, asked: str, engines: str
 ):
-    """A policy of whole weights has engines of its own."""
+    """A policy with full weights has its own engines."""
     run.begin(kind)
     run.publish(0, kind)
     samples = await run.file(0)
@@ -152,7 +152,7 @@ async def test_step_is_drawn_from_the_newest_weights_and_judged_in_order(
         await asyncio.sleep(0)
 
 
-async def test_file_that_is_there_is_not_drawn_again_and_the_next_waits_for_its_weights(run: Run, judged):
+async def test_samples_are_drawn_once_and_wait_for_next_weights(run: Run, judged):
     run.begin()
     run.publish(0)
     await run.file(0)
@@ -164,7 +164,7 @@ async def test_file_that_is_there_is_not_drawn_again_and_the_next_waits_for_its_
     assert (await run.file(1)).weights_step == 1
 
 
-async def test_controller_that_dies_before_a_file_is_there_draws_it_whole(run: Run, judged):
+async def test_samples_are_redrawn_whole_after_controller_death(run: Run, judged):
     run.begin()
     run.control.engines.lines = 0
     run.publish(0)
@@ -180,7 +180,7 @@ async def test_controller_that_dies_before_a_file_is_there_draws_it_whole(run: R
 
 
 @pytest.mark.parametrize("how", ["refused", "revoked"])
-async def test_step_that_cannot_be_drawn_fails_in_words(run: Run, judged, how: str):
+async def test_samples_record_reason_if_sampling_fails(run: Run, judged, how: str):
     async def refused(body: dict[str, Any]) -> EngineAnswer:
         return EngineAnswer(400, {"error": {"message": "too long"}})
 
@@ -203,7 +203,7 @@ def choice(index, ids, log_probs, text="x"):
     return {"index": index, "token_ids": ids, "logprobs": {"token_logprobs": log_probs}, "text": text}
 
 
-def test_answers_are_read_in_their_order():
+def test_samples_of_answers_are_sorted_by_index():
     body = {"choices": [choice(1, [5], [-0.5], "b"), choice(0, [3, 2], [-1.0, -2.0], "a")]}
     assert samples_of(body, 2) == [([3, 2], [-1.0, -2.0], "a"), ([5], [-0.5], "b")]
     with pytest.raises(ValueError):
@@ -211,18 +211,18 @@ def test_answers_are_read_in_their_order():
 
 
 @pytest.mark.parametrize("odd", [{"logprobs": None}, {"logprobs": {}}, {"token_ids": None}, {"index": None}])
-def test_samples_of_incomplete_answers_raise_in_words(odd):
+def test_samples_of_incomplete_answers_explain_error(odd):
     with pytest.raises(ValueError):
         samples_of({"choices": [choice(0, [3], [-1.0]), choice(1, [3], [-1.0]) | odd]}, 2)
 
 
 @pytest.mark.parametrize("places", [None, [], [None], [{}], [{"3": None}], [{"3": {"logprob": None}}]])
-def test_scores_of_incomplete_answers_raise_in_words(places):
+def test_scores_of_incomplete_answers_explain_error(places):
     with pytest.raises(ValueError):
         scores_of({"choices": [{"prompt_logprobs": places}]}, [1, 3], 1)
 
 
-def test_vllm_draws_from_the_policys_own_distribution():
+def test_sampling_request_ignores_default_sampling_settings():
     asked = CompletionRequest.model_validate(
         sampling_request("m@1", [1, 2], n=2, seed=9, max_tokens=5, ends=[2]), strict=False
     )

@@ -1,4 +1,4 @@
-"""Copies between two nodes of one box, each with its own shared memory; agents are called without Ray."""
+"""Copies between two nodes of a box, each with its own shared memory; agents run without Ray."""
 
 import asyncio
 import shutil
@@ -44,21 +44,21 @@ class OneNode:
 
 @pytest.fixture
 def nodes():
-    folder = Path(tempfile.mkdtemp(prefix="n-"))  # short, because Unix sockets lie below it
+    folder = Path(tempfile.mkdtemp(prefix="n-"))  # short, because it contains Unix sockets
     yield OneNode(folder, "n0"), OneNode(folder, "n1")
     mappings.clear()
     shutil.rmtree(folder)
 
 
-async def test_a_copy_is_whole_and_stays_for_its_holder_until_that_takes_another(nodes):
+async def test_take_leases_copy_until_holder_takes_another(nodes):
     home, away = nodes
     first, second = write(home.store, "v1", model="m"), write(home.store, "v2", model="m")
     await away.node.take(home.agent, BASE, first.path, "serve m")
-    await away.node.take(None, BASE, first.path, "job 1 base")  # it is there already
+    await away.node.take(None, BASE, first.path, "job 1 base")  # already on the node
     check(away.store, away.store.find(*BASE))
     await away.node.take(home.agent, BASE._replace(version="v2"), second.path, "serve m")
     with pytest.raises(VersionLeased):
-        away.store.remove(away.store.find(*BASE))  # a job still trains on it
+        away.store.remove(away.store.find(*BASE))  # a job still uses it
     assert await away.node.holds_jobs()
     await away.node.forget_job("1", leases_only=True)
     assert not await away.node.holds_jobs()
@@ -67,7 +67,7 @@ async def test_a_copy_is_whole_and_stays_for_its_holder_until_that_takes_another
         away.store.remove(away.store.find("version", "m", "v2"))
 
 
-async def test_a_copy_of_what_home_has_deleted_goes_whoever_had_it(nodes):
+async def test_forget_removes_copies_unless_an_engine_reads_them(nodes):
     home, away = nodes
     first, tuned = write(home.store, "v1", model="m"), write(home.store, "s1", model="ft:m", kind="adapter")
     await away.node.take(home.agent, BASE, first.path, "serve m")
@@ -81,7 +81,7 @@ async def test_a_copy_of_what_home_has_deleted_goes_whoever_had_it(nodes):
     assert home.store.find(*BASE) is not None
 
 
-async def test_what_comes_home_is_pinned_and_old_snapshots_make_room(nodes):
+async def test_keep_pins_snapshot_and_removes_old_ones(nodes):
     home, away = nodes
     for step in (3, 7, 10):
         made = write(away.store, f"step-{step}", model="job-1", kind="snapshot")
@@ -92,7 +92,7 @@ async def test_what_comes_home_is_pinned_and_old_snapshots_make_room(nodes):
     check(home.store, newest)
 
 
-async def test_take_from_a_lost_node_or_of_a_missing_version_leaves_nothing(nodes):
+async def test_take_from_lost_node_or_of_missing_version_leaves_nothing(nodes):
     home, away = nodes
     with pytest.raises(FileNotFoundError):
         await away.node.take(home.agent, BASE, home.config.shm_root / "versions" / "m" / "v1", "x")
@@ -113,7 +113,7 @@ async def test_take_job_copies_its_data_and_tokens(nodes):
     assert taken == {name: name for name in ("train.jsonl", "tokens/key/tokens")}
 
 
-async def test_engines_elsewhere_find_adapters(nodes, monkeypatch):
+async def test_engines_on_other_nodes_load_adapters(nodes, monkeypatch):
     home, away = nodes
     agents = {"node:n0": home.agent}
     monkeypatch.setattr(ray_node, "find_actor", agents.get)
@@ -126,7 +126,7 @@ async def test_engines_elsewhere_find_adapters(nodes, monkeypatch):
 
     source = AdapterServer(home.config.adapter_socket, bring_in, (LookupError,))
     await source.start()
-    for _ in range(2):  # a controller that restarts starts it again
+    for _ in range(2):  # a restarted controller starts the node again
         await away.node.start()
     async with brought_in(str(away.config.adapter_socket), "ft:m@s1", 10) as path:
         found = away.store.find(*TUNED)
@@ -139,7 +139,7 @@ async def test_engines_elsewhere_find_adapters(nodes, monkeypatch):
             pass
     await source.stop()
     while away.store.evict(1 << 40) == 0:
-        await asyncio.sleep(0.001)  # the node lets go when it sees the end of the connection
+        await asyncio.sleep(0.001)  # the node releases the lease when the connection ends
     agents.clear()
     with pytest.raises(AdapterUnavailable):
         async with brought_in(str(away.config.adapter_socket), "ft:m@s1", 10):

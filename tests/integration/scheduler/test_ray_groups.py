@@ -1,4 +1,4 @@
-"""Groups over supervisors that die: which handles are kept, which ranks adopted, what comes home from other nodes."""
+"""Job groups whose supervisors die: handles, adopted ranks, and results copied home from other nodes."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +19,7 @@ IDLE = {"job_id": "", "rank": 0, "world_size": 0}
 
 
 class RankHost:
-    """The body of a supervisor: a rank that is ready at once and then says nothing. `dead`: what Ray says of it."""
+    """A supervisor whose rank is ready at once and then stays silent. `dead`: the error that Ray raises for it."""
 
     def __init__(self) -> None:
         self.dead: BaseException | None = None
@@ -76,7 +76,7 @@ class RankHost:
 
 
 class Box:
-    """Two devices, their supervisors by name as Ray would find them, and one job."""
+    """Two devices with named supervisors, as Ray finds them, and one job."""
 
     def __init__(self, monkeypatch) -> None:
         self.alive: dict[str, RankHost] = {}
@@ -128,7 +128,7 @@ class Box:
         return [self.alive[f"{RANK}n0/{n}"] for n in range(2)]
 
     def kill(self, error: BaseException) -> None:
-        """All supervisors die, and Ray forgets their names."""
+        """Kill all supervisors and remove their names."""
         for host in self.hosts:
             host.die(error)
         self.alive.clear()
@@ -144,7 +144,7 @@ async def box(monkeypatch):
 
 @pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("killed by the memory monitor")])
 @pytest.mark.parametrize("verb", ["suspend_group", "stop_group"])
-async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_living_ones(box, error, verb):
+async def test_stop_after_supervisor_death_lets_group_restart(box, error, verb):
     async with asyncio.timeout(60):
         await box.groups.start_group(*START)
         box.kill(error)
@@ -159,7 +159,7 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
         assert detail["snapshot"] is None and box.made == 4
 
 
-async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_it_was(box, monkeypatch):
+async def test_observe_groups_keeps_job_of_silent_supervisor(box, monkeypatch):
     monkeypatch.setattr(actors, "LOOK_S", 0.01)
     await box.groups.start_group(*START)
     box.hosts[1].stopped = True
@@ -167,8 +167,8 @@ async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_
         assert [group.job_id for group in await box.groups.observe_groups()] == ["j"]
 
 
-async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
-    """After a restart of the controller its devices would look free."""
+async def test_observe_groups_fails_while_unknown_supervisor_is_silent(box, monkeypatch):
+    """Otherwise its devices would look free after a restart of the controller."""
     monkeypatch.setattr(actors, "ANSWER_S", 0.05)
     monkeypatch.setattr(actors, "LOOK_S", 0.01)
     box.find_or_make(None, f"{RANK}n0/0").stopped = True
@@ -176,7 +176,7 @@ async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
         await box.groups.observe_groups()
 
 
-async def test_ranks_that_are_being_stopped_are_not_adopted(box):
+async def test_observe_groups_ignores_ranks_being_stopped(box):
     await box.groups.start_group(*START)
     for host in box.hosts:
         host.killing.clear()
@@ -200,17 +200,17 @@ def status(rank, size=3):
     "statuses, whole",
     [
         ([status(2), status(0), status(1)], True),
-        ([status(0), status(1)], False),  # the controller died before it had started the third
-        ([status(0, 1), status(0), status(1)], False),  # two worlds of one job
+        ([status(0), status(1)], False),  # the controller died before it started the third rank
+        ([status(0, 1), status(0), status(1)], False),  # two process groups of one job
         ([status(0), status(0), status(1)], False),
     ],
 )
-def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
+def test_is_whole_requires_every_rank_once(statuses, whole):
     assert is_whole(statuses) is whole
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["dead", "incomplete"])
-async def test_observe_takes_the_steps_of_ranks_that_died_without_a_controller(box, lost):
+async def test_observe_groups_reads_events_of_ranks_that_died_unobserved(box, lost):
     for number in range(2):
         box.find_or_make(None, f"{RANK}n0/{number}")
     for rank, host in enumerate(box.hosts[: 2 - lost]):
@@ -227,12 +227,12 @@ async def test_observe_takes_the_steps_of_ranks_that_died_without_a_controller(b
     assert await box.groups.observe_groups() == ()
 
 
-async def test_observe_leaves_out_ranks_of_a_node_that_is_gone(box):
+async def test_observe_groups_skips_ranks_of_lost_node(box):
     def gone(*_: Any) -> Any:
         raise EffectFailed("device n1/0 is gone", "outside")
 
     await box.groups.start_group(*START)
-    box.find_or_make(None, f"{RANK}n1/0")  # Ray still lists it
+    box.find_or_make(None, f"{RANK}n1/0")  # Ray still lists this supervisor
     here = box.groups._nodes.config_of
     box.groups._nodes.config_of = lambda ids: gone() if ids == ("n1/0",) else here(ids)
     assert [group.job_id for group in await box.groups.observe_groups()] == ["j"]
@@ -249,7 +249,7 @@ def steps(*numbers):
 
 
 class Nodes:
-    """What a ResultTransfer asks of `ray_nodes.Nodes`."""
+    """The part of `ray_nodes.Nodes` that ResultTransfer uses."""
 
     def __init__(self):
         self.lost, self.gate, self.forgotten = set(), asyncio.Event(), []
@@ -270,7 +270,7 @@ def nodes():
     return Nodes()
 
 
-async def test_events_wait_for_what_they_speak_of_and_keep_their_order(nodes):
+async def test_result_transfer_delays_events_until_copied_in_order(nodes):
     told: list[dict] = []
     home = ResultTransfer(nodes, "n1", "job-1", told.append)
     nodes.gate.clear()
@@ -286,7 +286,7 @@ async def test_events_wait_for_what_they_speak_of_and_keep_their_order(nodes):
     assert nodes.forgotten == [("job-1", True)]
 
 
-async def test_snapshots_come_home_as_often_as_that_is_cheap_and_the_last_one_always(nodes):
+async def test_result_transfer_limits_snapshot_rate_except_last(nodes):
     told: list[dict] = []
     now = [100.0]
     home = ResultTransfer(nodes, "n1", "job-1", told.append, lambda: now[0])
@@ -307,7 +307,7 @@ async def test_snapshots_come_home_as_often_as_that_is_cheap_and_the_last_one_al
     assert await home.over(suspended=True) == "" and [event["step"] for event in told] == [5, 8, 9]
 
 
-async def test_a_lost_snapshot_is_not_told_of_and_a_lost_result_is_no_success(nodes):
+async def test_result_transfer_drops_lost_snapshot_and_reports_lost_result(nodes):
     told: list[dict] = []
     home = ResultTransfer(nodes, "n1", "job-1", told.append)
     nodes.lost = {"snapshot", "adapter"}
@@ -318,7 +318,7 @@ async def test_a_lost_snapshot_is_not_told_of_and_a_lost_result_is_no_success(no
     assert told == steps(9) and nodes.forgotten == [], "what is nowhere else is not thrown away"
 
 
-async def test_an_event_that_cannot_be_taken_ends_the_job_instead_of_hanging_it(nodes):
+async def test_result_transfer_returns_error_of_event_handler(nodes):
     def refuse(event):
         raise ValueError("no such column")
 

@@ -1,4 +1,4 @@
-"""Nodes as home knows them, without Ray: which may run what, and which leave; and how our own Ray differs."""
+"""Nodes as the home node sees them, without Ray: joining, leaving, removal; and our changes to Ray."""
 
 import inspect
 import subprocess
@@ -24,7 +24,7 @@ from tests.unit.scheduler.fakes import Handle
 
 
 class Agent:
-    """The actor of a node: what is called on it, and what it answers."""
+    """The actor of a node, with recorded calls and fixed answers."""
 
     def __init__(self, node_config):
         self.it, self.calls, self.going = node_config, [], False
@@ -45,7 +45,7 @@ def config_of(name, kind="cpu"):
 
 
 class Machines:
-    """Those that are on, the agents that live, and what was reported of them."""
+    """Running machines, living agents, and reported changes."""
 
     def __init__(self):
         self.on, self.agents, self.told = {}, {}, []
@@ -87,7 +87,7 @@ async def nodes(ray):
     return made
 
 
-async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes, ray):
+async def test_look_drains_devices_of_leaving_node(nodes, ray):
     assert not await nodes.look()
     ray.agents["node:n1"].going = True
     assert await nodes.look(), "the scheduler hears of it"
@@ -103,8 +103,8 @@ async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes,
     assert all(device.health == "ok" for device in nodes.devices), "it is back, and stays"
 
 
-async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_so(nodes, ray, monkeypatch):
-    """Ray names a dying node among the living for a moment; starting its agent then ended the controller."""
+async def test_look_waits_for_ray_to_confirm_node_loss(nodes, ray, monkeypatch):
+    """Ray lists a dying node as alive for a moment; a failed start of its agent must not end the controller."""
     monkeypatch.setattr(ray_nodes, "_start", AsyncMock(side_effect=ActorUnschedulableError("it does not exist")))
     del ray.agents["node:n1"]
     assert not await nodes.look()
@@ -125,7 +125,7 @@ async def test_in_use_counts_a_job_until_its_results_are_home(nodes, ray, rank, 
     assert await ray_nodes._in_use("n1") is in_use
 
 
-async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_in(ray):
+async def test_look_ends_removed_node_at_every_return(ray):
     out: set[str] = set()
     for name in ("n0", "n1"):
         ray.start(config_of(name))
@@ -143,14 +143,14 @@ async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_
     del ray.on["n1"], ray.agents["node:n1"]
     assert not await nodes.look()
 
-    ray.start(config_of("n1"))  # its supervision starts it anew, and Ray lets it in
+    ray.start(config_of("n1"))  # its service manager restarts it, and Ray admits it
     assert not await nodes.look() and ("end",) in ray.agents["node:n1"].calls
     assert {device.node for device in nodes.devices} == {"n0"}
-    out.clear()  # somebody gave it a new token
+    out.clear()  # an operator invited it again
     assert await nodes.look() and {device.node for device in nodes.devices} == {"n0", "n1"}
 
 
-def test_rays_folders_are_its_owners_alone_and_its_logs_where_we_want_them(tmp_path, monkeypatch):
+def test_ray_folders_are_private_and_logs_are_redirected(tmp_path, monkeypatch):
     assert "try_to_create_directory(self._logs_dir)" in inspect.getsource(Node._init_temp)
     monkeypatch.setattr(node, "try_to_create_directory", _private_folder)
     made, (temp, logs) = object.__new__(Node), (tmp_path / "ray", tmp_path / "logs")
@@ -165,8 +165,8 @@ def test_rays_folders_are_its_owners_alone_and_its_logs_where_we_want_them(tmp_p
 
 
 @pytest.mark.parametrize("code", ["exit 0", "kill -TERM $$", "exit 15", "exit 143", "exit 3"])
-def test_ray_ends_with_each_process_of_its_however_that_ended(code):
-    """A raylet ends with 0 when its agent is killed, and `ray start --block` would go on without it."""
+def test_ray_ends_when_any_of_its_processes_ends(code):
+    """A raylet exits with 0 when its agent is killed, and `ray start --block` would continue without it."""
     raylet = subprocess.Popen(["sh", "-c", code])
     raylet.wait()
     made = object.__new__(Node)

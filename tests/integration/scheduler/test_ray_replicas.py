@@ -1,4 +1,4 @@
-"""Supervisors and replicas: a call ends when the one who is to answer is gone, and a silent one hides no other."""
+"""Supervisors and replicas: calls end when the supervisor dies, and a silent supervisor hides no other."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from train.plan.errors import RankFailed
 
 
 def actor(**methods: Callable[..., Any]) -> Handle:
-    """A handle whose methods are given by name."""
+    """An actor handle with these methods."""
 
     def method(answer: Callable[..., Any]) -> Callable[..., Any]:
         async def body(*arguments: Any) -> Any:
@@ -135,7 +135,7 @@ async def test_supervisor_that_has_not_started_is_not_killed(killed) -> None:
         (RankFailed(0, "raised InvalidTrainingData", retryable=False), "input"),
     ],
 )
-async def test_error_has_its_blame(error, blame) -> None:
+async def test_errors_map_to_blame(error, blame) -> None:
     assert blame_of(error) == blame
     for raised in (error, RayTaskError("work", "traceback", error).as_instanceof_cause()):
         with pytest.raises(EffectFailed) as failed, errors_as_failures():
@@ -145,7 +145,7 @@ async def test_error_has_its_blame(error, blame) -> None:
 
 
 class Engine:
-    """The body of a supervisor. `stopped`: it answers nothing from now on."""
+    """The body of a supervisor. `stopped`: it no longer answers."""
 
     def __init__(self, index: int):
         self.stopped, self.index = False, index
@@ -189,7 +189,7 @@ async def test_stopped_supervisor_keeps_its_last_observed_state(two):
     assert found.resident_bytes() == {"r0": 7, "r1": 7}
 
 
-async def test_stop_everything_names_the_engine_that_did_not_stop(two, monkeypatch, caplog):
+async def test_stop_everything_names_engine_that_did_not_stop(two, monkeypatch, caplog):
     found, supervisors = two
     await found.observe_replicas()
 
@@ -199,15 +199,15 @@ async def test_stop_everything_names_the_engine_that_did_not_stop(two, monkeypat
     assert "r1" in record.getMessage() and "Ray still lists its actor" in record.getMessage()
 
 
-async def test_observe_corrects_a_version_that_gateways_have_wrong(two):
+async def test_observe_corrects_wrong_version_in_routing(two):
     found, opened = two[0], AsyncMock()
     found._routing = SimpleNamespace(version=lambda replica_id: "v0" if replica_id == "r0" else "v1", open=opened)
     assert {replica.state for replica in await found.observe_replicas()} == {"open"}
     opened.assert_called_once_with("r0", "m", "v1", "/r")
 
 
-async def test_observe_fails_until_an_unknown_engine_answers(two):
-    """After a restart of the controller its devices would look free."""
+async def test_observe_fails_until_unknown_engine_answers(two):
+    """Otherwise its devices would look free after a restart of the controller."""
     found, supervisors = two
     supervisors[0].stopped = True
     with pytest.raises(EffectFailed, match="replica:r0 has not answered"):
@@ -221,9 +221,7 @@ async def test_observe_fails_until_an_unknown_engine_answers(two):
         (LookupError("gone"), "m cannot be served: gone$", "own"),
     ],
 )
-def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
-    error: Exception, says: str, blame: str
-) -> None:
+def test_start_of_model_that_no_longer_fits_raises_effect_failed(error: Exception, says: str, blame: str) -> None:
     def refuses(model: str, tensor_parallel: int) -> dict:
         raise error
 

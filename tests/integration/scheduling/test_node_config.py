@@ -1,4 +1,4 @@
-"""What the warm parents find in their environment, by the kind of the node's devices."""
+"""Environment of the warm parents for each kind of device."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from scheduler.core.workload import Device
 from scheduler.devices.discovery import logical_devices
 
 
-def test_compiled_kernels_are_kept_in_the_boxs_own_folder(tmp_path):
+def test_device_environment_puts_kernel_caches_in_box_folder(tmp_path):
     env = device_environment("cuda", tmp_path / "cache")
     kept = {name: value for name, value in env.items() if value.startswith("/")}
     assert kept.keys() >= {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
@@ -17,7 +17,7 @@ def test_compiled_kernels_are_kept_in_the_boxs_own_folder(tmp_path):
     assert all(Path(value).is_relative_to(tmp_path / "cache") for value in kept.values())
 
 
-def test_both_warm_parents_get_it(tmp_path):
+def test_node_config_sets_environment_of_both_warm_parents(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", tmp_path)
     paths.shm_root.mkdir()
     gpus = (Device("n0/0", "n0", 0, "cuda"),)
@@ -27,7 +27,7 @@ def test_both_warm_parents_get_it(tmp_path):
         assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in node_config.warm)
 
 
-def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
+def test_node_config_binds_numa_nodes_unless_disabled(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", tmp_path)
     paths.shm_root.mkdir()
     gpus = tuple(Device(f"n0/{i}", "n0", i, "cuda", numa_node=i // 4) for i in (0, 4))

@@ -1,4 +1,4 @@
-"""Packed attention: exact by splits on a processor, by one kernel on a GPU, and without a row of zeros per example."""
+"""Packed attention equals masked attention, split per example on a CPU and in one kernel on a GPU."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def row(dim=8, value_dim=8, dtype=torch.float64):
 
 
 def by_mask(query, key, value, window, scale):
-    """One call over the whole row, with the mask that says what may see what."""
+    """Reference: one call over the whole row with a block-diagonal causal mask."""
     of = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     at = torch.arange(sum(LENGTHS))
     distance = at[:, None] - at[None, :]
@@ -51,8 +51,9 @@ def packed(query, key, value, window, scale):
 
 
 def varlen_by_hand(query, key, value, starts, keys_start, longest, longest_key, *, scale, window_size, enable_gqa):
-    """What torch.nn.attention.varlen documents, one sequence at a time: (tokens, heads, dim), a window of W tokens to
-    the left beside the token itself. And what the kernel checks (flash_api.cpp, mha_varlen_fwd)."""
+    """Reference for torch.nn.attention.varlen, one sequence at a time, with the kernel's checks (flash_api.cpp).
+
+    Shapes are (tokens, heads, dim); a window of W covers the token itself and W tokens to the left."""
     assert query.shape[-1] % 8 == 0 and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     assert starts.dtype == torch.int32 and torch.equal(starts, keys_start)

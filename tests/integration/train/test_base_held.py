@@ -1,4 +1,4 @@
-"""What a rank trains from stays as it is while the rank lives."""
+"""The base weights of a rank stay unchanged while the rank lives."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_hold_base_keeps_mapped_weights_until_release(tmp_path):
     store.evict(1 << 40)
     assert store.find("version", "base", "v1") is not None
     held.clear()
-    store.remove(stored)  # its file goes to the pool, and the next version is written into it
+    store.remove(stored)  # the file returns to the pool, and the next version reuses it
     layout = Layout.plan([TensorSpec("w", "U8", (stored.nbytes - 4096,))])
     with store.reserve(layout, kind="version", model="other", version="v1") as draft:
         draft.view("w")[:] = b"\xff" * layout.find("w").nbytes

@@ -25,12 +25,12 @@ MARKED = (
     BEGIN + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
     "{% else %}{{ m['content'] }}{% endif %}" + END
 )
-# Like Qwen 3's template: only the last answer has its thought, empty if the message has none.
+# Like Qwen 3's template: only the last answer has reasoning, empty if the message has none.
 FORGETFUL = (
     BEGIN + "{% if m['role'] == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n"
     "{% endif %}{{ m['content'] }}" + END
 )
-# Like the distilled R1's template: the generation prompt opens a thought, which the template never writes.
+# Like the distilled R1's template: the generation prompt opens a reasoning block, which is never rendered.
 OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 STRICT = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('incomplete') }}{% endif %}" + CHATML
 NO_PROMPT = BEGIN + "{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -52,20 +52,20 @@ def trained(encoder, example):
         (FORGETFUL, [GOOD, "<think>\n\n</think>\n" + BYE], 1),
     ],
 )
-def test_encode_trains_answers_and_their_ends_under_each_kind_of_template(template, expected, n_rows):
+def test_encode_trains_answers_with_end_tokens_under_each_template(template, expected, n_rows):
     encoder = ChatEncoder(tokenizer(template))
     found = trained_texts(encoder, TALK)
     assert sorted(text for _, text in found) == sorted(expected) and len(encoder.encode(TALK)) == n_rows
     if n_rows > 1:
         with pytest.raises(BadRecord, match="one turn"):
             encoder.encode_whole(TALK)
-    for before, text in found if template != STRICT else ():  # each in the context in which an engine is asked
+    for before, text in found if template != STRICT else ():  # each answer follows the prompt that an engine would get
         asked = TALK["messages"][: 4 if text.endswith(BYE) else 2]
         assert before == encoder.tokenizer.decode(encoder.prompt({"messages": asked}))
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
-def test_encode_trains_the_thought_of_each_turn_or_refuses_it(key):
+def test_encode_trains_reasoning_of_each_turn_or_raises(key):
     talk = {"messages": [dict(message) for message in TALK["messages"]]}
     for number in (2, 4):
         talk["messages"][number][key] = f"\nI think of it {number} times.\n"
@@ -96,7 +96,7 @@ NO_ARGUMENTS = {**CALL, "function": {"name": "add", "arguments": "{}"}}
 SAYS_IT_CALLS = {"messages": [QUESTION, {"role": "assistant", "content": "I add.", "tool_calls": [NO_ARGUMENTS]}]}
 
 
-# As gpt-oss's: results are JSON, and a thought before a call is dropped once the call is answered.
+# Like gpt-oss's template: results are JSON, and reasoning before an answered call is dropped.
 JSON_RESULTS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'tool' %}{{ m['content'] | tojson }}"
     "{% elif m['tool_calls'] %}{% if loop.index0 + 2 >= messages | length %}<think>hm</think>{% endif %}"
@@ -106,7 +106,7 @@ JSON_RESULTS = (
 
 
 @pytest.mark.parametrize("result", ['{"state": "running"}', "", "2"])
-def test_encode_of_equal_calls_and_results_trains_no_result(result):
+def test_encode_of_repeated_calls_trains_no_result(result):
     call, answered = CALLED["messages"][1], {**CALLED["messages"][2], "content": result}
     messages = [QUESTION, call, answered, call, answered, CALLED["messages"][3]]
     found = trained(ChatEncoder(tokenizer(JSON_RESULTS)), {"messages": messages})
@@ -114,7 +114,7 @@ def test_encode_of_equal_calls_and_results_trains_no_result(result):
     assert found == ['add {"a": 1}<|im_end|>'] * 2 + ["it is 2<|im_end|>"]
 
 
-def test_encode_under_a_template_that_goes_on_after_its_end_trains_up_to_the_end():
+def test_encode_under_template_with_text_after_end_stops_at_end():
     goes_on = (
         BEGIN + "{% for c in m.tool_calls or [] %}{{ c.function.name }} "
         "{{ c.function.arguments | tojson }}<|im_end|>\n<|im_start|>assistant\n{% endfor %}"
@@ -127,7 +127,7 @@ def test_encode_under_a_template_that_goes_on_after_its_end_trains_up_to_the_end
         encoder.encode({"messages": [QUESTION, {**call, "content": "I add."}]})
 
 
-def test_encode_of_a_thought_after_the_template_closed_one_opens_it():
+def test_encode_of_reasoning_reopens_closed_block_of_template():
     closes = FORGETFUL.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n{% endif %}")
     thought = {"role": "assistant", "content": "bye", "reasoning_content": "hm"}
     ((before, text),) = trained_texts(ChatEncoder(tokenizer(closes)), {"messages": [QUESTION, thought]})
@@ -139,7 +139,7 @@ def test_encode_of_a_thought_after_the_template_closed_one_opens_it():
         ChatEncoder(tokenizer(plain)).encode({"messages": [QUESTION, tagged]})
 
 
-def test_encode_of_an_answer_with_its_end_drops_the_second_end_and_refuses_one_within():
+def test_encode_drops_repeated_end_token_and_rejects_inner_one():
     encoder = ChatEncoder(tokenizer())
     ended = {"role": "assistant", "content": "hello, fox<|im_end|>"}
     asks = {"role": "user", "content": "what is <|im_end|> here"}
@@ -148,7 +148,7 @@ def test_encode_of_an_answer_with_its_end_drops_the_second_end_and_refuses_one_w
         encoder.encode({"messages": [QUESTION, {**ended, "content": "a<|im_end|> b"}]})
 
 
-def test_encode_counts_examples_whose_tools_the_template_leaves_out():
+def test_encode_counts_examples_with_tools_missing_in_template():
     tools = [{"type": "function", "function": {"name": "lookup"}}]
     for template, count in (("{# no tools #}" + CHATML, 1), (BEGIN + "{{ m['content'] }}" + END, 0)):
         encoder = ChatEncoder(tokenizer(template))
@@ -156,8 +156,8 @@ def test_encode_counts_examples_whose_tools_the_template_leaves_out():
         assert encoder.n_without_tools == count
 
 
-def test_encode_of_ids_that_the_template_refuses_shortens_them():
-    """As Mistral's: an id has nine letters."""
+def test_encode_shortens_call_ids_rejected_by_template():
+    """Like Mistral's template, which requires ids of nine letters."""
     checks = (
         "{% for m in messages %}{% for c in m['tool_calls'] or [] %}{% if c['id'] | length != 9 %}"
         "{{ raise_exception('nine letters') }}{% endif %}{% endfor %}{% endfor %}"
@@ -189,7 +189,7 @@ def leaves_out(role):
         ),
     ],
 )
-def test_encode_refuses_what_the_template_does_not_write(template, example, reason):
+def test_encode_rejects_parts_missing_in_template(template, example, reason):
     with pytest.raises(BadRecord, match=reason):
         ChatEncoder(tokenizer(template)).encode(example)
     if example is CALLED and template is not NAMES_ONLY:
@@ -197,7 +197,7 @@ def test_encode_refuses_what_the_template_does_not_write(template, example, reas
             ChatEncoder(tokenizer(template)).prompt({"messages": CALLED["messages"][:3]})
 
 
-def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
+def test_encode_tokenizes_prompt_separately_like_an_engine():
     words = tokenizer(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -216,7 +216,7 @@ def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_token_that_the_model_has_no_embedding_for_is_refused(tmp_path, nested):
+def test_encode_rejects_token_without_embedding(tmp_path, nested):
     words = tokenizer()
     known = len(words)
     words.add_special_tokens({"additional_special_tokens": ["<picture>"]})

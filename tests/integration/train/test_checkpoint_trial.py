@@ -1,4 +1,4 @@
-"""Checkpoints held against the architecture of their config.json: names, shapes, tied heads, and tokenizers."""
+"""Comparison of checkpoints with the architecture of config.json: names, shapes, tied heads, tokenizers."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_compare_reports_missing_unknown_and_misshapen_tensors(tmp_path):
     del tensors["model.norm.weight"]
     tensors["v_head.summary.weight"] = torch.zeros(1, 32)
     tensors["lm_head.weight"] = torch.zeros(301, 32)
-    tensors["module.model.layers.0.mlp.up_proj.weight"] = torch.zeros(64, 32)  # names an existing tensor
+    tensors["module.model.layers.0.mlp.up_proj.weight"] = torch.zeros(64, 32)  # the unprefixed tensor exists too
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # ignored by transformers
     save_file(tensors, tmp_path / "model.safetensors")
     assert remarks(tmp_path) == {

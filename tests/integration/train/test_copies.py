@@ -1,4 +1,4 @@
-"""A rank's memory goes into a snapshot and comes back, wherever its elements are."""
+"""Copies of a rank's memory into snapshots and back, for any position of the elements."""
 
 import threading
 
@@ -14,7 +14,7 @@ from weights.memory.store import WeightStore
 
 
 class LateBuffer(torch.Tensor):
-    """Page-locked memory: copies in and out of it that do not block are only queued."""
+    """Page-locked memory whose non-blocking copies are only queued."""
 
     queue: list = []
 
@@ -26,7 +26,7 @@ class LateBuffer(torch.Tensor):
 
 
 class Late(DeviceKind):
-    """Its copies run in order, and no sooner than somebody waits for a mark behind them."""
+    """A device whose queued copies run in order, and only when a later mark is awaited."""
 
     def __init__(self):
         self.lock, self.waits = threading.Lock(), 0
@@ -67,7 +67,7 @@ def test_write_then_read_restores_ranges_and_columns(tmp_path):
         ("a", Strided(24, 40, 40, 1), other),
         ("b", last_two_columns, columns),
         ("odd", Strided(0, 3, 3, 1), odd),
-        ("half", Strided(1, 4, 4, 1), torch.tensor([1.0, -2.0, 0.5, 0.0])),  # cast both ways
+        ("half", Strided(1, 4, 4, 1), torch.tensor([1.0, -2.0, 0.5, 0.0])),  # cast in both directions
     ]
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:

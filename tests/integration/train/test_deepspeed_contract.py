@@ -1,4 +1,4 @@
-"""What `train.state.fragments` and `train.trainer.engine` take from DeepSpeed's inside is there and means the same."""
+"""DeepSpeed internals used by `train.state.fragments` and `train.trainer.engine` exist and behave as expected."""
 
 import os
 
@@ -50,7 +50,7 @@ def engine_of(stage, precision):
     }
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
-    # Two groups, as with weight decay: ZeRO-2 links the moments of the first only.
+    # Two groups, as with weight decay: ZeRO-2 links the moments of only the first group.
     groups = [{"params": [p for p in trained if p.ndim == 2]}, {"params": [p for p in trained if p.ndim == 1]}]
     optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)

@@ -1,4 +1,4 @@
-"""What a job takes, against the numbers of the papers, real models' parameters, and what a rank holds and writes."""
+"""Memory estimates of jobs, compared with papers, parameter counts of real models, and measurements of a rank."""
 
 import json
 from dataclasses import asdict
@@ -38,7 +38,7 @@ def fields(**given):
 
 def test_rank_memory_matches_zero_paper():
     alone, shared = (estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=1), n) for n in (1, 8))
-    # 2 + 4 + 12 bytes per parameter: 16 in the paper, with 2 bytes of gradients.
+    # 2 + 4 + 12 bytes per parameter; the paper has 16, with gradients of 2 bytes.
     assert alone.state_bytes == 18 * LLAMA_8B.n_parameters
     assert shared.state_bytes == 6 * LLAMA_8B.n_parameters + 12 * LLAMA_8B.n_parameters // 8
     two = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=2), 8)
@@ -72,7 +72,7 @@ def test_rank_memory_tensor_parallel_leaves_embeddings_whole():
     assert estimate.snapshot_bytes(LLAMA_8B, fields(full=True, tensor_parallel=4)) == 12 * eight
 
 
-HEADERS_BYTES = 32 * 1024  # names and offsets, manifest, config and tokenizer
+HEADERS_BYTES = 32 * 1024  # header, manifest, config and tokenizer
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
@@ -94,7 +94,7 @@ def test_estimate_matches_memory_and_bytes_written(tmp_path, family, stage, full
     assert memory.weights_bytes == weights
     state = engine.optimizer.optimizer.state
     held = sum(4 * flat.numel() * (1 + sum(key in state[flat] for key in fragments.MOMENTS)) for flat in state)
-    assert held == pytest.approx(memory.optimizer_bytes, rel=0.01)  # ZeRO pads its partitions
+    assert held == pytest.approx(memory.optimizer_bytes, rel=0.01)  # ZeRO pads partitions
 
     store = WeightStore(spec.shm_root, budget_bytes=None)
     rank = Rank(spec, store, engine, fragments.grid(engine), lambda *_, **__: None, Progress())
@@ -110,7 +110,7 @@ def shape_of(base, model):
 
 
 def step(engine):
-    """Of two micro-batches."""
+    """Run one step of two micro-batches."""
     row = torch.arange(16)
     batch = {
         "input_ids": row[None],
@@ -127,7 +127,7 @@ def step(engine):
 
 
 def spec_of(folder: Path, base: Path, **settings: Any) -> TrainSpec:
-    """Of a job that trains all weights, a row at a time and two a step."""
+    """Spec of a full fine-tuning job with a micro-batch of one row and two rows per step."""
     folders = {"run_dir": str(folder), "shm_root": str(folder / "store")}
     train_path = str(write_chat_file(folder / "t.jsonl", 4))
     return host_spec(

@@ -1,4 +1,4 @@
-"""Layers that keep a state know no bounds of examples: a model that has such layers learns from one example a row."""
+"""Layers with a recurrent state ignore the bounds of packed examples, so such models train one example per row."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Liger's fused kernels beside torch's operations."""
+"""Liger's fused kernels compared with torch's operations."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from train.plan.errors import UnsupportedModel
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="Triton is not installed")
-def test_liger_gradients_agree_with_torch():
+def test_liger_gradients_match_torch():
     command = [sys.executable, "-m", "tests.train_support.interpreted_kernels"]
     told = subprocess.check_output(command, env={**os.environ, "TRITON_INTERPRET": "1"}, text=True)
     errors = json.loads(told.splitlines()[-1])
@@ -22,7 +22,7 @@ def test_liger_gradients_agree_with_torch():
     assert all(0 < error < 1e-5 for error in errors.values()), errors
 
 
-def test_liger_unknown_family_is_refused():
+def test_liger_unknown_family_is_rejected():
     model = torch.nn.Module()
     model.config = PretrainedConfig()
     with pytest.raises(UnsupportedModel, match="liger"):

@@ -1,4 +1,4 @@
-"""What a plan counts for a layer's activations against what torch keeps for the backward pass, on meta tensors."""
+"""Planned activation bytes of a layer compared with the tensors that torch saves for backward, on meta tensors."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ DENSE = {
     "vocab_size": 64,
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_attention_heads": 16,  # their queries are twice as wide as the model, as of Qwen3 0.6B
+    "num_attention_heads": 16,  # queries are twice as wide as the model, as in Qwen3 0.6B
     "num_key_value_heads": 4,
     "head_dim": 64,
     "pad_token_id": 0,
@@ -46,7 +46,7 @@ FAMILIES = {
 
 
 def kept_bytes(config, layers: int) -> int:
-    """By the whole model, but for its own weights, in the forward pass of one row."""
+    """Bytes that the forward pass of one row saves for backward, without the weights."""
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1] * layers

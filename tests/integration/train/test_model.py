@@ -1,4 +1,4 @@
-"""Adapters on disk are peft's own, and a model built for a snapshot is the loaded one but for its parameters."""
+"""Adapters on disk have peft's format; a model built for a snapshot equals the loaded model except its parameters."""
 
 import json
 
@@ -18,7 +18,7 @@ from train.state.publish import stored_names
 
 @pytest.fixture
 def trained(tmp_path):
-    """(base directory, a peft model on it with random factors)."""
+    """The base directory, and a peft model on it with random factors."""
     base = make_model_dir(tmp_path / "base")
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),

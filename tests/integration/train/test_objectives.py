@@ -1,4 +1,4 @@
-"""Packed rows and the fused loss are exact: the same loss and gradients as the plain way."""
+"""Packed rows and the fused loss give exactly the loss and gradients of a plain computation."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def examples(n, seed=0):
 
 
 def plain_loss(model, ids, mask):
-    """The textbook way: whole logits of one example, shifted labels."""
+    """Textbook loss: full logits of one example, shifted labels."""
     tokens = torch.from_numpy(ids.astype(np.int64))[None]
     labels = torch.where(torch.from_numpy(mask), tokens[0], -100)
     model.set_attn_implementation("eager")
@@ -92,18 +92,18 @@ def test_accuracy_counts_likeliest_tokens(spec, monkeypatch, rows):
     row = build_row([examples(6)], 512, 0, packing=True)
     batch = to_batch(row, 1.0, "cpu")
     with torch.no_grad():
-        # A third of what is to be learnt is what the model says.
+        # A third of the labels equal the model's prediction.
         row = {name: batch[name] for name in ("input_ids", "position_ids", "segments")}
         logits = objective.model(**row, logits_to_keep=batch["predict_at"], use_cache=False).logits
         said = logits[0].argmax(-1)
         batch["labels"] = torch.where(torch.arange(len(said)) % 3 == 0, said, (said + 1) % 384)
-    objective(batch).backward()  # with gradients, which are made of the logits in their place
+    objective(batch).backward()  # with gradients, which overwrite the logits
     with torch.no_grad():
         objective(batch)
     right = -(-len(said) // 3)
     assert objective.take_metrics() == [2 * right, 2 * len(said)] and objective.take_metrics() == [0, 0]
     with torch.no_grad():
-        objective._fused = False  # by the model's own forward
+        objective._fused = False  # with the model's own forward
         objective(batch)
         objective(batch | {"as_reference": True})
     assert objective.take_metrics() == [right, len(said)]
@@ -114,7 +114,7 @@ def test_padding_row_changes_no_gradient_or_metric(spec):
     objective = PackedObjective(model, SUPERVISED, {})
     loss = objective(to_batch(build_row([examples(2)], 128, 0, packing=True), 0.0, "cpu"))
     loss.backward()
-    # Every weight has a gradient: ZeRO's ranks wait for each.
+    # Every weight has a gradient, because ZeRO's ranks wait for each.
     assert loss == 0 and all(not gradient.any() for gradient in gradients(model).values())
     assert objective.take_metrics() == [0, 0]
 

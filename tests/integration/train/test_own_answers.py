@@ -1,5 +1,4 @@
-"""Reinforcement and distillation: their schemas and data, their losses against plain computations, and runs over files
-of samples."""
+"""Reinforcement and distillation: hyperparameters, data, losses compared with plain torch, and runs on sample files."""
 
 import json
 from dataclasses import replace
@@ -36,19 +35,19 @@ REINFORCEMENT, DISTILLATION = method_of("reinforcement"), method_of("distillatio
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(ModelShape(10_000_000), 512, device_kind="cpu")
 
 
-def test_its_hyperparameters_are_openais():
+def test_reinforcement_resolves_openai_hyperparameters():
     given = {"compute_multiplier": 2, "eval_interval": 5, "eval_samples": 3, "reasoning_effort": "default"}
     fields = REINFORCEMENT.resolve({**given, "n_epochs": 2, "batch_size": 4}, DATASET, MODEL, 2)
     made = fields["options"]
     assert (made["group"], made["eval_samples"], made["max_completion_tokens"]) == (2 * GROUP, 3, 256)
     assert fields["eval_interval"] == 5
     assert (fields["batch_size"], fields["micro_batch"], fields["packing"], fields["n_epochs"]) == (4, 1, False, 2)
-    # The longest prompt, which may be an estimate, and the answer.
+    # The longest prompt (an estimate at most) plus the answer.
     assert fields["max_length"] == 64 + 256 and REINFORCEMENT.data_length(320, fields["options"]) == 64
     assert made["group"] / made["rows"] * fields["max_length"] <= 1024
 
 
-def test_model_in_training_is_an_adapter_where_engines_take_it():
+def test_reinforcement_policy_is_adapter_if_engines_support_it():
     for given, rank_limit, expected in (
         ({"lora_rank": 8}, 32, "adapter"),
         ({"lora_rank": 8, "lora_publish": "merged"}, 32, "adapter"),
@@ -76,7 +75,7 @@ def test_model_in_training_is_an_adapter_where_engines_take_it():
         ({"beta": 0.1}, "beta"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(given, param):
+def test_reinforcement_invalid_hyperparameter_names_param(given, param):
     with pytest.raises(InvalidHyperparameter) as refused:
         REINFORCEMENT.resolve(given, DATASET, MODEL, 1)
     assert refused.value.param == param
@@ -86,7 +85,7 @@ def asked(**more):
     return {"messages": [{"role": "user", "content": "2 and 2?"}], "answer": "4", **more}
 
 
-def test_a_file_of_prompts_is_checked_by_line(tmp_path):
+def test_prompt_file_check_names_bad_lines(tmp_path):
     source, written = tmp_path / "p.jsonl", tmp_path / "train.jsonl"
     source.write_text("".join(json.dumps(asked(n=n)) + "\n" for n in range(12)))
     report = check_training_file(source, chat_path=written, refuses=REINFORCEMENT.refuses)
@@ -101,7 +100,7 @@ def test_a_file_of_prompts_is_checked_by_line(tmp_path):
     assert method_of("supervised").refuses("prompt") and method_of("dpo").refuses("prompt")
 
 
-def test_a_prompt_is_encoded_up_to_where_the_assistant_answers(tmp_path):
+def test_reinforcement_encode_ends_with_generation_prompt(tmp_path):
     tokenizer = load_tokenizer(str(make_model_dir(tmp_path / "base")))
     (((ids, learnt),),) = REINFORCEMENT.encode(ChatEncoder(tokenizer), asked())
     assert tokenizer.decode(ids).endswith("2 and 2?<|im_end|>\n<|im_start|>assistant\n") and not learnt.any()
@@ -109,13 +108,13 @@ def test_a_prompt_is_encoded_up_to_where_the_assistant_answers(tmp_path):
         REINFORCEMENT.check_cut([(ids, learnt)], 5)
 
 
-def test_advantages_are_rewards_less_the_mean_of_their_group():
+def test_advantages_subtract_group_mean():
     found = advantages([1.0, 0.0, 0.5, 0.5, None, 3.0, 1.0, 2.0, None, 1.0, None, None], 4)
     assert found.tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert advantages([0.3] * 8, 8).tolist() == [0.0] * 8, "equal rewards teach nothing"
 
 
-def test_graded_error_of_the_mean_reward_is_over_prompts():
+def test_graded_mean_reward_error_is_over_prompts():
     def error(rewards, group):
         lesson = graded({"rewards": rewards, "errors": [""] * len(rewards)}, [], group)
         return lesson.of_validation.get("mean_reward_error")
@@ -128,7 +127,7 @@ def test_graded_error_of_the_mean_reward_is_over_prompts():
 
 
 def learnt_row(sequences, advantages, sampled, **more):
-    """A row of (prompt, answer) pairs with an advantage and a log-probability for each token of the answers."""
+    """A row of (prompt, answer) pairs with an advantage and a log-probability per answer token."""
     whole = [(np.concatenate([p, ids]), np.arange(len(p) + len(ids)) >= len(p)) for p, ids in sequences]
     row = build_row([whole], 0, 0, packing=False)
     return replace(row, advantages=np.float32(advantages), sampled=np.float32(sampled), **more)
@@ -149,7 +148,7 @@ def rollout_row(vocabulary=384, sequences=5, seed=0):
 
 
 def plain_tokens(model, made, row):
-    """Of each answer its advantage, the log-probabilities that the model gives its tokens, and those in the row."""
+    """For each answer: advantage, the model's log-probabilities of its tokens, and those in the row."""
     model.set_attn_implementation("eager")
     place = 0
     for (ids, learnt), advantage in made:
@@ -159,7 +158,7 @@ def plain_tokens(model, made, row):
         place += len(at)
 
 
-def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(tmp_path):
+def test_reinforcement_loss_uses_truncated_importance_weights(tmp_path):
     spec = host_spec(make_model_dir(tmp_path / "b", dtype=torch.float32), precision="fp32")
     made, row = rollout_row()
     objective = PackedObjective(load_model(spec), REINFORCEMENT, {})
@@ -182,7 +181,7 @@ def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(t
     assert mean == pytest.approx(0.25 * moved.sum().item(), rel=1e-4) and cut == 0.25 * (ratios > 2).sum().item()
 
 
-def test_the_head_computes_in_float32_whatever_the_weights_are(tmp_path):
+def test_log_probs_are_computed_in_float32(tmp_path):
     spec = host_spec(make_model_dir(tmp_path / "b"), precision="bf16")
     _, row = rollout_row()
     objective = PackedObjective(load_model(spec), REINFORCEMENT, {})
@@ -203,7 +202,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWE
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_what_is_learnt_under_a_form_is_its_own_distribution(tmp_path, monkeypatch, fused):
+def test_log_probs_under_schema_use_allowed_tokens_only(tmp_path, monkeypatch, fused):
     spec = host_spec(make_model_dir(tmp_path / "b", dtype=torch.float32), precision="fp32")
     objective, tokens = PackedObjective(load_model(spec), REINFORCEMENT, {}), load_tokenizer(spec.base_path)
     monkeypatch.setattr(objective, "_fused", fused and objective._fused)
@@ -240,7 +239,7 @@ def test_what_is_learnt_under_a_form_is_its_own_distribution(tmp_path, monkeypat
         ({"type": "object", "properties": 1}, "does not follow its schema"),
     ],
 )
-def test_a_form_that_no_answer_has_is_refused_in_words(tmp_path, schema, why):
+def test_form_rejects_answer_that_violates_schema(tmp_path, schema, why):
     tokens = load_tokenizer(str(make_model_dir(tmp_path / "b")))
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     with pytest.raises(InvalidSpec, match=f"response_format: .*{why}"):
@@ -266,7 +265,7 @@ def run_spec(tmp_path, **fields):
 
 
 class Box:
-    """Whoever runs the job: hears its events, writes its samples, and after the step `leaves_at` wants the devices."""
+    """The owner of a job: records events, writes samples, and requests a suspend after the step `leaves_at`."""
 
     def __init__(self, sampler=None, leaves_at=None):
         self.told, self.sampler, self.leaves_at = [], sampler or Sampler(), leaves_at
@@ -290,7 +289,7 @@ class Box:
 
 
 def box_of(*verdicts):
-    """A grader that says these (reward, error) of answers in turn."""
+    """A box whose grader returns these (reward, error) pairs in turn."""
     turn = cycle(verdicts)
 
     def judge(prompt, answers):
@@ -300,7 +299,7 @@ def box_of(*verdicts):
     return Box(Sampler(judge=judge))
 
 
-def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path):
+def test_run_with_equal_rewards_learns_nothing_and_fails_without_grades(tmp_path):
     valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
     box, spec = box_of((0.5, "")), run_spec(tmp_path, valid_path=valid, options={**SAMPLES, "reasoning_effort": "high"})
     assert box.run(spec)["outcome"] == "succeeded"
@@ -313,14 +312,14 @@ def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path)
     spec = replace(spec, valid_path=None)
     with pytest.raises(NothingGraded, match="any of 32 answers: grade.. raised NameError"):
         box_of((0.0, "grade() raised NameError: x")).run(replace(spec, run_dir=str(tmp_path / "broken")))
-    # A judge that was not there is no verdict.
+    # An unavailable judge gives no verdict.
     half = box_of((None, "the model did not answer"), (0.5, ""))
     assert half.run(replace(spec, run_dir=str(tmp_path / "half"), job_id="h"))["outcome"] == "succeeded"
     assert all(step["mean_unresponsive_rewards"] == 0.5 for step in half.of("metrics"))
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_run_that_is_suspended_loses_no_sample_and_counts_none_twice(tmp_path, staleness):
+def test_suspended_run_uses_each_sample_once(tmp_path, staleness):
     spec = run_spec(tmp_path, options={**SAMPLES, "staleness": staleness})
     whole = Box()
     whole.run(spec)
@@ -338,7 +337,7 @@ def test_run_that_is_suspended_loses_no_sample_and_counts_none_twice(tmp_path, s
         assert losses == [step["loss"] for step in whole.of("metrics")]
 
 
-def test_weights_that_no_step_samples_from_are_removed(tmp_path):
+def test_run_removes_policy_weights_no_longer_sampled(tmp_path):
     box, spec = Box(), run_spec(tmp_path, options={**SAMPLES, "staleness": 1})
     there, store = [], WeightStore(spec.shm_root, budget_bytes=None)
 
@@ -356,7 +355,7 @@ def test_weights_that_no_step_samples_from_are_removed(tmp_path):
 # -- distillation ------------------------------------------------------------------------------------------------------
 
 
-def test_distillation_has_the_hyperparameters_of_answers_and_how_many_there_are():
+def test_distillation_resolves_its_hyperparameters():
     given = {"samples": 1, "eval_samples": 2, "max_completion_tokens": 40, "batch_size": 4, "n_epochs": 2}
     made = DISTILLATION.resolve(given, DATASET, MODEL, 2)["options"]
     assert (made["group"], made["eval_samples"], made["max_completion_tokens"]) == (1, 2, 40)
@@ -376,9 +375,8 @@ def next_token(model, prompt):
     return model(input_ids=torch.tensor(prompt)[None]).logits[0, -1].float().log_softmax(-1)
 
 
-def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_path):
-    """Every token of the vocabulary as an answer of one token, weighed by how likely the model is to write it: what is
-    left of the estimate is the divergence itself, as plain torch computes it from all logits."""
+def test_distillation_gradient_equals_reverse_kl_gradient(tmp_path):
+    """Each vocabulary token is an answer, weighted by its probability, which makes the estimate exact."""
     prompt = np.array([5, 9, 200, 31])
     theirs = torch.randn(384, generator=torch.Generator().manual_seed(1)).mul(2).log_softmax(-1)
     plain = plain_model(tmp_path)
@@ -402,7 +400,7 @@ def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_pat
     assert worst < 1e-5
 
 
-def test_teacher_metrics_are_of_the_tokens_that_were_sampled():
+def test_taught_metrics_are_over_sampled_tokens():
     sampled = [np.float32([-1, -2]), np.float32([-3])]
     verdict = {"log_probs": [[-2.0, -2.0], [-6.0]], "errors": [""] * 2}
     assert taught(verdict, sampled, 2).of_step == {
@@ -414,7 +412,7 @@ def test_teacher_metrics_are_of_the_tokens_that_were_sampled():
 
 
 def teaching(fails):
-    """A teacher that likes letters alike. `fails`: from the number of an answer to why it says nothing of it."""
+    """A box whose teacher gives all letters one probability. `fails`: answer number -> error, or ""."""
     numbers = count()
 
     def teach(prompt, answers):
@@ -425,7 +423,7 @@ def teaching(fails):
     return Box(Sampler(judge=teach))
 
 
-def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_job(tmp_path):
+def test_run_skips_answers_without_teacher_scores_and_fails_without_any(tmp_path):
     half = teaching(lambda number: "the teacher gave nan" if number % 2 else "")
     spec = run_spec(tmp_path, method="distillation", options=METHODS["distillation"][1])
     assert half.run(spec)["outcome"] == "succeeded"

@@ -1,4 +1,4 @@
-"""What is trained under the chat templates of common families, which TRL's wheel has."""
+"""Trained tokens under the chat templates of common model families, taken from TRL's wheel."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ from train.data.records import BadRecord
 (_ROOT,) = importlib.util.find_spec("trl").submodule_search_locations
 TEMPLATES = Path(_ROOT) / "chat_templates"
 FAMILIES = sorted(path.stem.removesuffix("_training") for path in TEMPLATES.glob("*_training.jinja"))
-# Tokens at which an engine of the family ends an answer and, if different, a turn of tool calls.
+# End tokens of an answer and, if different, of a turn with tool calls.
 ENDS = {
     "cohere": ("<|END_OF_TURN_TOKEN|>",),
     "cohere2": ("<|END_OF_TURN_TOKEN|>",),
@@ -85,7 +85,7 @@ CONVERSATIONS = {
         said("30 bar", reasoning_content="The tool says 30."),
     ],
 }
-# What a template cannot write, so that the example is refused with that reason.
+# Conversations that a template cannot render and `encode` therefore rejects.
 NO_THOUGHTS = {"thought", "two thoughts", "thought and call"}
 NO_CALLS = {"call", "call with words", "two calls", "thought and call"}
 REFUSED = {
@@ -94,7 +94,7 @@ REFUSED = {
     "gemma": NO_THOUGHTS | {"system"},
     "deepseekv3": NO_THOUGHTS,
     "deepseek_r1_distill": NO_THOUGHTS | {"call with words"},
-    "gptoss": {"two calls"},  # one call in a message
+    "gptoss": {"two calls"},  # one call per message
     "muse_glimmer": {"call with words"},
     "lfm2": NO_THOUGHTS | NO_CALLS,
     "lfm2_v2": NO_THOUGHTS,
@@ -121,7 +121,7 @@ def encoder_of(family, own_tokens):
 
 
 def trained(encoder, messages):
-    """(prompt, what is trained after it) of each trained turn, in the order of the conversation."""
+    """Pairs (prompt, trained text) of each trained turn, in the order of the conversation."""
     tools = {"tools": [TOOL]} if any("tool_calls" in message for message in messages) else {}
     return sorted(trained_texts(encoder, {"messages": messages, **tools}), key=lambda one: len(one[0]))
 
@@ -131,8 +131,8 @@ CASES = [(family, name) for family in FAMILIES for name in CONVERSATIONS if name
 
 @pytest.mark.parametrize("own_tokens", [True, False], ids=["own tokens", "base model"])
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, name, own_tokens):
-    """A base model that is given a chat template lacks its tokens: an engine can stop only at the tokenizer's end."""
+def test_encode_under_public_template_trains_answers_and_ends(family, name, own_tokens):
+    """A base model with a foreign template lacks the template's tokens; an engine stops only at the tokenizer's end."""
     messages = CONVERSATIONS[name]
     answers = [message for message in messages if message["role"] == "assistant"]
     found = trained(encoder_of(family, own_tokens), messages)
@@ -145,12 +145,12 @@ def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, n
             assert str(json.loads(call["function"]["arguments"])["line"]) in text
         end = ends_of(family)[-1 if calls else 0] if own_tokens else "<|im_end|>"
         assert text.endswith(end) and text.count(end) == 1
-        for other in messages:  # nothing that others said
+        for other in messages:  # nothing of other roles
             if other["role"] != "assistant":
                 assert other["content"] not in text
 
 
 @pytest.mark.parametrize(("family", "name"), [(f, n) for f, names in REFUSED.items() for n in sorted(names)])
-def test_encode_refuses_what_a_public_template_cannot_write(family, name):
+def test_encode_rejects_parts_unsupported_by_public_template(family, name):
     with pytest.raises(BadRecord, match="template"):
         trained(encoder_of(family, own_tokens=True), CONVERSATIONS[name])

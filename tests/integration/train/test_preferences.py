@@ -1,4 +1,4 @@
-"""DPO, KTO and ORPO compute what TRL does, however a step is split, and refuse what cannot be compared."""
+"""DPO, KTO and ORPO match TRL for any split of a step, and reject pairs that cannot be compared."""
 
 import json
 from dataclasses import replace
@@ -75,7 +75,7 @@ def converted(path, records):
     return path
 
 
-def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
+def test_dpo_run_matches_trl(tmp_path, monkeypatch):
     records = [
         {"prompt": f"What is {a}+{b}?", "chosen": f" {a + b}", "rejected": f" I cannot add {a} and {b}."}
         for a in range(4)
@@ -97,7 +97,7 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
         learning_rate=1e-3,
         precision="fp32",
     )
-    monkeypatch.setattr("train.data.packing._shuffled", lambda n_packs, *_: np.arange(n_packs))  # as in the run of TRL
+    monkeypatch.setattr("train.data.packing._shuffled", lambda n_packs, *_: np.arange(n_packs))  # as in the TRL run
     monkeypatch.setattr(training, "learning_rate", lambda *_, **__: 1e-3)
     monkeypatch.setattr("train.trainer.engine.ADAM_BETAS", (0.9, 0.999))
     told = []
@@ -108,11 +108,11 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
     for step, (loss, chosen, rejected, margin, chosen_logp, rejected_logp, norm) in zip(steps[:6], TRL, strict=True):
         got = [step[key] for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")]
         assert got == pytest.approx([loss, chosen, rejected, margin], abs=1e-5), step
-        # Sums of a hundred float32 numbers; the norm is rounded to 13 bits (train.state.fragments).
+        # Sums of a hundred float32 values; the norm is rounded to 13 bits (train.state.fragments).
         assert [step["logps/chosen"], step["logps/rejected"]] == pytest.approx([chosen_logp, rejected_logp], abs=1e-4)
         assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert all(0 <= step["mean_token_accuracy"] <= 1 for step in steps)
-    # Strictly greater: equal rewards are not success.
+    # Accuracy requires a strictly greater reward.
     assert [step["rewards/accuracies"] for step in steps[:2]] == [0.0, 1.0]
     first, *_, last = [event for event in told if event["event"] == "validation"]
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and first["rewards/accuracies"] == 0.0
@@ -141,7 +141,7 @@ def silent(event, **data):
     pass
 
 
-def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
+def test_dpo_reference_is_initial_model_and_in_snapshots(tmp_path):
     spec, progress = tiny_spec(tmp_path), Progress()
 
     def emit(event, **data):
@@ -162,7 +162,7 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
             said = objective(batch | {"as_reference": True}).view(-1, 2)
         assert np.allclose(said, reference[run.train.packs[pack]], rtol=1e-6)
 
-    # Where the folder's files are lost they come from the snapshot; a snapshot without them is refused.
+    # Lost files come from the snapshot; a snapshot without a reference is rejected.
     file.write_bytes(b"")
     again = prepare(spec, silent, Progress(), left["snapshot_path"])
     assert np.array_equal(again.train.reference, reference)
@@ -213,7 +213,7 @@ def opened(tmp_path, records, max_length):
     return tokens, encoder.tokenizer
 
 
-def test_a_pair_shares_its_prompt_and_ends_both_sides(tmp_path):
+def test_pair_shares_prompt_and_ends_both_sides(tmp_path):
     tokens, tokenizer = opened(tmp_path, [{"prompt": "how many", "chosen": "all", "rejected": "none of them"}], 64)
     (chosen, learnt), (rejected, other) = tokens._example(0)
     prompt = int(learnt.argmax())
@@ -221,10 +221,10 @@ def test_a_pair_shares_its_prompt_and_ends_both_sides(tmp_path):
     assert tokenizer.decode(chosen[learnt]) == "all<|im_end|>"
     assert tokenizer.decode(rejected[other]) == "none of them<|im_end|>"
     row = tokens.row(np.array([0]))
-    assert row.sequence_sizes == (int(learnt.sum()), int(other.sum())) and len(row.segments) == 3  # and the padding
+    assert row.sequence_sizes == (int(learnt.sum()), int(other.sum())) and len(row.segments) == 3  # with the padding
 
 
-def test_pairs_that_a_cut_leaves_without_an_output_are_dropped(tmp_path):
+def test_pairs_cut_to_empty_or_equal_outputs_are_dropped(tmp_path):
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
     long = {"prompt": "a" * 60, "chosen": "b", "rejected": "c"}
     tokens, _ = opened(tmp_path, [good, long], 48)
@@ -244,7 +244,7 @@ def test_pairs_that_a_cut_leaves_without_an_output_are_dropped(tmp_path):
 
 
 def answers(count, seed=0):
-    """Sequences with a prompt of four tokens; the first token is marked for every second one."""
+    """Sequences with a prompt of four tokens; every second sequence has its first token marked."""
     draw = np.random.default_rng(seed)
     made = [
         (draw.integers(3, 250, size).astype(np.int32), np.arange(size) >= 4) for size in draw.integers(6, 20, count)
@@ -260,7 +260,7 @@ def dpo_of_trl(beta, ratios, kl, means):
 
 
 def orpo_of_trl(beta, ratios, kl, means):
-    """ORPOTrainer.odds_ratio_loss."""
+    """Loss and metrics of TRL's ORPOTrainer.odds_ratio_loss."""
     chosen, rejected = means[::2], means[1::2]
     log_odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
     metrics = {"nll_loss": -chosen, "log_odds_chosen": log_odds, "rewards/margins": beta * (chosen - rejected)}
@@ -268,7 +268,7 @@ def orpo_of_trl(beta, ratios, kl, means):
 
 
 def kto_of_trl(beta, ratios, kl, means):
-    """KTOTrainer._compute_loss, with the matched pairs of the step in place of mismatched ones."""
+    """Loss and metrics of TRL's KTOTrainer._compute_loss, with matched instead of mismatched pairs."""
     kl = kl.clamp(min=0)
     chosen, rejected = ratios[::2] - kl, kl - ratios[1::2]
     loss = torch.cat((1.5 * (1 - torch.sigmoid(beta * chosen)), 0.5 * (1 - torch.sigmoid(beta * rejected)))).mean()
@@ -284,7 +284,7 @@ WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
     [(DPO, dpo_of_trl, 0.0), (ORPO, orpo_of_trl, 0.0), (KTO, kto_of_trl, -2.0), (KTO, kto_of_trl, 2.0)],
     ids=["dpo", "orpo", "kto, kl above 0", "kto, kl clamped"],
 )
-def test_loss_gradients_and_metrics_match_trl_however_a_step_is_split(tmp_path, method, formula, shift, rows):
+def test_loss_gradients_and_metrics_match_trl_for_any_split(tmp_path, method, formula, shift, rows):
     model = load_model(host_spec(make_model_dir(tmp_path / "base", dtype=torch.float32), precision="fp32"))
     sequences = answers(6)
     each = [log_probs_of(model, sequence) for sequence in sequences]
@@ -309,14 +309,14 @@ def test_loss_gradients_and_metrics_match_trl_however_a_step_is_split(tmp_path, 
         assert found[name] == pytest.approx(value.mean().item(), abs=1e-4), name
 
 
-def test_orpo_certain_output_has_finite_gradients():
+def test_orpo_of_certain_output_has_finite_gradients():
     log_probs = torch.tensor([0.0, -5.0, -5.0, 0.0], requires_grad=True)
     loss, _ = ORPO.loss(log_probs, {"sequence_sizes": (2, 2, 2, 2)}, {"beta": 0.3})
     loss.backward()
     assert loss.isfinite() and log_probs.grad.isfinite().all()
 
 
-# -- answers that are marked -------------------------------------------------------------------------------------------
+# -- marked answers ----------------------------------------------------------------------------------------------------
 
 ASK, GOOD = {"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4"}
 UNPAIRED = [
@@ -328,7 +328,7 @@ UNPAIRED = [
 
 
 @pytest.mark.parametrize("record", UNPAIRED)
-def test_marked_answer_every_shape_is_the_same(record):
+def test_marked_answer_shapes_convert_equally(record):
     expected = {"sequences": [{"messages": [ASK, GOOD | {"weight": 1}]}], "label": True}
     assert convert(record) == ("unpaired", expected, set())
     bad = {key: False if key in ("label", "kto_tag") else value for key, value in record.items()}
@@ -353,7 +353,7 @@ def test_marked_conversation_trains_last_answer_only():
         {"messages": [ASK, GOOD | {"weight": 0}], "label": True},
     ],
 )
-def test_marked_answer_unclear_is_refused(record):
+def test_marked_answer_with_unclear_label_is_rejected(record):
     with pytest.raises(BadRecord):
         convert(record)
 

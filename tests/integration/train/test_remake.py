@@ -54,7 +54,7 @@ def test_quantised_linear_matches_decoded_weights_and_gradients(tmp_path, form):
     keep_quantised(model)
     size = sum(p.numel() * p.element_size() for p in model.model.layers.parameters())
     assert size < 0.65 * sum(p.numel() * p.element_size() for p in plain.model.layers.parameters())
-    for name in ("q_proj", "o_proj"):  # with a bias and without
+    for name in ("q_proj", "o_proj"):  # with and without a bias
         layer, before = getattr(model.model.layers[0].self_attn, name), getattr(plain.model.layers[0].self_attn, name)
         weight = layer.decoded()
         decompress_module(stored := getattr(as_stored.model.layers[0].self_attn, name))

@@ -34,13 +34,13 @@ def test_learning_rate_schedules_reach_their_end():
         assert learning_rate(0, 1, peak=1.0, warmup_ratio=0, schedule=schedule) == 1.0
 
 
-def test_validations_follow_epochs_or_an_interval_and_always_the_end():
+def test_validations_follow_epochs_or_interval_and_run_at_end():
     plan = StepPlan(10, 4, 1, 3, seed=0)
     assert [step for step in range(1, 9) if plan.validates(step, 0)] == [3, 5, 8]
     assert [step for step in range(1, 9) if plan.validates(step, 3)] == [3, 6, 8]
 
 
-def test_packs_hold_every_example_once_and_are_nearly_full():
+def test_packs_contain_each_example_once_and_are_nearly_full():
     lengths = np.random.default_rng(0).integers(20, 400, 3000)
     packs = plan_packs(lengths, 512)
     assert sorted(i for pack in packs for i in pack) == list(range(3000))
@@ -50,7 +50,7 @@ def test_packs_hold_every_example_once_and_are_nearly_full():
 
 
 @pytest.mark.parametrize("n_packs, batch, epochs", [(10, 4, 3), (3, 8, 2), (7, 7, 1), (1, 4, 5)])
-def test_steps_do_not_depend_on_the_world_size(n_packs, batch, epochs):
+def test_steps_are_independent_of_world_size(n_packs, batch, epochs):
     plan = StepPlan(n_packs, batch, 1, epochs, seed=3)
     seen = np.concatenate([plan.packs_of_step(step) for step in range(plan.total_steps)])
     counts = np.bincount(seen[: n_packs * epochs], minlength=n_packs)
@@ -64,14 +64,14 @@ def test_steps_do_not_depend_on_the_world_size(n_packs, batch, epochs):
                 assert sorted(shared) == whole
 
 
-def test_a_row_restarts_positions_and_learns_nothing_across_examples():
+def test_row_restarts_positions_and_labels_at_each_example():
     first = (np.array([5, 6, 7]), np.array([True, False, True]))
     second = (np.array([8, 9]), np.array([True, True]))
     row = build_row([[first, second], [second]], 8, 0, packing=True)
     assert row.input_ids.tolist() == [5, 6, 7, 8, 9, 0, 0, 0, 8, 9, 0, 0, 0, 0, 0, 0]
     assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5]
     assert row.segments == ((0, 3), (3, 5), (5, 8), (8, 10), (10, 16))
-    # The first token of an example has nothing before it, although its mask says it is learnt.
+    # The first token of an example has no predecessor, so it is not trained although its mask is set.
     assert row.predict_at.tolist() == [1, 3, 8] and row.labels.tolist() == [7, 9, 9] and row.n_tokens == 7
     assert len(build_row([[first]], 8, 0, packing=False).input_ids) == 32
 
@@ -79,7 +79,7 @@ def test_a_row_restarts_positions_and_learns_nothing_across_examples():
 @pytest.mark.parametrize(
     ("n_packs", "n_epochs", "batch", "micro"), [(1, 1, 2, 1), (3, 1, 4, 2), (5, 3, 8, 2), (4, 2, 4, 1)]
 )
-def test_an_epoch_is_each_example_once_however_large_a_step_is(n_packs, n_epochs, batch, micro):
+def test_epoch_contains_each_example_once_for_any_step_size(n_packs, n_epochs, batch, micro):
     plan, size = StepPlan(n_packs, batch, micro, n_epochs, seed=1), 2 if batch // micro % 2 == 0 else 1
     method = SimpleNamespace(denominator=lambda _, packs: len(packs))
     laid, learnt, denominators = [], [], 0
@@ -96,7 +96,7 @@ def test_an_epoch_is_each_example_once_however_large_a_step_is(n_packs, n_epochs
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
-def test_parts_of_a_row_have_each_token_and_each_label_once(parts):
+def test_parts_of_row_contain_each_token_and_label_once(parts):
     examples = [(np.arange(n) + 10 * n, np.arange(n) % 3 == 0) for n in (9, 4, 17)]
     row = build_row([examples], 32, 0, packing=True)
     found = [part_of(row, index, parts) for index in range(parts)]

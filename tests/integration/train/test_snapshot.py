@@ -1,4 +1,4 @@
-"""Snapshots: shared memory that others fill at the worst moment costs one, not the job; and the best validation."""
+"""Snapshots: full shared memory skips a snapshot but not the job; and tracking of the best validation."""
 
 import errno
 
@@ -16,7 +16,7 @@ from weights.memory.store import WeightStore
 
 @pytest.fixture
 def run(world_of_one, tmp_path):  # noqa: F811
-    """Writer of the snapshots of a run after two steps, its store and its events."""
+    """Snapshot writer of a run after two steps, with its store and events."""
     engine = engine_of(1, "fp32")
     steps(engine, 2)
     store, told = WeightStore(tmp_path / "store", budget_bytes=None), []

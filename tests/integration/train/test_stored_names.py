@@ -1,4 +1,4 @@
-"""The map between stored and loaded names, against transformers' own way back to the checkpoint."""
+"""The map between stored and loaded names, compared with save_pretrained of transformers."""
 
 import random
 from math import prod
@@ -20,7 +20,7 @@ def load(path):
 
 
 def written_by_fragments(model, names, cuts):
-    """What ranks would write that own every parameter in pieces cut at random places."""
+    """Tensors written by ranks that own each parameter in pieces cut at random positions."""
     draw, written = random.Random(cuts), {}
     for parameter, tensor in model.named_parameters():
         flat = tensor.detach().reshape(-1)
@@ -40,9 +40,9 @@ def test_cut_fragments_restore_the_checkpoint(tmp_path, family, tied):
     model, shapes = load(make_model_dir(tmp_path / "base", family=family, tied=tied))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 1.0  # what is written must come from the model, not from the base
+            parameter += 1.0  # values must come from the model, not from the base
     names = stored_names(model, shapes, tmp_path / "base")
-    model.save_pretrained(tmp_path / "saved")  # transformers' own way back
+    model.save_pretrained(tmp_path / "saved")  # the reference by transformers
     expected = load_file(tmp_path / "saved" / "model.safetensors")
     for cuts in (0, 1, 7):
         written = written_by_fragments(model, names, cuts)

@@ -1,4 +1,4 @@
-"""Who shares a model with whom, and what of it is cut."""
+"""Groups of ranks under tensor parallelism, and the layers that they split."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_partition_config_cuts_attention_and_mlp_only(family, tied):
         model = AutoModelForCausalLM.from_config(model_config)
     kinds, held = {}, 0
     for name, parameter in model.named_parameters():
-        weight = name.rpartition(".")[0] + ".weight"  # a bias goes with its weight
+        weight = name.rpartition(".")[0] + ".weight"  # a bias is split like its weight
         spec = plan.find_matching_spec("model." + weight)
         kind = None if spec is None else spec.partition_type
         whole = kind in (None, PartitionType.SKIP) or (name.endswith("bias") and kind is PartitionType.ROW)
@@ -44,7 +44,7 @@ def test_partition_config_cuts_attention_and_mlp_only(family, tied):
     shape = estimate.ModelShape.from_config(model_config.to_dict(), sum(p.numel() for p in model.parameters()))
     fields = {"full": True, "zero_stage": 1, "precision": "fp32", "offload": "none", "micro_batch": 1}
     fields |= {"max_length": 8, "activation_checkpointing": False, "tensor_parallel": 2}
-    # The estimate cuts norms too, which are a thousandth of a real model.
+    # The estimate splits norms too, which are a thousandth of a real model.
     assert estimate.rank_memory(shape, fields, 2).weights_bytes == pytest.approx(4 * held, rel=1e-2)
 
 

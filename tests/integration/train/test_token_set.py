@@ -1,4 +1,4 @@
-"""Token sets on disk: one that is there is opened as it was, without the tokenizer; of documents all is trained."""
+"""Token sets on disk: reopening without a tokenizer, truncation, tokenizer comparison and documents."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def opened(data, base, folder, method="supervised", encoder=refused, max_length=
 
 @pytest.mark.parametrize("method", [name for name in METHODS if not method_of(name).rolls_out])
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
+def test_token_set_reopens_without_tokenizer(tmp_path, packing, method):
     base = make_model_dir(tmp_path / "base")
     data = METHODS[method][0](tmp_path / "train.jsonl", 40)
     sides = method_of(method).sequences
@@ -55,7 +55,7 @@ def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
     assert again.labels_in(whole) == first.labels_in(whole) > 0 and again.digest == first.digest
 
 
-def test_checked_file_is_opened_without_its_tokenizer(tmp_path):
+def test_token_set_of_checked_file_opens_without_tokenizer(tmp_path):
     base, source = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "upload.jsonl", 30)
     data = tmp_path / "job" / "train.jsonl"
     data.parent.mkdir()
@@ -65,7 +65,7 @@ def test_checked_file_is_opened_without_its_tokenizer(tmp_path):
     assert report.ok and report.n_tokens_estimate == tokens.n_tokens and tokens.n_examples == 30
 
 
-def test_other_ranks_wait_with_progress_for_the_set(tmp_path, monkeypatch):
+def test_token_set_makes_other_ranks_wait_with_progress(tmp_path, monkeypatch):
     base, data = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "train.jsonl", 30)
     monkeypatch.setattr("train.data.token_set._POLL_S", 0.01)
     ticks = []
@@ -78,14 +78,14 @@ def test_other_ranks_wait_with_progress_for_the_set(tmp_path, monkeypatch):
     assert opened(data, base, tmp_path, rank=1, alive=alive).n_examples == 30 and len(ticks) == 3
 
 
-def test_refused_file_leaves_no_tokens_behind(tmp_path):
+def test_check_of_rejected_file_leaves_no_tokens(tmp_path):
     base, source = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "upload.jsonl", 3)
     source.write_text(source.read_text() + '{"messages": []}\n')
     assert not checked(source, chat_path=tmp_path / "train.jsonl", method="supervised", tokenizer=base).ok
     assert [*(tmp_path / TOKENS).iterdir()] == []
 
 
-def test_sequences_are_cut_as_they_are_opened(tmp_path):
+def test_token_set_truncates_sequences_at_opening(tmp_path):
     base, data = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "train.jsonl", 30)
     whole = opened(data, base, tmp_path, encoder=lambda: ChatEncoder(load_tokenizer(str(base))))
     longest = max(len(whole._example(index)[0][0]) for index in range(30))
@@ -96,7 +96,7 @@ def test_sequences_are_cut_as_they_are_opened(tmp_path):
         opened(data, base, tmp_path, max_length=2)
 
 
-def test_a_line_that_is_refused_is_named_by_its_place_in_the_file(tmp_path):
+def test_token_set_rejected_record_names_its_line(tmp_path):
     base, data = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "train.jsonl", 3)
     bad = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a<|im_end|> b"}]}
     data.write_text(data.read_text() + json.dumps(bad) + "\n")
@@ -109,7 +109,7 @@ def put(path, vocabulary, added=(), **more):
     return path
 
 
-def test_they_are_the_same_token_by_token_and_not_byte_by_byte(tmp_path):
+def test_differ_compares_tokens_not_bytes(tmp_path):
     ours = put(tmp_path / "a", {"x": 0, "y": 1}, [{"id": 2, "content": "<end>"}])
     assert differ(ours, ours) == ""
     assert differ(ours, put(tmp_path / "b", {"y": 1, "x": 0, "<end>": 2}, version="other")) == ""
@@ -119,7 +119,7 @@ def test_they_are_the_same_token_by_token_and_not_byte_by_byte(tmp_path):
     assert differ(put(tmp_path / "e", {"x": 0, "y": 1}), ours)
 
 
-def test_what_is_not_a_tokenizer_is_said_to_be_none(tmp_path):
+def test_differ_reports_unreadable_tokenizer(tmp_path):
     ours = put(tmp_path / "a", {"x": 0})
     for number, text in enumerate(("[]", '{"model": []}', "{", '{"model": {"vocab": [[]]}}')):
         (tmp_path / str(number)).write_text(text)
@@ -131,7 +131,7 @@ def test_what_is_not_a_tokenizer_is_said_to_be_none(tmp_path):
 
 
 @given(count=st.integers(1, 400), most=st.integers(2, 50))
-def test_pieces_predict_each_token_but_the_first_once(count, most):
+def test_pieces_predict_each_token_except_first_once(count, most):
     edges = _pieces(np.array([[0, count], [count, count + 1]]), most)[:, 0].tolist()
     assert all(1 <= end - begin <= most for begin, end in edges) and edges[-1] == [count, count + 1]
     assert [token for begin, end in edges for token in range(begin + 1, end)] == list(range(1, count))
@@ -154,7 +154,7 @@ def opened_rows(bare, folder, rows, max_length=32):
     return opened(data, bare, folder, encoder=lambda: ChatEncoder(load_tokenizer(str(bare))), max_length=max_length)
 
 
-def test_token_set_of_documents_trains_every_token_and_cuts_none(bare, tmp_path):
+def test_token_set_of_documents_trains_every_token(bare, tmp_path):
     encoder, texts = ChatEncoder(load_tokenizer(str(bare))), ["word " * 100, "short"]
     found = opened_rows(bare, tmp_path, [{"text": text} for text in texts])
     lengths = [len(encoder.encode_text(text)[0]) for text in texts]
@@ -163,13 +163,13 @@ def test_token_set_of_documents_trains_every_token_and_cuts_none(bare, tmp_path)
     assert found.labels_in(np.arange(len(found.packs))) == sum(lengths) - len(texts)
 
 
-def test_conversation_for_a_model_without_template_is_refused_by_line(bare, tmp_path):
+def test_token_set_rejects_chat_without_template_by_line(bare, tmp_path):
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(InvalidTrainingData, match="line 1.*chat template"):
         opened_rows(bare, tmp_path, [chat])
 
 
-def test_check_of_documents_counts_and_converts_them(tmp_path):
+def test_check_counts_and_converts_documents(tmp_path):
     data = tmp_path / "docs.jsonl"
     data.write_text("".join(json.dumps({"text": "word " * n, "source": "web"}) + "\n" for n in range(1, 21)))
     report = check_training_file(data, chat_path=tmp_path / "out.jsonl")
@@ -179,7 +179,7 @@ def test_check_of_documents_counts_and_converts_them(tmp_path):
     assert not report_on(data, "", max_tokens=8)["checks"]["too_long"]["count"], "none is cut"
 
 
-def test_steps_of_one_long_document_are_counted_in_rows():
+def test_steps_of_long_document_are_counted_in_rows():
     fields = {"packing": True, "max_length": 100, "n_epochs": 2, "batch_size": 4}
     stats = DatasetStats(1, 10_000, 10_000, (10_000,), documents=True)
     assert steps(stats, fields) == 50

@@ -1,4 +1,4 @@
-"""Backups of a data directory: what is in them, what they share, and that they come back whole or not at all."""
+"""Backups of a data directory: contents, shared chunks, and restores that are complete or refused."""
 
 import errno
 import itertools
@@ -23,7 +23,7 @@ SECRET = "sk-appl-canary"
 
 @pytest.fixture
 def paths(tmp_path: Path) -> BoxPaths:
-    """A stopped box with a value in its database, two files and a snapshot."""
+    """Paths of a stopped box with a value in its database, two files and a snapshot."""
     found = BoxPaths.of(tmp_path / "box", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     found.create()
@@ -48,7 +48,7 @@ def place(tmp_path: Path) -> DirectoryObjects:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch) -> None:
-    """Each backup is a minute younger than the one before."""
+    """Take each backup a minute after the previous backup."""
     times = itertools.count(1e9, 60.0)
     monkeypatch.setattr(backup.time, "time", lambda: next(times))
 
@@ -62,7 +62,7 @@ def colour(data_dir: Path) -> str:
         return box.get(db, "colour")
 
 
-def test_restore_after_take_gives_the_same_files(paths, place, tmp_path):
+def test_restore_after_take_returns_identical_files(paths, place, tmp_path):
     made = take(paths, place, keep=9)
     assert not any(SECRET.encode() in text for text in tree(place.root).values())
     back = tmp_path / "back"
@@ -77,7 +77,7 @@ def test_restore_after_take_gives_the_same_files(paths, place, tmp_path):
     assert last is not None and (last.name, last.where) == (made.name, place.where)
 
 
-def test_second_backup_writes_only_new_chunks(paths, place, tmp_path):
+def test_take_second_backup_writes_only_new_chunks(paths, place, tmp_path):
     first = take(paths, place, keep=9)
     (paths.files / "file-2").write_bytes(b"two" * 5000)
     second = take(paths, place, keep=9)
@@ -91,7 +91,7 @@ def test_second_backup_writes_only_new_chunks(paths, place, tmp_path):
     assert (tmp_path / "first" / "files" / "file-1").read_bytes() == b"one" * 1000
 
 
-def test_keep_deletes_old_backups_and_their_chunks(paths, place, tmp_path):
+def test_take_with_keep_deletes_old_backups_and_chunks(paths, place, tmp_path):
     for _ in range(3):
         (paths.files / "file-1").write_bytes(os.urandom(50_000))
         made = take(paths, place, keep=2)
@@ -102,7 +102,7 @@ def test_keep_deletes_old_backups_and_their_chunks(paths, place, tmp_path):
         restore(place, name, tmp_path / str(n))
 
 
-def test_take_has_every_file_that_the_database_names(paths, place, monkeypatch, tmp_path):
+def test_take_includes_every_file_in_the_database(paths, place, monkeypatch, tmp_path):
     copy = backup._copy_database
 
     def copied(source: Path, target: Path) -> None:
@@ -117,7 +117,7 @@ def test_take_has_every_file_that_the_database_names(paths, place, monkeypatch, 
 
 
 @pytest.mark.parametrize("how", ["missing", "changed", "manifest"])
-def test_restore_of_a_damaged_backup_leaves_no_directory(paths, place, tmp_path, how):
+def test_restore_damaged_backup_creates_no_directory(paths, place, tmp_path, how):
     made = take(paths, place, keep=9)
     (model,) = [file for file in made.files if file.path.endswith("safetensors")]
     chunk = place.root / "chunks" / model.chunks[0][:2] / model.chunks[0]
@@ -125,7 +125,7 @@ def test_restore_of_a_damaged_backup_leaves_no_directory(paths, place, tmp_path,
         chunk.unlink()
     elif how == "changed":
         whole = chunk.read_bytes()
-        chunk.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])  # its bytes are random: a fixed letter may be the same
+        chunk.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])  # flips a bit: a fixed byte could equal the random byte
     else:
         manifest = place.root / "backups" / f"{made.name}.json"
         manifest.write_text(manifest.read_text().replace("file-1", "file-9"))
@@ -133,11 +133,11 @@ def test_restore_of_a_damaged_backup_leaves_no_directory(paths, place, tmp_path,
         restore(place, None, tmp_path / "back")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["box", "place", "shm"]
     if how == "missing":
-        take(paths, place, keep=9)  # writes the chunk again
+        take(paths, place, keep=9)  # the next backup writes the chunk again
         restore(place, None, tmp_path / "back")
 
 
-def test_restore_refuses_a_path_outside_the_directory(place, tmp_path):
+def test_restore_rejects_path_outside_target_directory(place, tmp_path):
     target = tmp_path / "back"
     target.mkdir()
     for path in ("../evil", "/evil"):
@@ -145,7 +145,7 @@ def test_restore_refuses_a_path_outside_the_directory(place, tmp_path):
             backup._restore_file(place, backup.SavedFile(path, 0, 0, []), target)
 
 
-def test_take_and_restore_refuse_wrong_places_and_directories(paths, place, tmp_path):
+def test_take_and_restore_reject_unsuitable_locations(paths, place, tmp_path):
     with pytest.raises(BackupError, match="appliance backup make"):
         restore(place, None, tmp_path / "back")
     made = take(paths, place, keep=9)
@@ -164,7 +164,7 @@ def test_take_and_restore_refuse_wrong_places_and_directories(paths, place, tmp_
         take(paths, place, keep=9)
 
 
-def test_full_place_keeps_its_backups(paths, place, tmp_path, monkeypatch):
+def test_take_on_full_disk_keeps_existing_backups(paths, place, tmp_path, monkeypatch):
     made = take(paths, place, keep=1)
     (paths.files / "large").write_bytes(os.urandom(200_000))
 
@@ -179,7 +179,7 @@ def test_full_place_keeps_its_backups(paths, place, tmp_path, monkeypatch):
     assert not (paths.data_dir / backup.COPY).exists()
 
 
-def test_wal_of_a_killed_box_is_in_the_backup(paths, place, tmp_path):
+def test_take_after_kill_includes_database_wal(paths, place, tmp_path):
     with closing(sqlite3.connect(paths.database, isolation_level=None)) as connection:
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         connection.execute("UPDATE box SET value = '\"red\"' WHERE name = 'colour'")
@@ -191,7 +191,7 @@ def test_wal_of_a_killed_box_is_in_the_backup(paths, place, tmp_path):
     assert colour(tmp_path / "back") == "red"
 
 
-def test_take_refuses_a_place_that_lost_its_backups(paths, place):
+def test_take_rejects_location_whose_backups_disappeared(paths, place):
     take(paths, place, keep=9)
     shutil.rmtree(place.root)
     place.root.mkdir()

@@ -1,4 +1,4 @@
-"""The logic of `make gpu-smoke`; its measures need a GPU."""
+"""Logic of `make gpu-smoke`, without the measurements, which need a GPU."""
 
 import math
 import subprocess
@@ -14,12 +14,12 @@ GPUS = [Found(index, "NVIDIA H200", 141 * 10**9) for index in range(2)]
 
 
 @pytest.mark.parametrize(("found", "ok"), [(0.9, True), (0.4, False), (2.1, False), (math.nan, False)])
-def test_check_outside_its_bounds_fails_and_names_the_remedy(found, ok):
+def test_check_out_of_bounds_fails_with_remedy(found, ok):
     check = Check("copies", found, "x", least=0.5, most=2, remedy="look at numa_bind")
     assert check.ok is ok and ("look at numa_bind" in check.line()) is not ok
 
 
-def test_part_that_hangs_or_breaks_costs_its_own_line(monkeypatch):
+def test_failing_part_loses_only_its_own_result(monkeypatch):
     answers = iter(
         [
             """print('[{"name": "link", "found": 50, "least": 10}]')""",
@@ -41,7 +41,7 @@ def test_part_that_hangs_or_breaks_costs_its_own_line(monkeypatch):
     assert not hung.ok and "did not end" in hung.remedy
 
 
-def test_smoke_writes_results_and_ends_with_one_after_a_failure(monkeypatch, tmp_path):
+def test_smoke_writes_results_and_exits_1_on_failure(monkeypatch, tmp_path):
     gpus = list(GPUS)
     monkeypatch.setattr(smoke, "kind_of", lambda _: type("Kind", (), {"probe": staticmethod(lambda: gpus)}))
     monkeypatch.setattr(smoke, "measured", lambda part, _: [Check(part, 1, least=1)])

@@ -1,4 +1,4 @@
-"""Traffic that is made for the simulator, and requests that move to an engine that opens."""
+"""Traffic generated for the simulator, and waiting requests that move to a new engine."""
 
 from array import array
 from dataclasses import replace
@@ -12,7 +12,7 @@ from benchmarks.simulator.trace import Requests
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_traffic_of_a_seed_repeats_with_the_rate_of_its_kind(name: str) -> None:
+def test_traffic_repeats_for_a_seed_at_its_rate(name: str) -> None:
     kind = replace(KINDS[name], seconds=1200.0)
     found, again, other = trace_of(kind, 1), trace_of(kind, 1), trace_of(kind, 2)
     assert found == again and found != other
@@ -24,7 +24,7 @@ def test_traffic_of_a_seed_repeats_with_the_rate_of_its_kind(name: str) -> None:
 
 
 def longest_wait_s(requests: Requests, opens_s: float) -> float:
-    """To a first token, with one engine from the start and a second from `opens_s` on."""
+    """Longest time to first token, with one engine from the start and a second one from `opens_s`."""
     cluster = Cluster(requests, EngineModel())
     for name, at_s in (("a", 0.0), ("b", opens_s)):
         cluster.advance(at_s)
@@ -35,6 +35,6 @@ def longest_wait_s(requests: Requests, opens_s: float) -> float:
     return max(first - at for first, at in zip(cluster.served.first_token_s, requests.arrival_s, strict=True))
 
 
-def test_waiting_requests_move_to_an_engine_that_opens() -> None:
+def test_waiting_requests_move_to_newly_opened_engine() -> None:
     prompts = Requests(array("d", [0.0] * 40), array("l", [8000] * 40), array("l", [2] * 40))
     assert longest_wait_s(prompts, 1.0) < 0.6 * longest_wait_s(prompts, 9_000.0)

@@ -1,4 +1,4 @@
-"""The port of a box is looked at before anything starts."""
+"""The port of a box is checked before anything starts."""
 
 import socket
 
@@ -12,7 +12,7 @@ from appliance.paths import BoxPaths
 
 @pytest.fixture
 def foreign():
-    """The port of another box's gateway, which shares it with whoever asks for that."""
+    """The port of another box's gateway, opened with SO_REUSEPORT."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))
@@ -20,7 +20,7 @@ def foreign():
         yield listener.getsockname()[1]
 
 
-async def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, foreign, monkeypatch):
+async def test_start_on_taken_port_fails_before_ray_starts(tmp_path, foreign, monkeypatch):
     paths = BoxPaths.of(tmp_path / "box", tmp_path)
     paths.create()
     settings = {"data_dir": str(paths.data_dir), "port": foreign, "start_timeout_s": 30}
@@ -34,7 +34,7 @@ async def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, for
         await box.start()
 
 
-def test_what_cannot_be_listened_on_is_named():
+def test_port_taken_names_unusable_hosts():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Invitations: what a machine gets to join the box, and nodes that were removed."""
+"""Invitations, with which a machine joins the box, and removed nodes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def home(tmp_path: Path) -> BoxPaths:
     return paths
 
 
-def test_accepted_invitation_has_what_ray_needs_in_private_files(home: BoxPaths, tmp_path: Path) -> None:
+def test_accepted_invitation_writes_private_files_for_ray(home: BoxPaths, tmp_path: Path) -> None:
     given, away = invite(home, "n1", "10.0.0.6"), BoxPaths.of(tmp_path / "away")
     away.data_dir.mkdir()
     given.accept(away)
@@ -30,14 +30,14 @@ def test_accepted_invitation_has_what_ray_needs_in_private_files(home: BoxPaths,
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
-def test_prepare_again_keeps_the_authority(home: BoxPaths) -> None:
+def test_prepare_twice_keeps_the_certificate_authority(home: BoxPaths) -> None:
     before = (home.certificates / "ca.pem").read_bytes()
     prepare(home, "10.0.0.7", 6381)
     assert (home.certificates / "ca.pem").read_bytes() == before
     assert invite(home, "n1", "10.0.0.6").head == "10.0.0.7:6381"
 
 
-def test_removed_node_is_named_until_it_is_invited_again(home: BoxPaths) -> None:
+def test_removed_lists_nodes_until_next_invitation(home: BoxPaths) -> None:
     remove(home, "n1")
     remove(home, "n2")
     assert removed(home) == {"n1", "n2"}
@@ -46,18 +46,18 @@ def test_removed_node_is_named_until_it_is_invited_again(home: BoxPaths) -> None
 
 
 @pytest.mark.parametrize("name, address", [("n0", "10.0.0.6"), ("N1", "10.0.0.6"), ("n1", "no such host")])
-def test_invite_refuses_odd_names_and_addresses(home: BoxPaths, name: str, address: str) -> None:
+def test_invite_rejects_invalid_names_and_addresses(home: BoxPaths, name: str, address: str) -> None:
     with pytest.raises(InvitationError):
         invite(home, name, address)
 
 
 @pytest.mark.parametrize("words", [("invite", "n1", "10.0.0.6"), ("remove", "n1")])
-def test_node_commands_without_node_address_are_refused(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_node_commands_without_node_address_are_rejected(tmp_path: Path, words: tuple[str, ...]) -> None:
     refused = run("node", *words, "--data-dir", str(tmp_path))
     assert refused.exit_code == 1 and "node_address" in refused.stderr
 
 
-def test_printed_invitation_is_read_back(home: BoxPaths, tmp_path: Path) -> None:
+def test_printed_invitation_parses_back(home: BoxPaths, tmp_path: Path) -> None:
     printed = run("node", "invite", "n1", "10.0.0.6", "--data-dir", str(home.data_dir))
     assert printed.exit_code == 0
     file = tmp_path / "n1.json"
@@ -68,8 +68,8 @@ def test_printed_invitation_is_read_back(home: BoxPaths, tmp_path: Path) -> None
         Invitation.read(file)
 
 
-def test_join_gives_the_node_process_the_path_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every user of the machine can read arguments."""
+def test_join_passes_only_invitation_path_to_node_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every user of the machine can read process arguments."""
     became: list[str] = []
     monkeypatch.setattr(os, "execv", lambda program, arguments: became.extend(arguments))
     file = tmp_path / "n1.json"

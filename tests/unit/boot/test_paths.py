@@ -1,4 +1,4 @@
-"""Where a box keeps what."""
+"""Paths of the files of a box."""
 
 import asyncio
 import os
@@ -14,14 +14,14 @@ from appliance.store import keys
 from appliance.store.database import Database
 
 
-def test_the_same_data_directory_always_has_the_same_shared_memory_root(tmp_path):
+def test_paths_same_data_directory_gives_same_shm_root(tmp_path):
     one, again = BoxPaths.of(tmp_path / "a"), BoxPaths.of(tmp_path / "b" / ".." / "a")
     other = BoxPaths.of(tmp_path / "b")
     assert one.shm_root == again.shm_root != other.shm_root
     assert one.box_id == one.shm_root.name.removeprefix("appliance-") and len(one.box_id) == 8
 
 
-def test_sockets_fit_a_unix_address_however_deep_the_data_directory_lies():
+def test_socket_paths_of_deep_data_directory_fit_unix_limit():
     deep = BoxPaths.of(Path("/x" * 200))
     rays = deep.ray_session / "session_2026-11-23_07-54-22_383974_4194304" / "sockets" / "plasma_store"
     for socket in (
@@ -35,7 +35,7 @@ def test_sockets_fit_a_unix_address_however_deep_the_data_directory_lies():
         assert len(bytes(socket)) <= 107
 
 
-def test_everything_is_private_and_the_token_is_made_once(tmp_path):
+def test_create_makes_private_folders_and_one_token(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     paths.create()
     token = paths.ray_token.read_text()
@@ -47,7 +47,7 @@ def test_everything_is_private_and_the_token_is_made_once(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["", "models", "shm"])
-def test_a_directory_that_others_may_write_to_or_have_made_is_not_used(tmp_path, monkeypatch, where):
+def test_create_rejects_folders_writable_or_owned_by_others(tmp_path, monkeypatch, where):
     paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     folder = paths.shm_root if where == "shm" else paths.data_dir / where
     folder.mkdir(parents=True)
@@ -57,7 +57,7 @@ def test_a_directory_that_others_may_write_to_or_have_made_is_not_used(tmp_path,
     with pytest.raises(UnsafeFolder, match="mode 777.*chmod o-w"):
         paths.create()
     folder.chmod(0o775)
-    paths.create()  # a group is given by whoever runs the box
+    paths.create()  # group write is allowed: the operator chooses the group
     if os.geteuid() == 0:
         os.chown(folder, 12345, -1)
     else:
@@ -66,9 +66,9 @@ def test_a_directory_that_others_may_write_to_or_have_made_is_not_used(tmp_path,
         paths.create()
 
 
-def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
+def test_main_creates_files_only_its_owner_reads(tmp_path, monkeypatch):
     async def fails(config, paths, state, show):
-        (paths.logs / "ray.log").open("ab").close()  # as those of its children are opened
+        (paths.logs / "ray.log").open("ab").close()  # as logs of child processes are opened
         raise main.BoxError("no Ray")
 
     monkeypatch.setattr(main, "_run", fails)
@@ -85,11 +85,11 @@ def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o777])
-def test_start_fails_where_box_json_cannot_be_written(tmp_path, mode):
-    """No command would find that box, and `up --detach` would wait for it for ever."""
+def test_start_with_unwritable_box_json_fails(tmp_path, mode):
+    """Without box.json no command finds the box, and `up --detach` waits forever."""
     config = BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / "box")}})
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    (tmp_path / "box" / "box.json").mkdir(parents=True)  # no file can replace it
+    (tmp_path / "box" / "box.json").mkdir(parents=True)  # a directory, which no file can replace
     (tmp_path / "box").chmod(mode)
     before = os.umask(0o022)
     try:
@@ -100,7 +100,7 @@ def test_start_fails_where_box_json_cannot_be_written(tmp_path, mode):
 
 
 class SlowBox:
-    """Told to stop as it begins to start."""
+    """A box that gets the stop signal while it starts."""
 
     hopeless = ""
 
@@ -115,14 +115,14 @@ class SlowBox:
         return ""
 
 
-async def test_run_stopped_while_it_starts_returns_130(tmp_path, monkeypatch):
+async def test_run_stopped_during_start_returns_130(tmp_path, monkeypatch):
     monkeypatch.setattr(main, "Box", SlowBox)
     paths = BoxPaths.of(tmp_path / "box", shm_mount=tmp_path)
     paths.create()
     assert await main._run(BoxConfig(), paths, main.BoxState(paths.state_file), None) == 130
 
 
-def test_the_first_key_goes_into_its_file_alone(tmp_path):
+def test_make_first_key_replaces_symlink_by_private_file(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     paths.create()
     paths.first_key.symlink_to(tmp_path / "elsewhere")

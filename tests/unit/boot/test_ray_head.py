@@ -1,4 +1,4 @@
-"""Settings of Ray without documentation: it takes unknown ones in silence, so a release may drop them unnoticed."""
+"""Undocumented settings of Ray, which ignores unknown settings silently: a release may drop one unnoticed."""
 
 import importlib.util
 import mmap
@@ -20,7 +20,7 @@ def settings(tmp_path):
     return {name: value for name, value in every.items() if name.startswith("RAY_")}
 
 
-def test_the_installed_raylet_knows_every_setting_of_its_own(settings):
+def test_installed_raylet_knows_every_raylet_setting(settings):
     of_raylet = [name for name in settings if any(letter.islower() for letter in name.removeprefix("RAY_"))]
     assert len(of_raylet) >= 8
     with open(RAYLET, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
@@ -28,8 +28,8 @@ def test_the_installed_raylet_knows_every_setting_of_its_own(settings):
     assert unknown == []
 
 
-def test_where_nodes_may_join_every_process_of_ray_shows_a_certificate_and_asks_for_one(tmp_path):
-    """And the raylet knows these settings: without them it would speak in clear, and say nothing of it."""
+def test_ray_with_node_address_uses_mutual_tls(tmp_path):
+    """The raylet must know these settings: without them it silently uses plain text."""
     address = {"node_address": "127.0.0.1"}
     boxes = [
         Box(

@@ -1,4 +1,4 @@
-"""Supervised processes of the main process, with real small processes."""
+"""Supervision of child processes, tested with small real processes."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def background():
     await made.stop()
 
 
-async def test_killed_process_is_started_again_until_it_can_be(monkeypatch, background):
+async def test_killed_process_restarts_until_a_start_succeeds(monkeypatch, background):
     monkeypatch.setattr(supervised_process, "_PAUSES_S", (0.0, 0.0))
     said, starts, real = [], [], starter(SLEEPER)
 
@@ -68,11 +68,11 @@ async def test_killed_process_is_started_again_until_it_can_be(monkeypatch, back
     assert (trouble["name"], trouble["failures"]) == ("worker", 3) and "Cannot allocate memory" in trouble["why"]
     second = one.pid
     await background.stop()
-    assert not await one.end(10)  # a sleeper has no SIGTERM handler: it did not end with 0
+    assert not await one.end(10)  # a sleeper has no SIGTERM handler, so its exit status is not 0
     assert group_pids(second) == []
 
 
-async def test_polite_process_ends_well_and_a_stubborn_one_is_killed():
+async def test_end_kills_only_process_that_ignores_sigterm():
     background, said = BackgroundTasks(), []
     polite = Supervised("polite", starter(POLITE), background, lambda _: None)
     stubborn = Supervised("stubborn", starter(STUBBORN), background, said.append)
@@ -86,7 +86,7 @@ async def test_polite_process_ends_well_and_a_stubborn_one_is_killed():
     assert group_pids(pid) == []
 
 
-def test_clear_leftovers_kills_processes_of_this_box_alone(tmp_path):
+def test_clear_leftovers_kills_only_processes_of_this_box(tmp_path):
     def sleeper(box):
         return subprocess.Popen(
             [sys.executable, "-c", SLEEPER], env={**os.environ, BOX_VARIABLE: box}, stdout=subprocess.PIPE
@@ -103,7 +103,7 @@ def test_clear_leftovers_kills_processes_of_this_box_alone(tmp_path):
 
 
 class Answers:
-    """A process as `look` sees it: its probe and its pid are what the test says."""
+    """A process whose probe and pid the test sets, as `look` sees it."""
 
     def __init__(self, monkeypatch):
         self.now_s, self.said, self.pids, self.answers = 0.0, [], 7, False
@@ -116,9 +116,9 @@ class Answers:
             raise httpx.ConnectError("it hangs")
 
 
-async def test_look_kills_only_after_a_long_silence(monkeypatch):
+async def test_look_kills_only_after_long_silence(monkeypatch):
     process = Answers(monkeypatch)
-    await process.one.look()  # its life begins to count here
+    await process.one.look()  # the first probe starts the silence timer
     process.now_s, process.answers = HUNG_S - 1, True
     await process.one.look()
     process.now_s, process.answers = 2 * HUNG_S - 2, False
@@ -128,14 +128,14 @@ async def test_look_kills_only_after_a_long_silence(monkeypatch):
     await process.one.look()
     assert len(process.said) == 1 and process.pids == 8
     process.now_s += HUNG_S + 1
-    await process.one.look()  # the new one has all of its time
+    await process.one.look()  # the replacement gets the full time limit
     process.pids = None
     process.now_s += HUNG_S + 1
-    await process.one.look()  # and one that is being started is its keeper's
+    await process.one.look()  # `look` ignores a process that is starting
     assert len(process.said) == 1
 
 
-async def test_process_that_keeps_failing_ends_the_box(tmp_path):
+async def test_repeatedly_failing_process_stops_the_box(tmp_path):
     paths = BoxPaths.of(tmp_path / "box", tmp_path)
     paths.create()
     stopped = []
@@ -149,7 +149,7 @@ async def test_process_that_keeps_failing_ends_the_box(tmp_path):
 
 
 @pytest.mark.parametrize("answered", [False, True])
-async def test_end_reports_unsaved_weights_only_of_a_controller_that_answered(tmp_path, monkeypatch, answered):
+async def test_end_reports_unsaved_weights_only_if_controller_answered(tmp_path, monkeypatch, answered):
     async def killed(timeout_s):
         return False
 
@@ -162,7 +162,7 @@ async def test_end_reports_unsaved_weights_only_of_a_controller_that_answered(tm
     assert paths.shm_root.exists()
 
 
-async def test_slow_failures_to_start_count_until_a_steady_run(monkeypatch):
+async def test_slow_start_failures_count_until_steady_run(monkeypatch):
     now_s, failures = 0.0, []
 
     class Ended:

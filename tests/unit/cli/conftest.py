@@ -1,5 +1,6 @@
-"""Commands run in this process against two kinds of boxes: the real control app over simulated devices, and a server
-with prepared answers for what the real one does only under load or in trouble."""
+"""Commands run in this process against two kinds of boxes.
+
+One is the real control app on simulated devices; the other is a server with prepared answers, for load and failures."""
 
 import asyncio
 import contextlib
@@ -41,7 +42,7 @@ def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No variable of the person who runs the tests, and a home without a box."""
+    """Remove the user's variables and set a home without a box."""
     for name in ("URL", "API_KEY", "DATA_DIR", "CONFIG", "HOST", "PORT", "DEVICES"):
         monkeypatch.delenv(f"APPLIANCE_{name}", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -63,7 +64,7 @@ class Result:
 
 
 def run(*arguments: str, input: str | None = None) -> Result:
-    """One command, in this process, with its output caught."""
+    """Run one command in this process and capture its output."""
     out, err = io.BytesIO(), io.StringIO()
     text, before = io.TextIOWrapper(out, "utf-8"), sys.stdin
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(err):
@@ -78,10 +79,10 @@ def run(*arguments: str, input: str | None = None) -> Result:
 
 @pytest.fixture
 def main_process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that looks like the main process of the box in `box` to the commands, and is none."""
+    """A fake process that commands take for the main process of the box in `box`."""
     arguments = ["appliance.boot.main", "up", "--config", str(tmp_path / "box" / "config.json")]
     process = subprocess.Popen(["/bin/sh", "-c", "read line", *arguments], stdin=subprocess.PIPE)
-    # Until the shell has replaced the fork of Python, /proc tells Python's arguments.
+    # Until the fork executes the shell, /proc shows Python's arguments.
     while b"appliance.boot.main" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
         time.sleep(0.001)
     yield process
@@ -97,7 +98,7 @@ def write_box_file(data_dir: Path, **fields: Any) -> None:
 
 @dataclass
 class ControlledBox:
-    """The real control app in a thread of its own, with a data directory that commands find it by."""
+    """The real control app in its own thread, with a data directory by which commands find it."""
 
     data_dir: Path
     app: FastAPI
@@ -113,7 +114,7 @@ class ControlledBox:
         return json.loads(result.stdout)
 
     def do(self, work: Callable[[], Any]) -> Any:
-        """Run `work` where the database may be used."""
+        """Run `work` in the thread of the database."""
 
         async def call() -> Any:
             return work()
@@ -121,7 +122,7 @@ class ControlledBox:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(60)
 
     def settle(self) -> None:
-        """Returns when no validation runs."""
+        """Wait until no validation runs."""
         asyncio.run_coroutine_threadsafe(self.context.tasks.idle("validations"), self.loop).result(60)
 
     @property
@@ -176,8 +177,8 @@ Answer = tuple[int, Any]
 class PreparedBox:
     """A server on TCP and on a Unix socket whose answers a test prepares.
 
-    answers: (method, path without query) -> answers, used one after the other, the last one again and again. An
-    answer is (status, body): a JSON value, bytes to send as they are, or a function of the request's JSON.
+    answers: (method, path without query) -> answers in order; the last answer repeats. An answer is (status, body): a
+    JSON value, raw bytes, or a function of the request's JSON.
     """
 
     url: str

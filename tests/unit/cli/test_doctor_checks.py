@@ -1,4 +1,4 @@
-"""What the doctor says of a machine, check by check, and that it reads this one."""
+"""Checks of `appliance doctor`, run on this machine and on prepared states."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests.unit.cli.conftest import run
 from tests.unit.cli.test_tree import is_command
 
 
-def test_findings_reads_this_machine_and_leaves_nothing(tmp_path: Path):
+def test_findings_reads_this_machine_and_leaves_no_files(tmp_path: Path):
     config = load_config(None, {"data_dir": str(tmp_path / "box" / "not" / "there"), "devices": 2})
     found = {one.check: one for one in findings(config, runs=False)}
     assert found["devices"].found == "2 of kind cpu" and {found["box"].state, found["keys"].state} == {"skip"}
@@ -36,7 +36,7 @@ def test_send_test_uses_options_of_the_running_box(tmp_path: Path, monkeypatch):
     assert ports == [9876]
 
 
-def test_send_test_tries_every_channel_and_names_those_that_fail(tmp_path: Path, monkeypatch):
+def test_send_test_tries_all_channels_and_names_failures(tmp_path: Path, monkeypatch):
     def refuse(_settings, channel, *_):
         raise alerts.Undelivered(f"{channel} refused")
 
@@ -47,7 +47,7 @@ def test_send_test_tries_every_channel_and_names_those_that_fail(tmp_path: Path,
     assert (done.exit_code, done.stderr) == (1, "error: not delivered: webhook refused; e-mail refused\n")
 
 
-def test_remedies_name_commands_that_can_be_typed():
+def test_remedies_name_existing_commands():
     text = Path(checks.__file__).read_text().replace('"\n        f"', "").replace('"\n        "', "")
     named = set(re.findall(r"`appliance ([^`]*)`", text))
     named = {re.sub(r"\{[^}]*\}", "n0/0", command) for command in named}
@@ -65,7 +65,7 @@ def test_remedies_name_commands_that_can_be_typed():
         ({}, ""),
     ],
 )
-def test_box_that_ended_by_itself_is_reported_with_the_reason(tmp_path: Path, fields: dict[str, str], told: str):
+def test_doctor_reports_why_the_box_ended(tmp_path: Path, fields: dict[str, str], told: str):
     file = tmp_path / "box.json"
     file.write_text(json.dumps(fields))
     (found,) = checks._box(tmp_path, runs=False)

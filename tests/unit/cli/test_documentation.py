@@ -1,4 +1,4 @@
-"""docs/operations.md says what the code does, and what the documents name is there."""
+"""docs/operations.md matches the code, and files and commands named in documents exist."""
 
 import contextlib
 import inspect
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "operations.md").read_text()
 
 
-def test_reference_of_settings_has_each_with_its_meaning():
+def test_reference_lists_every_setting_with_meaning():
     sections = dict(re.findall(r"#### \[([\w.]+)\]\n(.*?)(?=\n#### |\Z)", config.reference(), re.S))
     for section, settings in BoxConfig().model_dump().items():
         rows = re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", sections[section], re.M)
@@ -31,7 +31,7 @@ def test_every_exit_code_is_documented():
     assert documented == codes | {0, 130}
 
 
-def test_every_file_that_the_documents_name_is_there():
+def test_files_named_in_documents_exist():
     for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         named = re.findall(
             r"`((?:appliance|scheduler|train|serve|weights|runtime|tests|benchmarks|images|examples)/[\w/.-]+)",
@@ -42,8 +42,7 @@ def test_every_file_that_the_documents_name_is_there():
 
 
 def typed() -> list[tuple[str, str]]:
-    """(file, command line) of all that people are shown to type: help, code blocks of the documents, templates,
-    units."""
+    """Pairs (file, command line) of all documented commands: help, code blocks, templates, systemd units."""
     found = []
     for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "images").rglob("README.md")):
         blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.S | re.M)
@@ -57,16 +56,16 @@ def typed() -> list[tuple[str, str]]:
 
 
 def fault(line: str) -> str:
-    """Why a command line is none of the box's; values are not looked at, only words and options."""
+    """The error in a command line, or "". Checks words and options, not values."""
     words = shlex.split(re.split(r" (?:&&|\|\|?|>|<) |;| {2,}[^-\"\[]", line)[0], comments=True)[1:]
     words = [word for word in words if word not in ("...", "…") and not word.startswith("[")]
-    while words[0] in ("--url", "--api-key", "--data-dir"):  # these may stand before the command
+    while words[0] in ("--url", "--api-key", "--data-dir"):  # allowed before the command
         words = words[2:]
     name = next((" ".join(words[:n]) for n in (3, 2, 1) if " ".join(words[:n]) in COMMANDS), None)
     if name is None:
         return "" if words == ["--help"] else "no such command"
     parser = Parser(COMMANDS[name])
-    for action in parser._actions:  # words and options alone
+    for action in parser._actions:  # check only words and options
         action.type, action.choices, action.required = None, None, False
     said = io.StringIO()
     try:
@@ -77,7 +76,7 @@ def fault(line: str) -> str:
     return ""
 
 
-def test_every_command_that_people_are_shown_can_be_typed():
+def test_documented_commands_parse():
     shown = typed()
     assert len(shown) > 80 and {"box.toml", "operations.md", "README.md"} <= {file for file, _ in shown}
     assert [(file, line, why) for file, line in shown if (why := fault(line))] == []

@@ -1,4 +1,4 @@
-"""`appliance eval`: models side by side at a suite of prompts."""
+"""`appliance eval`: comparison of models on a suite of prompts."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_eval_show_has_the_reason_of_a_wait(box: ControlledBox, tmp_path: Path):
     assert "no engine of the model is awake" in box.run(*evals_shown).stdout
 
 
-def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):
+def test_eval_run_names_bad_suite_or_grader(box: ControlledBox, tmp_path: Path):
     suite, path, *grader = written(tmp_path, "4")
     Path(path).write_text('{"messages": []}\n{"question": "x"}\n')
     refused = box.run("eval", "run", "starter", suite, path, *grader)

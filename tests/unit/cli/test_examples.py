@@ -1,4 +1,4 @@
-"""The scripts of `examples/` against the real control app over simulated devices and engines."""
+"""The scripts of `examples/` against the real control app with simulated devices and engines."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def client(box: ControlledBox) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def finish(box: ControlledBox) -> Callable[[float | None], None]:
-    """The newest job succeeds with this validation loss; with None it fails."""
+    """Let the newest job succeed with this validation loss, or fail with None."""
 
     def finish(loss: float | None) -> None:
         box.settle()
@@ -61,7 +61,7 @@ def finish(box: ControlledBox) -> Callable[[float | None], None]:
 
 
 class Trial:
-    """The part of Optuna's Trial that the objective uses; it suggests the lowest value of each range."""
+    """The part of Optuna's Trial that the objective uses; suggests the lowest value of each range."""
 
     def __init__(self) -> None:
         self.user_attrs: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Trial:
 
 
 def evaluated(client: openai.OpenAI) -> str:
-    """An evaluation that has been run on a file."""
+    """Create an evaluation with one run on a file; return its id."""
     check: Any = {"type": "string_check", "name": "c", "operation": "eq", "input": "a", "reference": "a"}
     schema: Any = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
     made = client.evals.create(data_source_config=schema, testing_criteria=[check])
@@ -189,8 +189,8 @@ def test_teacher_answers_become_rows_and_failures_are_counted(
     assert not check_training_file(path).errors
 
 
-def test_kept_completions_become_training_rows(client: openai.OpenAI, box: ControlledBox) -> None:
-    said = [(f"{number}?", {"content": str(number)}, {}) for number in range(30)]  # more than a page
+def test_stored_completions_become_training_rows(client: openai.OpenAI, box: ControlledBox) -> None:
+    said = [(f"{number}?", {"content": str(number)}, {}) for number in range(30)]  # more than one page
     said += [("call", {"content": None, "tool_calls": [CALL]}, {"tools": [TOOL]})]
     said += [("bad", {"content": "E"}, {"metadata": {"rated": "bad"}})]
     with Database(box.context.db.path) as db:

@@ -1,4 +1,4 @@
-"""Exit codes and messages: what a script sees when things are not as it hoped."""
+"""Exit codes and messages of failing commands, as scripts see them."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ from tests.unit.cli.conftest import openai_error, run, write_box_file
         (504, "wait_timeout", 124),
     ],
 )
-def test_answers_become_exit_codes(prepared, status, code, exit_code):
+def test_http_status_sets_exit_code(prepared, status, code, exit_code):
     prepared.prepare("DELETE", "/v1/models/ft%3Astarter%3Alocal%2Fx", (status, openai_error("because", code)))
     result = prepared.run("model", "rm", "ft:starter:local/x")
     assert (result.exit_code, result.stdout, result.stderr) == (exit_code, "", "error: because\n")
@@ -43,7 +43,7 @@ def test_unreachable_box_exits_with_6():
     assert result.exit_code == 6 and "cannot reach the box" in result.stderr
 
 
-def test_url_is_taken_with_or_without_v1(prepared):
+def test_url_is_accepted_with_or_without_v1(prepared):
     prepared.prepare("GET", "/admin/v1/devices", (200, {"data": []}))
     port = prepared.url.rpartition(":")[2]
     for url in (f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port}/v1", f"127.0.0.1:{port}/v1/"):
@@ -60,8 +60,8 @@ def test_client_sends_the_key(prepared, monkeypatch):
     assert [r["headers"]["authorization"] for r in prepared.requests] == ["Bearer sk-1", "Bearer sk-2"]
 
 
-def test_which_box(prepared, monkeypatch, tmp_path, main_process):
-    """Typed beats environment; of two variables the URL wins; two typed names are one too many."""
+def test_box_is_chosen_by_options_then_environment(prepared, monkeypatch, tmp_path, main_process):
+    """Options override variables; APPLIANCE_URL overrides other variables; two box options conflict."""
     prepared.prepare("GET", "/admin/v1/devices", (200, {"data": []}))
     write_box_file(tmp_path / "box", pid=main_process.pid, state="ready", controller_socket=str(prepared.socket_path))
     here = str(tmp_path / "box")
@@ -87,10 +87,10 @@ def test_which_box(prepared, monkeypatch, tmp_path, main_process):
         ({"state": "failed", "pid": None, "message": "port 8000 is taken"}, "did not start: port 8000 is taken"),
         ({"state": "ready", "pid": 2**22 + 1}, "was killed while ready"),
         ({"state": "ready", "pid": 2**22 + 1, "url": "http://127.0.0.1:8000/v1"}, "box` starts it and continues"),
-        ({"state": "ready", "pid": os.getpid()}, "was killed while ready"),  # the number is somebody else's now
+        ({"state": "ready", "pid": os.getpid()}, "was killed while ready"),  # the pid belongs to another process now
     ],
 )
-def test_no_box_runs_here(tmp_path, fields, said):
+def test_stopped_box_is_reported_with_reason(tmp_path, fields, said):
     if fields is not None:
         write_box_file(tmp_path / "box", **fields)
     result = run("status", "--data-dir", str(tmp_path / "box"))
@@ -124,7 +124,7 @@ def test_box_without_connections_is_reported_by_state(tmp_path, main_process, st
         ("chat", "m", "  "),
     ],
 )
-def test_usage_errors(prepared, arguments):
+def test_usage_errors_exit_2(prepared, arguments):
     result = prepared.run(*arguments)
     assert result.exit_code == 2 and result.stderr and not prepared.requests
 

@@ -19,7 +19,7 @@ from weights.tiers.copies import seal_dir
 
 
 def stored(box: ControlledBox, name: str, folder: Path) -> Path:
-    """A version on disk of a base model."""
+    """Add a base model with a version on disk."""
     folder.mkdir()
     save_file({"w": np.arange(3000, dtype=np.float32)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
@@ -33,7 +33,7 @@ def stored(box: ControlledBox, name: str, folder: Path) -> Path:
     return folder
 
 
-def test_export_writes_the_files_of_the_version(box, tmp_path):
+def test_export_writes_files_of_version(box, tmp_path):
     folder, target = stored(box, "org/m", tmp_path / "v1"), tmp_path / "out" / "m"
     shown = box.json("model", "export", "org/m", "--to", str(target))
     assert shown["files"] == ["config.json", "model.safetensors"]
@@ -42,7 +42,7 @@ def test_export_writes_the_files_of_the_version(box, tmp_path):
     assert box.run("model", "export", "org/m", "--to", str(target)).exit_code == BadUsage.exit_code
 
 
-def test_export_of_a_damaged_file_leaves_nothing(box, tmp_path):
+def test_export_of_damaged_file_leaves_nothing(box, tmp_path):
     folder, target = stored(box, "m", tmp_path / "v1"), tmp_path / "out"
     (folder / "config.json").write_text("[]")
     result = box.run("model", "export", "m", "--to", str(target))
@@ -51,7 +51,7 @@ def test_export_of_a_damaged_file_leaves_nothing(box, tmp_path):
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_export_that_is_cut_off_goes_on_where_it_ended(box, tmp_path, monkeypatch, changed):
+def test_interrupted_export_resumes_at_last_byte(box, tmp_path, monkeypatch, changed):
     folder, target = stored(box, "m", tmp_path / "v1"), tmp_path / "out"
     whole, starts = model_routes._read, []
 
@@ -72,7 +72,7 @@ def test_export_that_is_cut_off_goes_on_where_it_ended(box, tmp_path, monkeypatc
         assert starts[1] > 512 and load_file(target / "model.safetensors")["w"][-1] == 2999
 
 
-def test_merged_export_adds_an_adapter_to_the_version_of_its_base(box, tmp_path, monkeypatch):
+def test_merged_export_merges_adapter_into_its_base_version(box, tmp_path, monkeypatch):
     stored(box, "org/base", tmp_path / "v1")
     adapter = tmp_path / "adapter"
     adapter.mkdir()
@@ -105,7 +105,7 @@ def test_quantize_file_without_chats_is_refused_before_download(box, tmp_path, t
     assert box.run("model", "quantize", "none", "--form", "int8", *compare).exit_code == BadUsage.exit_code
 
 
-def test_quantize_compares_the_answers_of_both_models(prepared, tmp_path, monkeypatch):
+def test_quantize_compares_answers_of_both_models(prepared, tmp_path, monkeypatch):
     answers = {("m", "1?"): "one", ("m-int8", "1?"): "one", ("m", "2?"): "two", ("m-int8", "2?"): "ten"}
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "x"}] for text in ("1?", "2?", "3?")]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
@@ -131,7 +131,7 @@ def test_quantize_compares_the_answers_of_both_models(prepared, tmp_path, monkey
     assert shown["perplexity"] == pytest.approx({"m": math.exp(0.5), "m-int8": math.exp(1.0)})
 
 
-def test_gguf_export_runs_the_converter_of_the_fetched_archive(box, tmp_path, monkeypatch):
+def test_gguf_export_runs_converter_from_archive(box, tmp_path, monkeypatch):
     stored(box, "m", tmp_path / "v1")
 
     def finished(_work: str, command: list[str]) -> None:

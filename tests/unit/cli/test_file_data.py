@@ -1,4 +1,4 @@
-"""`appliance file check` of files here and on the box."""
+"""`appliance file check` of local files and of files on the box."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def write(path: Path, rows: list[tuple[str, str]] = ROWS) -> Path:
     return path
 
 
-def test_file_check_of_a_stored_file_runs_on_the_box(box: ControlledBox, tmp_path: Path, checked_here: None):
+def test_file_check_of_stored_file_runs_on_box(box: ControlledBox, tmp_path: Path, checked_here: None):
     made = box.json("file", "upload", str(write(tmp_path / "train.jsonl")))["id"]
     report = box.json("file", "check", made)
     assert report["checks"]["duplicates"]["count"] == 1
@@ -38,6 +38,6 @@ def test_local_file_check_refuses_wrong_arguments(tmp_path: Path, options: tuple
     assert (result.exit_code, result.stderr.count("\n")) == (code, 1) and shown in result.stderr
 
 
-def test_file_check_of_a_path_without_a_file_names_it():
+def test_file_check_of_missing_path_names_it():
     result = run("file", "check", "data/nowhere.jsonl")
     assert (result.exit_code, result.stderr) == (1, "error: data/nowhere.jsonl: No such file or directory\n")

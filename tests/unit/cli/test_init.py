@@ -1,4 +1,4 @@
-"""`appliance init` prints what the box's own reader accepts."""
+"""`appliance init` prints a configuration that the box accepts."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.unit.cli.conftest import run
 
 
 @pytest.mark.parametrize("name", ["light", "box", "enterprise"])
-def test_init_prints_a_configuration_that_is_accepted(name: str, tmp_path: Path):
+def test_init_prints_valid_configuration(name: str, tmp_path: Path):
     made, path = run("init", "--template", name), tmp_path / "appliance.toml"
     assert made.exit_code == 0
     path.write_text(made.stdout)

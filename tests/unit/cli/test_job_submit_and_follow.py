@@ -1,4 +1,4 @@
-"""From a file to a job, and a job followed to its end."""
+"""Submission of jobs from files, and following a job to its end."""
 
 import json
 import threading
@@ -75,7 +75,7 @@ def test_refused_request_names_the_uploaded_file(prepared, tmp_path, words):
 
 def test_refusal_names_the_command_that_lists_bad_lines(box, tmp_path):
     path = tmp_path / "bad.jsonl"
-    # Each for a reason of its own: one cause is said once.
+    # Each line has another error, because equal errors are reported once.
     path.write_text("".join(json.dumps({"messages": [{"role": f"role {n}", "content": "a"}]}) + "\n" for n in range(9)))
     refused = box.run("file", "upload", str(path))
     file_id = box.json("file", "list")["data"][0]["id"]
@@ -85,7 +85,7 @@ def test_refusal_names_the_command_that_lists_bad_lines(box, tmp_path):
     assert box.run("file", "get", file_id, "--errors", "--save", "x").exit_code == 2
 
 
-def test_logs_of_a_real_job_until_it_succeeds(box, tmp_path):
+def test_job_logs_follows_job_until_success(box, tmp_path):
     job_id = make_job(box, tmp_path)
     events = box.job_events
     box.do(lambda: events.started(job_id, ["n0/0", "n0/1"]))
@@ -133,7 +133,7 @@ def test_logs_of_a_failing_job_exit_with_1(box, tmp_path):
         assert result.exit_code == 1 and "failed: the model does not fit" in result.stderr
 
 
-def test_following_rides_out_a_restart_of_the_box(prepared):
+def test_job_wait_survives_restart_of_box(prepared):
     done = {"id": "ftjob-1", "status": "succeeded", "fine_tuned_model": "ft:x"}
     away = (503, openai_error("the controller is away", "controller_unavailable"))
     prepared.prepare("GET", JOB, away, (200, done))

@@ -1,4 +1,4 @@
-"""`appliance mode`: floors, the schedule and the dry run, from the real control app."""
+"""`appliance mode` with the real control app: floors, schedule and dry run."""
 
 from tests.unit.cli.conftest import ControlledBox
 
@@ -11,7 +11,7 @@ def test_floor_of_all_devices_is_noted_and_higher_refused(box: ControlledBox):
         assert refused.exit_code == 2 and "serving_floor is 20" in refused.stderr, line
 
 
-def test_split_with_train_auto_is_the_policy_auto(box: ControlledBox):
+def test_mode_set_split_with_train_auto_sets_policy_auto(box: ControlledBox):
     assert box.json("mode", "set", "split", "--train", "auto")["policy"] == "auto"
     window = box.json("mode", "schedule", "add", "0 22 * * *", "split", "--train", "auto")
     assert (window["policy"], window["train_devices"]) == ("auto", None)

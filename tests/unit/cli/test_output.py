@@ -1,4 +1,4 @@
-"""Numbers, texts and progress as the command prints them."""
+"""Output of numbers, texts and progress."""
 
 import json
 import unicodedata
@@ -24,12 +24,12 @@ from appliance.cli import output
         (output.printable, "a\x1b[2J\tb\r\n\u202e", "a[2J\tb\n"),
     ],
 )
-def test_numbers_as_people_read_them(function, value, text):
+def test_numbers_are_formatted_for_people(function, value, text):
     assert function(value) == text
 
 
-def test_json_holds_no_controls_either(capsys):
-    """`-o json` on a terminal: U+009B begins a command to it, as ESC [ does, and JSON may have it as it stands."""
+def test_json_output_escapes_control_characters(capsys):
+    """U+009B starts a terminal command like ESC [, and JSON permits it unescaped."""
     hostile = {"filename\x85": "a\x9b2Jb\x7f\x1b", "name": "é漢"}
     output.print_json(hostile)
     told = capsys.readouterr().out
@@ -37,7 +37,7 @@ def test_json_holds_no_controls_either(capsys):
     assert not [sign for sign in told if unicodedata.category(sign) == "Cc" and sign != "\n"]
 
 
-def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys):
+def test_progress_without_terminal_prints_occasional_lines(monkeypatch, capsys):
     monkeypatch.setattr("appliance.cli.output.LINE_EVERY_S", 0.0)
     with output.progress("import") as meter:
         meter("import: downloading", 30, 60)

@@ -1,4 +1,4 @@
-"""Every command of the table, against a server with prepared answers: what it sends and what it prints."""
+"""Requests and output of every command in the table, against a server with prepared answers."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def request_of(row: Row) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
-def test_command_sends_its_request_and_prints_the_answer_as_json(prepared, row: Row):
+def test_command_sends_request_and_prints_json(prepared, row: Row):
     answer: dict[str, Any] = {"id": "x", "any": ["thing", None]}
     prepared.prepare(*request_of(row), (200, answer))
     done = prepared.run(*words_of(row), "-o", "json")
@@ -37,7 +37,7 @@ LISTS = [row for row in ROWS if row.empty]
 
 
 @pytest.mark.parametrize("row", LISTS, ids=[row.name for row in LISTS])
-def test_list_follows_all_pages_and_says_when_it_is_empty(prepared, row: Row):
+def test_list_follows_all_pages_and_reports_empty_list(prepared, row: Row):
     pages = [{"data": [{"id": f"{n}"}], "has_more": n < 2} for n in range(3)]
     prepared.prepare(*request_of(row), *((200, page) for page in pages))
     listed = json.loads(prepared.run(*words_of(row), "-o", "json").stdout)
@@ -47,7 +47,7 @@ def test_list_follows_all_pages_and_says_when_it_is_empty(prepared, row: Row):
     assert prepared.run(*words_of(row)).stdout == f"{row.empty}\n"
 
 
-def test_watch_rides_out_a_restart_of_the_box(prepared, monkeypatch):
+def test_watch_survives_restart_of_box(prepared, monkeypatch):
     monkeypatch.setattr("appliance.cli.output.REFRESH_EVERY_S", 0.01)
     row = next(row for row in ROWS if row.watch)
     away = (503, openai_error("the controller is away"))
@@ -69,7 +69,7 @@ def test_command_of_several_ids_continues_after_a_refusal(prepared):
     assert (done.exit_code, done.stdout, done.stderr) == (6, "deleted a\n", "error: gone\n")
 
 
-def test_each_request_is_a_route_of_the_box(box):
+def test_command_requests_are_routes_of_box(box):
     known = {
         (method, re.sub(r"{.*?}", "{id}", route.path)) for route in box.app.routes for method in route.methods or ()
     }

@@ -1,4 +1,4 @@
-"""Every listing: a table for people, and JSON whose keys scripts rely on, from the real control app."""
+"""Listings as tables and as JSON with stable keys, from the real control app."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ def lines(text: str) -> list[list[str]]:
 
 
 def make_job(box: ControlledBox, tmp_path: Path, *options: str) -> str:
-    """A job that is queued, with its data checked."""
+    """Submit a job; return its id when it is validated and queued."""
     data = tmp_path / "train.jsonl"
     data.write_bytes(chat_lines(40))
     submitted = box.run("job", "submit", "--model", "starter", "--file", str(data), "--suffix", "demo", *options)
@@ -32,7 +32,7 @@ def make_job(box: ControlledBox, tmp_path: Path, *options: str) -> str:
     return job_id
 
 
-def test_view_shows_any_object_by_the_names_of_its_fields(capsys):
+def test_view_formats_fields_by_name(capsys):
     answer = {"object": "x", "size_bytes": 2_000_000, "since_s": 90.0, "none": None, "of": {"kind": "job", "id": "j"}}
     answer |= {"share": 0.25, "on": True, "rows": [{"a": 1, "b": None}, {"a": 2, "b": None}], "notes": ["mind this"]}
     output.draw(output.view({**answer, "part": {"w": 1, "x": 2, "y": 3, "z_s": 0.5}}))
@@ -58,7 +58,7 @@ def test_gpu_list_shows_devices_with_their_meters(box: ControlledBox):
     assert printed.count("\n") == 1
 
 
-def test_gpu_drain_waits_until_the_holder_has_left(box: ControlledBox):
+def test_gpu_drain_waits_until_holder_has_left(box: ControlledBox):
     assert box.json("gpu", "drain", "n0/3", "--reason", "fan noise")["cordon"] == "person"
     assert "drained by box: fan noise" in box.run("gpu", "list").stdout
     assert box.run("gpu", "undrain", "n0/3").stdout.strip() == "n0/3: ok"
@@ -86,7 +86,7 @@ def test_status_shows_box_replicas_jobs_and_troubles(box: ControlledBox, tmp_pat
     assert "no such place" in box.run("status").stdout
 
 
-def test_mode_set_moves_devices_and_history_shows_each_step(box: ControlledBox):
+def test_mode_set_moves_devices_and_history_shows_steps(box: ControlledBox):
     assert box.json("mode", "show")["policy"] == "auto"
     assert "since" not in box.run("mode", "show").stdout, "it was never set"
     done = box.run("mode", "set", "split", "--train", "6")
@@ -104,7 +104,7 @@ def test_mode_set_moves_devices_and_history_shows_each_step(box: ControlledBox):
     assert box.json("mode", "show")["policy"] == "train"
 
 
-def test_model_canary_is_begun_shown_rolled_back_and_promoted(box: ControlledBox):
+def test_model_canary_starts_shows_rolls_back_and_promotes(box: ControlledBox):
     box.do(lambda: DEPLOYMENTS.insert(box.context.db, DeploymentRow("starter", 1.0)))
     begun = box.json("model", "canary", "starter", "v1", "--share", "5%", "--for", "1h", "--min-requests", "9")
     assert (begun["share"], begun["watch_s"], begun["min_requests"], begun["auto"]) == (0.05, 3600.0, 9, False)
@@ -126,7 +126,7 @@ def test_model_deploy_changes_only_given_settings(box: ControlledBox):
     assert box.run("model", "deploy", "nobody").exit_code == 3
 
 
-def test_files_are_sent_listed_saved_and_deleted(box: ControlledBox, tmp_path: Path):
+def test_file_upload_list_get_and_rm(box: ControlledBox, tmp_path: Path):
     path, saved = tmp_path / "my data.jsonl", tmp_path / "saved"
     path.write_bytes(chat_lines(3))
     made = box.json("file", "upload", str(path))
@@ -140,7 +140,7 @@ def test_files_are_sent_listed_saved_and_deleted(box: ControlledBox, tmp_path: P
     assert box.json("file", "list")["data"] == []
 
 
-def test_file_get_saves_the_table_of_a_job_as_csv(prepared, tmp_path: Path):
+def test_file_get_saves_job_metrics_as_csv(prepared, tmp_path: Path):
     table, saved = b"step,train_loss\r\n1,2.0\r\n", tmp_path / "metrics.csv"
     prepared.prepare("GET", "/v1/files/file-1", (200, {"id": "file-1", "purpose": "fine-tune-results"}))
     prepared.prepare("GET", "/v1/files/file-1/content", (200, base64.b64encode(table)))
@@ -156,7 +156,7 @@ def batch_file(tmp_path: Path, *numbers: int) -> str:
     return str(path)
 
 
-def test_batch_is_made_waited_for_and_shown(box: ControlledBox, tmp_path: Path):
+def test_batch_create_wait_list_and_show(box: ControlledBox, tmp_path: Path):
     made = box.json("batch", "create", batch_file(tmp_path, 1, 2, 3), "--wait")
     assert made["status"] == "completed" and made["request_counts"]["completed"] == 3
     assert made["id"] in box.run("batch", "list").stdout and "completed" in box.run("batch", "show", made["id"]).stdout
@@ -166,14 +166,14 @@ def test_batch_is_made_waited_for_and_shown(box: ControlledBox, tmp_path: Path):
     assert box.run("batch", "show", "batch_none").exit_code == 3
 
 
-def test_forget_deletes_nothing_unasked(box: ControlledBox):
+def test_forget_asks_before_deleting(box: ControlledBox):
     box.run("key", "create", "--name", "ann")
     unasked = box.run("forget", "--owner", "ann")
     assert unasked.exit_code == 1 and "ann" in unasked.stdout and "--yes" in unasked.stderr
     assert box.json("forget", "--owner", "ann", "--yes")["keys"] == ["ann"]
 
 
-def test_models_are_shared_with_owners_and_with_all(box: ControlledBox):
+def test_model_share_with_owners_and_with_everybody(box: ControlledBox):
     assert box.run("model", "share", "starter", "--with", "all", "--stop").exit_code == 0
     box.json("key", "create", "--name", "bobs", "--owner", "bob")
     shared = box.run("model", "share", "starter", "--with", "bob", "--with", "carol")
@@ -183,7 +183,7 @@ def test_models_are_shared_with_owners_and_with_all(box: ControlledBox):
 
 def test_model_import_resolves_path_and_reports_failure(box: ControlledBox, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = box.json("model", "import", "./none", "--name", "none")  # the simulated box takes any
+    done = box.json("model", "import", "./none", "--name", "none")  # the simulated box accepts any path
     assert box.json("model", "show", done["result"]["name"])["source"] == str(tmp_path / "none")
     started = box.json("model", "import", "hub/other", "--name", "other", "--no-wait")
     assert started["kind"] == "import" and started["id"].startswith("op_")
@@ -192,7 +192,7 @@ def test_model_import_resolves_path_and_reports_failure(box: ControlledBox, tmp_
     assert failed.exit_code == 1 and "import failed (invalid_checkpoint)" in failed.stderr
 
 
-def test_job_submit_and_update_set_how_a_job_uses_devices(box: ControlledBox, tmp_path: Path, monkeypatch):
+def test_job_submit_and_update_set_device_options(box: ControlledBox, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(settings, "host_cores", lambda: 8)
     options = ("--priority", "3", "--min-devices", "2", "--deadline", "8h", "--no-preemptible", "--batch-size", "8")
     job_id = make_job(box, tmp_path, *options)
@@ -210,7 +210,7 @@ def test_job_submit_and_update_set_how_a_job_uses_devices(box: ControlledBox, tm
         assert box.run("job", "update", job_id, *wrong).exit_code == 2
 
 
-def test_keys_are_made_limited_and_revoked(box: ControlledBox):
+def test_key_create_limit_and_revoke(box: ControlledBox):
     made = box.run("key", "create", "--name", "alice")
     assert made.stdout.strip().startswith("sk-") and "not shown again" in made.stderr
     limits = ("--model", "starter", "--requests-per-minute", "60", "--bound", "bytes=9", "--expires", "2099-12-31")

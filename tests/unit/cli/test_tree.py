@@ -1,4 +1,4 @@
-"""The table of commands and its help."""
+"""The table of commands and the help texts."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.unit.cli.conftest import run
 
 
 def is_command(words: str) -> bool:
-    """Whether `appliance WORDS` is a command, and no group of them, with options that it has."""
+    """Whether `appliance WORDS` is a command (not a group) with existing options."""
     told = words.split()
     name = next((" ".join(told[:n]) for n in (3, 2, 1) if " ".join(told[:n]) in COMMANDS), None)
     return name is not None and {word for word in told if word.startswith("--")} <= options_of(name)

@@ -1,4 +1,4 @@
-"""The control app in the test's own loop: an HTTP client as the gateway would be, and the OpenAI SDK over it."""
+"""The control app in the test's event loop, with an HTTP client in place of the gateway and the OpenAI SDK on it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHECK |= {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 
 
 def disk_full() -> sqlite3.OperationalError:
-    """As SQLite raises it."""
+    """The error that SQLite raises for a full disk."""
     error = sqlite3.OperationalError("database or disk is full")
     error.sqlite_errorcode = sqlite3.SQLITE_FULL
     return error
@@ -50,7 +50,7 @@ def chat_lines(count: int = 12, first: int = 0) -> bytes:
 
 @dataclass
 class Control:
-    """The app and everything around it."""
+    """The app with its clients and simulated parts."""
 
     app: FastAPI
     context: ControllerContext
@@ -74,7 +74,7 @@ class Control:
         return self.context.model_ops  # type: ignore[return-value]
 
     def as_key(self, name: str, **fields: Any) -> str:
-        """What follows comes with this new key, for inference and fine-tuning unless `scopes` say other; its id."""
+        """Send later requests with a new key (default scopes: inference, fine_tuning); return its id."""
         row, _ = keys.create(self.db, name, fields.pop("scopes", ["inference", "fine_tuning"]), **fields)
         self.http.headers.update({"x-appliance-key-id": row.id, "x-appliance-scopes": ",".join(row.scopes)})
         return row.id
@@ -84,7 +84,7 @@ class Control:
         return self.context.bus.table["keys"]
 
     async def settle(self) -> None:
-        """Returns when no validation runs."""
+        """Wait until no validation runs."""
         await self.context.tasks.idle("validations")
 
     async def upload(self, data: bytes | None = None, name: str = "train.jsonl", purpose: str = "fine-tune") -> str:
@@ -92,7 +92,7 @@ class Control:
         return made.id
 
     async def job(self, **fields: Any) -> str:
-        """A validated, queued job."""
+        """Create a job and wait until it is validated; return its id."""
         if "training_file" not in fields:
             fields["training_file"] = await self.upload()
         made = await self.sdk.fine_tuning.jobs.create(model="starter", **fields)
@@ -107,13 +107,13 @@ class Control:
 
 @pytest.fixture(autouse=True)
 def rounds_come_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests look themselves, and count the looks: one that went on beside theirs, as each second, left out theirs."""
+    """Disable periodic looks: tests call `look` and count the calls."""
     monkeypatch.setattr(gates, "LOOK_EVERY_S", 3600.0)
 
 
 @pytest.fixture(autouse=True)
 def logical_devices_have_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many this machine has."""
+    """Independent of the CPU count of this machine."""
     monkeypatch.setattr(settings, "host_cores", lambda: 64)
 
 
@@ -162,7 +162,7 @@ def insert_model(
     owner: str | None = None,
     info: dict[str, Any] | None = None,
 ) -> None:
-    """A tuned one belongs to the key of SCOPES, unless somebody else is named."""
+    """Insert a model with versions. A tuned model belongs to the key of SCOPES unless `owner` is given."""
     if owner is None:
         owner = SCOPES["x-appliance-key-id"] if kind == "fine-tuned" else ""
     row: Any = {"base": base, "task": task, "max_model_len": 2048, "info": info or {}, "active_version": versions[-1]}

@@ -1,4 +1,4 @@
-"""/admin/v1: what the CLI and the dashboard see and do, and the audit row of everything done."""
+"""/admin/v1 as the CLI and the dashboard use it, with an audit row per action."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def ask(control: Control, method: str, path: str, status: int = 200, **kwa
 
 
 async def ended(control: Control, accepted: dict[str, Any]) -> dict[str, Any]:
-    """The operation once it has ended."""
+    """Wait until the operation has ended; return it."""
     operation_id = accepted["operation"]["id"]
     while True:
         operation = (await ask(control, "GET", f"/operations/{operation_id}"))["operation"]
@@ -31,7 +31,7 @@ async def ended(control: Control, accepted: dict[str, Any]) -> dict[str, Any]:
 
 
 def actions(control: Control) -> list[tuple[str, str, str]]:
-    """Of the operator, oldest first; not those of the client whose files and jobs a test begins with."""
+    """Audited actions of the operator, oldest first, without those of the client that sets up files and jobs."""
     rows = AUDIT.page(control.db, after=None, limit=99).data[::-1]
     return [(row.action, row.target, row.outcome) for row in rows if row.key_id != SCOPES["x-appliance-key-id"]]
 
@@ -55,7 +55,7 @@ async def test_key_works_and_ends_at_gateways_at_once(control: Control):
 
 
 async def rotated(control: Control, made: dict[str, Any]) -> str:
-    """The new secret's SHA-256: the key is the same one, and the gateways know its old secret no more."""
+    """Rotate the key and return the SHA-256 of the new secret; gateways no longer know the old one."""
     keys.create_session(control.db, made["id"], agent="", now_s=1.0, until_s=1e12)
     again = await ask(control, "POST", "/keys/laptop/rotate")
     assert again["id"] == made["id"] and again["key"] != made["key"] and again["key"].startswith(again["prefix"])
@@ -76,7 +76,7 @@ async def rotated(control: Control, made: dict[str, Any]) -> str:
         ({"name": "a", "team": "x"}, "team"),
     ],
 )
-async def test_bad_keys_are_refused(control: Control, body: dict[str, Any], param: str):
+async def test_create_invalid_key_is_rejected(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "POST", "/keys", 400, json=body))["error"]
     assert error["param"] == param and keys.list_all(control.db) == []
 
@@ -97,7 +97,7 @@ async def test_failed_import_has_a_reason_and_leaves_no_model(control: Control, 
         ({"source": "x", "revision": "a b"}, 400, "revision"),
     ],
 )
-async def test_bad_imports_are_refused(control: Control, body: dict[str, Any], status: int, param: str):
+async def test_invalid_import_is_rejected(control: Control, body: dict[str, Any], status: int, param: str):
     assert (await ask(control, "POST", "/models/import", status, json=body))["error"]["param"] == param
     assert OPERATIONS.page(control.db).data == []
 
@@ -112,7 +112,7 @@ async def test_concurrent_equal_import_is_refused(control: Control, hanging: asy
 
 @pytest.fixture
 def hanging(control: Control, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Imports hang; set once one has begun."""
+    """Make imports hang; the event is set when an import has begun."""
     reached = asyncio.Event()
 
     async def hang(*_: Any, **__: Any) -> Any:
@@ -139,7 +139,7 @@ async def test_import_resumes_after_restart(control: Control, hanging: asyncio.E
     assert model is not None and (model.kind, model.source) == expected
 
 
-async def test_roll_back_goes_to_the_version_before_or_the_one_named(control: Control):
+async def test_rollback_activates_previous_or_named_version(control: Control):
     insert_model(control.db, "m", versions=("v1", "v2", "v3"))
     told = await ask(control, "POST", "/models/m/rollback")
     assert (told["from"], told["to"]) == ("v3", "v2")

@@ -1,4 +1,4 @@
-"""/admin/v1/mode, /queue and /devices: what operators change about modes, jobs, devices and deployments."""
+"""/admin/v1/mode, /queue and /devices: operator changes of modes, jobs, devices and deployments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_mode_set_again_by_hand_overrides_the_window(control: Control):
     await ask(control, "PUT", "/mode", json={"policy": "serve"})
     made = await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *"})
     held = await ask(control, "GET", "/mode")
-    if held["set_by"] == "hand":  # the person's mode is younger than the last New Year
+    if held["set_by"] == "hand":  # the manual mode is newer than the last New Year
         assert held["overridden"]["id"] == made["id"] and held["until_s"] == made["next_s"]
     minute = await ask(control, "POST", "/mode/schedule", json=ALWAYS)
     before = read_mode(control.db)
@@ -58,7 +58,7 @@ async def test_mode_set_again_by_hand_overrides_the_window(control: Control):
         ({**NIGHT, "serving_floor": 9}, "serving_floor"),
     ],
 )
-async def test_bad_windows_are_refused_and_change_nothing(control: Control, body: dict[str, Any], param: str):
+async def test_invalid_window_is_rejected_without_changes(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "POST", "/mode/schedule", 400, json=body))["error"]
     assert error["param"] == param and WINDOWS.list_all(control.db) == [] and actions(control) == []
 
@@ -89,8 +89,8 @@ def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
         ({"hyperparameters": {"batch_size": 10}, "extra_body": {"min_devices": 6, "max_devices": 10}}, "min_devices"),
     ],
 )
-async def test_more_devices_than_any_node_has_are_refused_at_once(control: Control, fields: dict[str, Any], param: str):
-    # A second node makes the box larger, but not the largest job: its ranks are all on one node.
+async def test_job_needing_more_devices_than_any_node_is_rejected(control: Control, fields: dict[str, Any], param: str):
+    # A second node does not allow a larger job, because all ranks of a job are on one node.
     control.scheduler.devices = control.scheduler.devices + joined(control, "n1", 4)
     with pytest.raises(openai.BadRequestError) as refused:
         await control.job(**fields)
@@ -146,7 +146,7 @@ async def test_update_of_device_bounds_estimates_memory_of_all_sizes(control: Co
         ({"min_devices": 5, "max_devices": 7}, "min_devices"),
     ],
 )
-async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any], param: str | None):
+async def test_invalid_job_update_changes_nothing(control: Control, body: dict[str, Any], param: str | None):
     job_id = await control.job(hyperparameters={"batch_size": 8})
     before = jobs.get(control.db, job_id)
     error = (await ask(control, "PATCH", f"/jobs/{job_id}", 400, json=body))["error"]
@@ -174,7 +174,7 @@ async def test_job_on_logical_devices_is_limited_to_cores_by_default(
         ({"replicas": 1}, "replicas"),
     ],
 )
-async def test_deployments_that_cannot_be_are_refused(control: Control, body: dict[str, Any], param: str):
+async def test_invalid_deployment_is_rejected(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "PATCH", "/models/starter/deployment", 400, json=body))["error"]
     assert error["param"] == param and DEPLOYMENTS.find(control.db, "starter") is None and actions(control) == []
 
@@ -189,5 +189,5 @@ async def test_deploy_beyond_a_node_is_refused(control: Control):
     error = (await ask(control, "PATCH", path, 400, json={"tensor_parallel": 4, "min_replicas": 3}))["error"]
     assert error["param"] == "min_replicas"
     assert (await ask(control, "PATCH", path, json={"tensor_parallel": 4, "min_replicas": 2}))["min_replicas"] == 2
-    control.scheduler.devices = control.scheduler.devices[:2]  # n1 left in order, and four of home's were taken out
+    control.scheduler.devices = control.scheduler.devices[:2]  # n1 left as planned; four home devices drained
     assert (await ask(control, "PATCH", path, json={"ttft_p95_s": 2.0}))["tensor_parallel"] == 4

@@ -22,7 +22,7 @@ FAILED = Problem("job:1", "job 1 failed", is_event=True)
 
 
 class Timeline:
-    """Looks at the box, each message delivered."""
+    """Successive looks at problems, with every message delivered."""
 
     def __init__(self) -> None:
         self.known: Known = {}
@@ -46,7 +46,7 @@ def test_step_lasting_problem_is_sent_daily_and_resolved():
     assert timeline.known == {}
 
 
-def test_step_event_is_sent_at_once_and_never_again():
+def test_step_event_is_sent_once_immediately():
     timeline = Timeline()
     assert timeline.look(0, FAILED) == [("problem", FAILED.id)]
     assert timeline.look(2 * DAY_S, FAILED) == []
@@ -85,7 +85,7 @@ def http_server(status: int) -> Iterator[tuple[str, list[bytes]]]:
 
 @contextlib.contextmanager
 def mail_server() -> Iterator[tuple[int, list[bytes]]]:
-    """Takes one mail (RFC 5321)."""
+    """A server that accepts one mail (RFC 5321); yields its port and the received lines."""
     lines: list[bytes] = []
 
     def serve(listener: socket.socket) -> None:
@@ -108,7 +108,7 @@ def mail_server() -> Iterator[tuple[int, list[bytes]]]:
         thread.join(5)
 
 
-def test_send_posts_and_mails():
+def test_send_posts_webhook_and_sends_mail():
     with http_server(200) as (url, bodies), mail_server() as (port, lines):
         settings = AlertSettings(webhook=url, email=["ops@example.org"], smtp_host="127.0.0.1", smtp_port=port)
         for channel in channels(settings):
@@ -145,7 +145,7 @@ def test_problems_of_lists_faults_that_need_a_person():
 async def test_look_sends_failed_job_once_and_retries_undelivered(control):
     job_id = await control.job()
     jobs.set_phase(control.db, job_id, "failed", error={"code": "x", "message": "no memory"})
-    jobs.set_phase(control.db, await control.job(), "failed", finished_s=10.0)  # long ago
+    jobs.set_phase(control.db, await control.job(), "failed", finished_s=10.0)  # too old to report
     with http_server(500) as (url, _), pytest.raises(Undelivered):
         await alerts.look(control.context, AlertSettings(webhook=url))
     with http_server(200) as (url, bodies):

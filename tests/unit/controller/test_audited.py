@@ -1,4 +1,4 @@
-"""Every route that is not for reading alone leaves a row in the audit log, or is on a list that says why not."""
+"""Every changing route writes a row to the audit log, except the routes on a list with reasons."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def rows(control: Control) -> list[AuditRow]:
     return AUDIT.page(control.db, after=None, limit=1000).data[::-1]
 
 
-async def test_changing_route_is_a_strict_route(control: Control):
-    """Their class records each change."""
+async def test_routes_are_strict_routes(control: Control):
+    """The class StrictRoute records each change."""
     assert all(isinstance(route, StrictRoute) for route in control.app.router.routes if isinstance(route, APIRoute))
 
 
-async def test_change_leaves_one_row(control: Control, checked_here: None):
+async def test_change_writes_one_audit_row(control: Control, checked_here: None):
     async def ask(method: str, path: str, action: str, headers: dict[str, str] = SCOPES, **more: Any) -> Any:
         before = len(rows(control))
         answer = await control.http.request(method, path, headers=headers, **more)

@@ -1,4 +1,4 @@
-"""/v1/batches through the OpenAI SDK, with engines that a test scripts, and what a hostile input file costs."""
+"""/v1/batches through the OpenAI SDK with scripted engines, and limits for hostile input files."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_batch_answers_every_line_once(control: Control):
         ([line(0, body={"model": "starter", "messages": [], "user": DEEP})], "invalid_json_line", 1),
     ],
 )
-async def test_batch_with_a_bad_line_fails_with_its_number(control: Control, rows, code, number):
+async def test_batch_with_bad_line_fails_with_line_number(control: Control, rows, code, number):
     change(control.context, config=control.context.config.model_copy(update={"batch_max_lines": 50}))
     batch = await ended(control, await begun(control, rows))
     assert batch.status == "failed" and batch.failed_at and batch.errors.object == "list"
@@ -118,7 +118,7 @@ async def test_batch_lines_use_its_key_and_are_not_stored(control: Control):
     assert control.engines.sent == [{"model": "starter", "input": "x", "store": False}]
 
 
-async def test_refused_line_goes_to_the_error_file(control: Control):
+async def test_batch_writes_rejected_line_to_error_file(control: Control):
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
         if body["messages"][0]["content"] == "1+1?":
             return EngineAnswer(400, {"error": {"message": "no", "type": "invalid_request_error"}})
@@ -145,7 +145,7 @@ async def test_batch_without_engines_has_a_reason_to_wait(control: Control):
 
 
 async def _hang_after(control: Control, answered: int) -> None:
-    """Engines answer the first lines and hang at the rest."""
+    """Let engines answer the first lines and hang on the rest."""
     done = 0
 
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
@@ -158,7 +158,7 @@ async def _hang_after(control: Control, answered: int) -> None:
     control.engines.rule = rule
 
 
-async def test_cancelled_batch_keeps_its_answers(control: Control):
+async def test_cancelled_batch_keeps_answers(control: Control):
     await _hang_after(control, 3)
     batch_id = await begun(control, [line(n) for n in range(8)])
     await until(control, batch_id, lambda b: b.request_counts.completed == 3)
@@ -170,7 +170,7 @@ async def test_cancelled_batch_keeps_its_answers(control: Control):
     assert (await control.sdk.batches.cancel(batch_id)).status == "cancelled"
 
 
-async def test_expired_batch_names_lines_not_run(control: Control):
+async def test_expired_batch_lists_lines_not_run(control: Control):
     await _hang_after(control, 2)
     keep = {"anchor": "created_at", "seconds": 3600}
     batch_id = await begun(control, [line(n) for n in range(4)], output_expires_after=keep)
@@ -186,7 +186,7 @@ async def test_expired_batch_names_lines_not_run(control: Control):
     assert file.expires_at == file.created_at + 3600
 
 
-async def test_delete_of_an_input_file_in_use_is_refused(control: Control):
+async def test_delete_of_input_file_in_use_is_rejected(control: Control):
     await _hang_after(control, 0)
     batch_id = await begun(control, [line(0)])
     batch = await control.sdk.batches.retrieve(batch_id)
@@ -198,11 +198,11 @@ async def test_delete_of_an_input_file_in_use_is_refused(control: Control):
     assert (await control.sdk.files.delete(batch.input_file_id)).deleted
 
 
-async def test_restart_repeats_only_lines_in_flight(control: Control):
+async def test_batch_after_restart_repeats_only_lines_in_flight(control: Control):
     await _hang_after(control, 5)
     batch_id = await begun(control, [line(n) for n in range(9)])
     await until(control, batch_id, lambda b: b.request_counts.completed == 5)
-    # As kill -9 leaves it: the row in progress, answers on disk, the last of them torn.
+    # The state after SIGKILL: the row in progress, answers on disk, the last answer truncated.
     await control.context.tasks.stop()
     with open(control.context.batches_dir / f"{batch_id}.output.jsonl", "ab") as out:
         out.write(b'{"id":"batch_req_torn","custom_id":"r8","resp')
@@ -220,7 +220,7 @@ async def test_restart_repeats_only_lines_in_flight(control: Control):
     assert {row["custom_id"] for row in rows[:5]} == answered_before
 
 
-async def test_cancel_during_a_failing_write_is_not_lost():
+async def test_run_to_completion_keeps_cancel_during_failing_write():
     began, goes_on = threading.Event(), threading.Event()
 
     def write() -> None:
@@ -241,7 +241,7 @@ def read(tmp_path: Path, data: bytes) -> Lines:
     return read_lines(tmp_path / "input", URL, max_lines=10, line_bytes=1000)
 
 
-def test_read_of_an_endless_line_stops_at_the_limit(tmp_path):
+def test_read_of_endless_line_stops_at_limit(tmp_path):
     data = jsonl([line(1)]) + b"x" * (64 << 20)
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""Bodies of control routes: their size, depth and what is kept of them."""
+"""Bodies of control routes: limits of size, depth and field count."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def padded(body: dict[str, Any], size: int) -> bytes:
     return text + b" " * (size - len(text))
 
 
-async def test_json_route_longer_body_refused(control: Control) -> None:
-    """Whether its length is announced or not."""
+async def test_json_route_rejects_oversized_body(control: Control) -> None:
+    """With and without a Content-Length."""
     tried = 0
     for route in control.app.routes:
         if not isinstance(route, StrictRoute) or not route.body_field or route.path.startswith("/internal"):

@@ -1,4 +1,4 @@
-"""The bus: tables go down, loads come up, a drain is believed only when it is true; and requests of the box itself."""
+"""The bus to gateways: tables, load reports and confirmed drains; and requests sent by the box."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from runtime.background_tasks import BackgroundTasks
 
 
 class GatewayEnd:
-    """A gateway that applies tables only when told to. opened: those of the running bus, which closes them."""
+    """A gateway that applies tables only on command. opened: instances, closed with the bus."""
 
     opened: ClassVar[list[GatewayEnd]] = []
 
@@ -79,13 +79,13 @@ async def bus(tmp_path: Path) -> AsyncIterator[Bus]:
 
 
 async def reported(bus: Bus, replica_id: str, inflight: int) -> None:
-    """Returns when the bus has taken in a report with this count."""
+    """Wait until the bus has read a report with this count."""
     async with asyncio.timeout(60):
         while bus.inflight(replica_id) != inflight:
             await asyncio.sleep(0)
 
 
-async def test_gateway_gets_the_table_and_every_change(bus: Bus, tmp_path: Path):
+async def test_bus_sends_table_and_every_change(bus: Bus, tmp_path: Path):
     bus.publish(keys={"ab" * 32: {"id": "k", "name": "n", "scopes": ["inference"]}})
     gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
     first = await gateway.table()
@@ -99,7 +99,7 @@ async def test_gateway_gets_the_table_and_every_change(bus: Bus, tmp_path: Path)
     assert (await gateway.table())["keys"] == {}
 
 
-async def test_load_is_of_the_last_report_and_arrivals_of_all(bus: Bus, tmp_path: Path):
+async def test_bus_keeps_last_load_and_sums_arrivals(bus: Bus, tmp_path: Path):
     gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
     for inflight in (2, 5):
         await gateway.report(100, {"r1": inflight}, m={"inflight": inflight, "arrived_prompts": {"4": inflight}})
@@ -108,14 +108,14 @@ async def test_load_is_of_the_last_report_and_arrivals_of_all(bus: Bus, tmp_path
     assert bus.take_arrivals() == {"m": {4: 7}} and not bus.take_arrivals()
 
 
-async def test_wait_drained_needs_the_newest_table_and_no_request(bus: Bus, tmp_path: Path):
+async def test_wait_drained_requires_newest_table_and_no_requests(bus: Bus, tmp_path: Path):
     gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
     opened = bus.publish(models=models(r1="open"))
     await gateway.report(opened, {"r1": 1})
     await reported(bus, "r1", 1)
     draining = bus.publish(models=models(r1="draining"))
     waiting = asyncio.create_task(bus.wait_drained("r1"))
-    # Idle, but by the old table: a request may be on its way to r1 this moment.
+    # Idle, but with the old table: a request may be on its way to r1.
     await gateway.report(opened, {"r1": 0})
     await reported(bus, "r1", 0)
     assert not waiting.done()
@@ -126,7 +126,7 @@ async def test_wait_drained_needs_the_newest_table_and_no_request(bus: Bus, tmp_
     await waiting
 
 
-async def test_wait_drained_forgets_a_lost_gateway_after_its_grace(tmp_path: Path):
+async def test_wait_drained_drops_lost_gateway_after_grace_period(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=0.1) as (bus, path):
         gateway = await GatewayEnd.connect(path)
         generation = bus.publish(models=models(r1="draining"))
@@ -139,7 +139,7 @@ async def test_wait_drained_forgets_a_lost_gateway_after_its_grace(tmp_path: Pat
         assert bus.load().replicas == {}
 
 
-async def test_reconnected_gateway_keeps_its_load(tmp_path: Path):
+async def test_wait_drained_counts_only_newest_report_of_reconnected_gateway(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=60) as (bus, path):
         first = await GatewayEnd.connect(path)
         generation = bus.publish(models=models(r1="draining"))
@@ -149,19 +149,19 @@ async def test_reconnected_gateway_keeps_its_load(tmp_path: Path):
         second = await GatewayEnd.connect(path)
         waiting = asyncio.create_task(bus.wait_drained("r1"))
         await second.report(generation, {"r1": 1})
-        await reported(bus, "r1", 1)  # not 4: the lost connection's report is superseded
+        await reported(bus, "r1", 1)  # not 4: the new report replaces the report of the lost connection
         assert not waiting.done()
         await second.report(generation)
         await waiting
 
 
-async def test_wait_drained_after_a_restart_waits_for_a_report(tmp_path: Path):
+async def test_wait_drained_after_restart_waits_for_a_report(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=60) as (bus, path):
         bus.publish(models=models(r1="draining"))
         waiting = asyncio.create_task(bus.wait_drained("r1"))
         gateway = await GatewayEnd.connect(path)
         table = await gateway.table()
-        await gateway.report(50, {"r1": 1})  # still by the table of the controller before
+        await gateway.report(50, {"r1": 1})  # still with the table of the previous controller
         await reported(bus, "r1", 1)
         await gateway.report(50, {"r1": 0})
         await reported(bus, "r1", 0)
@@ -170,7 +170,7 @@ async def test_wait_drained_after_a_restart_waits_for_a_report(tmp_path: Path):
         await waiting
 
 
-async def test_wait_without_gateways_ends_after_the_start(tmp_path: Path):
+async def test_waits_without_gateways_end_after_startup_time(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=0.2) as (bus, _):
         generation = bus.publish(models=models(r1="draining"))
         with pytest.raises(TimeoutError):
@@ -190,7 +190,7 @@ async def test_invalid_message_closes_only_its_connection(bus: Bus, tmp_path: Pa
     await reported(bus, "r1", 1)
 
 
-async def test_usage_that_cannot_be_stored_keeps_the_connection(tmp_path: Path):
+async def test_bus_keeps_connection_if_usage_cannot_be_stored(tmp_path: Path):
     taken: list[int] = []
 
     def take(rows: list[dict[str, Any]]) -> None:
@@ -214,7 +214,7 @@ Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
 
 class Gateway:
-    """said: what each request says, in the order of arrival."""
+    """A gateway for requests of the box. said: text of each request, in order of arrival."""
 
     def __init__(self, db: Database, engines: int = 1):
         self.table: dict[str, Any] = {"m": {"replicas": [{"state": "open"}] * engines}}
@@ -256,7 +256,7 @@ async def test_request_for_sleeping_model_wants_it_and_explains_wait(db: Databas
     assert (await task).status == 200 and gateway.nudges == 2 and not gateway.asking.why("key_ann", "m")
 
 
-async def test_request_that_gives_way_is_sent_again(db: Database):
+async def test_ask_retries_request_that_gave_way(db: Database):
     gateway = Gateway(db)
     refusals = [httpx.Response(503, headers={"retry-after": "0.01"}, json={"error": {"message": "busy"}})] * 3
 
@@ -287,13 +287,13 @@ async def test_ask_retries_absent_gateway_and_refuses_other_than_json(db: Databa
     assert (refused.status, refused.code, len(gateway.said)) == (502, asking.ENGINE_FAILED, 2)
 
 
-async def test_request_that_waits_too_long_is_answered_with_the_reason(db: Database):
+async def test_ask_timeout_returns_504_with_reason(db: Database):
     gateway = Gateway(db, engines=0)
     found = await gateway.asking.ask(None, "m", URL, {"text": ""}, within_s=0.01)
     assert found.status == 504 and asking.NOT_AWAKE in found.error and not gateway.asking.models
 
 
-async def test_request_is_refused_with_401_only_once_its_key_has_ended(db: Database, monkeypatch):
+async def test_ask_returns_401_only_after_key_has_ended(db: Database, monkeypatch):
     monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.001)
     gateway, key = Gateway(db), keys.create(db, "ann", ["inference"])[0].id
 

@@ -1,4 +1,4 @@
-"""Canaries over the admin API, and their ends."""
+"""Canaries through the admin API: start, promotion and rollback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATH = "/admin/v1/models/m/canary"
 
 @pytest.fixture
 def served(control: Control) -> Control:
-    insert_model(control.db, "m", versions=("v2", "v1"))  # v1 answers
+    insert_model(control.db, "m", versions=("v2", "v1"))  # v1 is active
     DEPLOYMENTS.insert(control.db, DeploymentRow("m", 1.0))
     return control
 
@@ -73,7 +73,7 @@ async def test_canary_view_has_its_decision(served: Control):
     assert (entry.action, entry.detail["version"]) == ("model.canary", "v2")
 
 
-async def test_what_cannot_be_is_refused_by_code(served: Control):
+async def test_invalid_canary_requests_return_codes(served: Control):
     insert_model(served.db, "unserved", versions=("v2", "v1"))
 
     async def code(method: str, path: str, status: int, **body: Any) -> str:
@@ -128,7 +128,7 @@ async def test_failing_engine_or_swap_rolls_the_canary_back(served: Control):
     assert active(served) == "v1"
 
 
-async def test_look_rolls_back_a_bad_canary_while_another_model_swaps(served: Control, monkeypatch: Any):
+async def test_look_rolls_back_bad_canary_while_another_model_swaps(served: Control, monkeypatch: Any):
     insert_model(served.db, "n", versions=("v2", "v1"))
     DEPLOYMENTS.insert(served.db, DeploymentRow("n", 1.0))
     swaps, ends = list[str](), asyncio.Event()
@@ -142,7 +142,7 @@ async def test_look_rolls_back_a_bad_canary_while_another_model_swaps(served: Co
         await ask(served, "PUT", f"/admin/v1/models/{name}/canary", version="v2", auto=True)
     counted(served, v2=good(60), v1=good(540))
     served.scheduler.troubles = [{"model": "n@v2", "reason": "no kernel image", "message": "", "lasting": True}]
-    async with asyncio.timeout(5):  # `look` ends although the swap does not
+    async with asyncio.timeout(5):  # `look` returns although the swap hangs
         await Canaries(served.context).look(time.time() + 601)
         while not swaps or models.find_canary(served.db, "n") is not None:
             await asyncio.sleep(0.001)
@@ -152,7 +152,7 @@ async def test_look_rolls_back_a_bad_canary_while_another_model_swaps(served: Co
     assert (await look_later(served, 601)).state == "promoted"
 
 
-async def test_publishing_ends_it_one_way_or_the_other(served: Control):
+async def test_activation_of_other_version_ends_canary(served: Control):
     await ask(served, "PUT", version="v2")
     models.activate(served.db, "m", "v2")
     assert (await look_later(served, 1)).state == "promoted"
@@ -168,7 +168,7 @@ async def test_publishing_ends_it_one_way_or_the_other(served: Control):
     assert row.state == "rolled_back" and row.reason.startswith("v3 became the active version")
 
 
-async def test_its_bytes_are_let_go_when_its_engine_is_gone(served: Control):
+async def test_canary_weights_are_released_after_its_engine_ends(served: Control):
     await ask(served, "PUT", version="v2")
     served.scheduler.replicas = [{"model": "m@v2", "state": "starting"}]
     await ask(served, "POST", "/admin/v1/models/m/rollback")
@@ -179,7 +179,7 @@ async def test_its_bytes_are_let_go_when_its_engine_is_gone(served: Control):
     assert served.ops.let_go_of == ["m@v2"]
 
 
-# --- what decides: errors at once, times and numbers of requests once it was watched long enough
+# --- decisions: by errors at once, by latency and request counts after the watch time
 
 ROW = CanaryRow("m", "v2", "v1", 0.1, created_s=0.0, watch_s=600.0, min_requests=50)
 OVER_S = 601.0
@@ -197,13 +197,13 @@ def load(requests: int, errors: int = 0, *, first_s: float = 0.1, whole_s: float
         ("wait", load(60), load(540), 599.0),
         ("wait", load(49), load(540), OVER_S),
         ("wait", load(60), load(49), OVER_S),
-        # Errors beyond chance end it at once.
+        # Significantly more errors cause an immediate rollback.
         ("roll back", load(20, 15), load(180), 1.0),
         ("wait", load(20, 1), load(180), 1.0),
         ("promote", load(60, 30), load(540, 270), OVER_S),
         ("promote", load(60, 1), load(540, 9), OVER_S),
         ("wait", load(3, 3), load(0), 1.0),
-        # A 95th percentile beyond the ratio ends it when its time is over.
+        # A 95th percentile over the ratio causes a rollback after the watch time.
         ("roll back", load(60, first_s=0.2), load(540), OVER_S),
         ("roll back", load(60, whole_s=2.0), load(540), OVER_S),
         ("wait", load(60, whole_s=2.0), load(540), 599.0),
@@ -229,7 +229,7 @@ async def test_failed_change_keeps_a_newer_published_version(control: Control, m
     assert models.find(control.db, "m").active_version == "v3"
 
 
-async def test_two_roll_backs_at_once_go_one_after_the_other(control: Control, monkeypatch):
+async def test_concurrent_rollbacks_run_one_after_the_other(control: Control, monkeypatch):
     insert_model(control.db, "m", versions=("v1", "v2", "v3"))
     waiting, go = [], asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Checks and preparations of files that the box has."""
+"""Checks of files stored on the box."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ async def asked(control: Control, path: str, body: dict | None = None) -> dict:
 
 
 @pytest.mark.usefixtures("checked_here")
-async def test_check_answers_with_its_report(control: Control):
+async def test_check_returns_report(control: Control):
     made, valid = await control.upload(TWICE), await control.upload(lines(("And now?", "Nobody")))
     report = await asked(control, f"/v1/files/{made}/check", {"against": valid, "max_tokens": 5})
     assert report["checks"]["contaminated"]["count"] == 1
@@ -32,7 +32,7 @@ async def test_check_answers_with_its_report(control: Control):
 
 
 @pytest.mark.usefixtures("checked_here")
-async def test_check_with_an_unusable_tokenizer_refuses_the_model(
+async def test_check_with_unusable_tokenizer_names_model(
     control: Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(settings, "tokenizer_of", lambda *_: tmp_path)

@@ -1,4 +1,4 @@
-"""Devices: failing ones are cordoned and left alone once that is lifted; power limits; the energy of jobs."""
+"""Cordons of failing devices, power limits, and the energy of jobs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_cordon_is_lifted_after_retry_time_or_undrain(db):
     reason = "does not answer any more (GPU is lost)"
     assert cordoned(db) == ["n0/3", "n0/7"] and faults(db) == {"n0/3": reason} and clock.nudges == [1000.0]
     clock.now_s, clock.read = clock.now_s + 899, [{}]
-    watch = clock.watch(db)  # a restart forgets nothing
+    watch = clock.watch(db)  # cordons survive a restart
     await watch.look(clock)
     shown = cordons.shown(cordons.read(db), {"id": "n0/3", "health": "draining"})["health_reason"]
     assert cordoned(db) == ["n0/3", "n0/7"] and reason in shown and "; it is tried again in" in shown
@@ -97,7 +97,7 @@ async def test_straggling_gpu_is_cordoned_after_minutes(db, slow_s, told_s):
 
 
 @pytest.mark.parametrize(("slow", "count"), [(1.0, 0), (12.0, 1)])
-def test_rows_of_any_length_make_no_straggler(slow, count):
+def test_uneven_rows_do_not_cause_straggler_cordon(slow, count):
     rng, devices = np.random.default_rng(0), [f"n0/{index}" for index in range(8)]
     for _ in range(200):
         seconds = rng.lognormal(sigma=0.8, size=(20, 8))
@@ -134,7 +134,7 @@ async def test_cordon_stays_while_the_device_fails(db):
 
 
 async def test_drained_device_is_released_and_judged_after_undrain(db):
-    """Its driver counts memory errors from 0 again after a reset."""
+    """The driver restarts the count of memory errors at 0 after a reset."""
     clock = Clock([{"ecc_uncorrected": 3}])
     watch = clock.watch(db)
     await watch.look(clock)
@@ -194,11 +194,11 @@ def gpus(*uuids, unfit=()):
     )
 
 
-def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
+def test_cordons_follow_gpu_uuid_when_index_changes(db, watch):
     watch.check(gpus("a", "b", "c", unfit=[1]))
     cordons.drain(db, {"id": "n0/2", "uuid": "c"}, "noisy", "ann", 1.0)
     assert cordoned(db) == ["b", "c"] and told(db)[0][1] == "n0/1"
-    watch.check(gpus("a", "c"))  # b fell off the bus
+    watch.check(gpus("a", "c"))  # b disappeared from the PCI bus
     device = cordons.shown(cordons.read(db), {"id": "n0/1", "uuid": "c", "health": "ok"})
     assert device["drain"]["reason"] == "noisy" and list(faults(db)) == ["b"]
     cordons.undrain(db, device)
@@ -209,7 +209,7 @@ def test_unfit_gpu_is_cordoned_at_discovery(db, watch):
     watch.node_changed("n0", "joined", gpus("a", "", unfit=[1]))
     assert cordoned(db) == ["n0/1"]
     assert ("device.cordon", "n0/1", "does not answer", None) in told(db)
-    watch.check(gpus("a", "b"))  # it answers again, and stays cordoned until it is tried
+    watch.check(gpus("a", "b"))  # answers again, but stays cordoned until the retry
     assert cordons.shown(cordons.read(db), {"id": "n0/1", "uuid": "b", "health": "ok"})["cordon"] == "box"
 
 
@@ -223,7 +223,7 @@ def keeper(db, driver) -> PowerKeeper:
     return PowerKeeper({"serve": 450.0}, db, [Device("n0/0", "n0", 0, uuid="GPU-h100-0")], kind_of("cuda"))
 
 
-async def test_power_limit_follows_the_mode(db, keeper, driver):
+async def test_power_limit_follows_mode(db, keeper, driver):
     write_mode(db, Mode("serve"), 1.0)
     await keeper.look()
     await keeper.look()
@@ -245,7 +245,7 @@ async def test_refused_power_limit_is_reported_and_retried(db, keeper, driver):
     assert keeper.status()["refused"] == {} and driver.gpus[0].limit_mw == 450_000
 
 
-async def test_power_limit_of_a_lost_gpu_is_left_out(db, keeper, driver):
+async def test_power_limit_skips_lost_gpu(db, keeper, driver):
     write_mode(db, Mode("serve"), 1.0)
     driver.gpus[0].handle_error = pynvml.NVMLError_GpuIsLost()
     await keeper.look()
@@ -253,7 +253,7 @@ async def test_power_limit_of_a_lost_gpu_is_left_out(db, keeper, driver):
 
 
 class Meters:
-    """Two devices whose counters the test turns; a job holds the first."""
+    """Two devices with energy counters set by the test; a job holds the first."""
 
     def __init__(self, control: Control, job_id: str):
         self.readings: dict[str, Reading] = {}
@@ -268,7 +268,7 @@ class Meters:
         await self.meter.look()
 
 
-async def test_energy_of_devices_is_booked_for_the_job_that_holds_them(control: Control):
+async def test_energy_is_added_to_job_that_holds_device(control: Control):
     job_id = await control.job()
     meters = Meters(control, job_id)
 
@@ -286,7 +286,7 @@ async def test_energy_of_devices_is_booked_for_the_job_that_holds_them(control: 
     await meters.look(20, 3000, 700)
     assert drawn() == (1000, 5), "whoever holds it now pays"
     meters.hold({"kind": "job", "id": job_id}, None)
-    await meters.look(25, 10, None)  # its driver was loaded anew; the other does not count any more
+    await meters.look(25, 10, None)  # the first driver was reloaded; the other stopped counting
     await meters.look(30, 20, 900)
     assert drawn() == (1010, 10)
 

@@ -1,4 +1,4 @@
-"""/admin/v1/models/{name}/settings: checked first, kept in versions, and one can go back."""
+"""/admin/v1/models/{name}/settings: checks, numbered versions and return to an earlier version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def patch(control, code=200, **body):
     return answer.json()
 
 
-async def test_settings_are_kept_in_versions_and_one_can_go_back(control):
+async def test_settings_are_versioned_and_can_be_restored(control):
     first = await patch(control, set={"max_num_seqs": 4, "engine_args": {"block_size": "32", "stream-interval": "1"}})
     assert (first["settings_number"], first["settings"]["engine_args"]) == (
         1,
@@ -39,7 +39,7 @@ async def test_settings_are_kept_in_versions_and_one_can_go_back(control):
     assert shown["settings"] == {} and [row["number"] for row in shown["settings_history"]] == [4, 3, 2, 1]
 
 
-async def test_what_is_refused_changes_nothing(control):
+async def test_rejected_settings_change_nothing(control):
     control.context.settings_check.refuses = "no such attention"
     told = await patch(control, 400, set={"engine_args": {"stream-interval": "1"}})
     assert "no such attention" in told["error"]["message"]

@@ -1,4 +1,4 @@
-"""Every failure has OpenAI's error object, a request id, and tells who called whether a repetition can help."""
+"""Every failure has OpenAI's error object, a request id, and a retry hint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_openapi_document_has_only_our_error_shape(control: Control):
     assert {tuple(sorted(shape["required"])) for shape in shapes} == {("code", "message", "param", "type")}
 
 
-async def test_unknown_urls_and_methods_are_named(control: Control):
+async def test_unknown_url_or_method_is_named(control: Control):
     for path in ("/", "/v1/nothing", "/v1/files/a/b/c", "/docs"):
         checked(await control.http.get(path), 404, "unknown_url")
     answer = await control.http.put("/v1/files")
@@ -35,7 +35,7 @@ async def test_unknown_urls_and_methods_are_named(control: Control):
     assert answer.headers["allow"]
 
 
-async def test_request_ids_come_from_the_gateway_if_they_are_sound(control: Control):
+async def test_request_id_of_gateway_is_kept_only_if_valid(control: Control):
     sound = await control.http.get("/v1/models", headers={"x-request-id": "req_abc.DEF-1"})
     assert sound.headers.get_list("x-request-id") == ["req_abc.DEF-1"]
     for given in ("a" * 4096, "has space", 'quote"'):
@@ -55,7 +55,7 @@ async def test_bug_is_a_server_error_without_details(control: Control, monkeypat
     assert answer.headers["x-should-retry"] == "false"
 
 
-async def test_client_that_leaves_before_its_body_is_complete_is_no_bug(control: Control):
+async def test_client_disconnect_during_body_is_not_an_internal_error(control: Control):
     sent = list[dict[str, Any]]()
 
     async def gone() -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Evaluations and graders through the unchanged SDK: run on items with and without a model, ended, taken up after a
-restart; graders checked and tried on a sample."""
+"""Evaluations and graders through the unmodified SDK: runs, cancellation, restarts, validation and samples."""
 
 from __future__ import annotations
 
@@ -98,7 +97,7 @@ def answers(control: Control, text: str) -> list[dict[str, Any]]:
     return sent
 
 
-async def test_samples_that_the_data_has_are_judged(control: Control):
+async def test_eval_run_grades_given_samples(control: Control):
     eval_id = await made(control)
     run = await ended(control, eval_id, given(("4", "4"), ("4", "5"), ("6", "6")))
     assert run.status == "completed" and run.error.code == ""
@@ -140,7 +139,7 @@ async def test_responses_source_samples_like_completions(control: Control):
         type="responses",
         input_messages={"type": "item_reference", "item_reference": "item.turns"},
         source={"type": "file_content", "content": [{"item": {"answer": "yes", "turns": turns}}]},
-        # As in OpenAI's own examples, not in its types.
+        # As in OpenAI's examples, but not in the SDK's types.
         sampling_params={
             "tools": [{"type": "function", **function}],
             "text": {"format": {"type": "json_schema", **schema}},
@@ -160,7 +159,7 @@ async def test_run_reads_a_file_and_names_a_bad_line(control: Control, monkeypat
     eval_id = await made(control)
     lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c")))
     marked = ("items.jsonl", b"\xef\xbb\xbf" + lines.encode())
-    # Not by the SDK, whose strict client takes the purpose in requests and not in answers.
+    # Without the SDK, whose strict client rejects this purpose in answers.
     sent = await control.http.post("/v1/files", files={"file": marked}, data={"purpose": "evals"})
     source: Any = {"type": "jsonl", "source": {"type": "file_id", "id": sent.json()["id"]}}
     assert (await ended(control, eval_id, source)).result_counts.total == 2
@@ -171,7 +170,7 @@ async def test_run_reads_a_file_and_names_a_bad_line(control: Control, monkeypat
 
 
 @pytest.mark.parametrize("content", [[{"item": {"answer": 3}}, {"item": {}}], []])
-async def test_run_of_items_that_break_the_schema_or_of_none_fails(control: Control, content: list[Any]):
+async def test_eval_run_without_valid_items_fails(control: Control, content: list[Any]):
     source = {"type": "jsonl", "source": {"type": "file_content", "content": content}}
     run = await ended(control, await made(control), source)
     assert (run.status, run.error.code) == ("failed", "invalid_data")
@@ -205,7 +204,7 @@ async def test_cancelled_run_keeps_judged_items(control: Control):
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
 
 
-async def test_deleted_eval_takes_its_runs_and_items(control: Control):
+async def test_delete_eval_deletes_runs_and_items(control: Control):
     eval_id = await made(control)
     await ended(control, eval_id, given(("a", "a"), ("b", "b")))
     under_way = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a")))
@@ -217,7 +216,7 @@ async def test_deleted_eval_takes_its_runs_and_items(control: Control):
         assert control.db.value(f"SELECT count(*) FROM {table}") == 0
 
 
-async def test_run_after_kill_while_judging_judges_the_rest_once(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_eval_run_after_kill_grades_each_item_once(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     eval_id, stored = await made(control), EvalRunner._store
 
@@ -310,7 +309,7 @@ async def test_grader_routes_run_and_validate(control: Control):
 @pytest.mark.parametrize(
     "source", ["def grade(sample, item)\n    return 1", "import rdkit\ndef grade(sample, item):\n    return 1"]
 )
-async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
+async def test_invalid_python_grader_is_rejected(control: Control, source: str):
     bad: Any = {"type": "python", "name": "p", "source": source}
     both: Any = {"type": "multi", "name": "m", "calculate_output": "p", "graders": {"p": bad}}
     for grader, param in ((bad, "grader.source"), (both, "grader.graders.p.source")):
@@ -319,7 +318,7 @@ async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
         assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
 
 
-async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_python_grader_runs_in_sandbox_or_is_rejected(control: Control, monkeypatch: pytest.MonkeyPatch):
     python: Any = {"type": "python", "name": "n", "source": "def grade(sample, item):\n    return item['n']"}
     if not sandbox.refusal():
         assert (

@@ -1,4 +1,4 @@
-"""Large files are checked in a process of their own, with the same result."""
+"""Large files are checked in a separate process with the same result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.data_checks.process import check_apart
 
 
 @pytest.mark.parametrize("data", [chat_lines(), b"{}\n" * 3, b""])
-async def test_the_same_is_found_in_a_process_of_its_own(tmp_path: Path, data: bytes):
+async def test_check_apart_returns_same_report_as_in_process(tmp_path: Path, data: bytes):
     source, chat = tmp_path / "in", tmp_path / "chat"
     source.write_bytes(data)
     apart = await check_apart(source, chat_path=chat)

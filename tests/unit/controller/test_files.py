@@ -1,4 +1,4 @@
-"""/v1/files through the OpenAI SDK, and what is refused."""
+"""/v1/files through the OpenAI SDK, and rejected uploads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_file_is_uploaded_downloaded_and_deleted(control: Control):
         await control.sdk.files.retrieve(made.id)
 
 
-async def test_delete_that_fails_halfway_can_be_repeated(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_delete_interrupted_halfway_can_be_repeated(control: Control, monkeypatch: pytest.MonkeyPatch):
     file_id = await control.upload(b"x", purpose="user_data")
 
     def unlink(path: Path, missing_ok: bool = False) -> None:
@@ -71,7 +71,7 @@ async def test_delete_that_fails_halfway_can_be_repeated(control: Control, monke
     assert left_on_disk(control) == []
 
 
-async def test_expiry_is_kept_and_carried_out(control: Control):
+async def test_file_expiry_is_stored_and_applied(control: Control):
     made = await control.sdk.files.create(
         file=("a", b"x"), purpose="assistants", expires_after={"anchor": "created_at", "seconds": 3600}
     )
@@ -101,11 +101,13 @@ def expiring(seconds: bytes, anchor: bytes = b"created_at") -> bytes:
         (form(file_part(b"a" * 5000), PURPOSE), None, "invalid_body"),
         (form(PURPOSE, file_part(data=b"x" * 100))[:-60], "file", "missing_required_parameter"),
         (expiring(b"3599"), "expires_after[seconds]", "invalid_value"),
-        # Its first twenty digits are 3600; the rest once made a file that never ends and a list that answered 500.
+        # Only its first twenty digits are 3600; the whole number overflows.
         (expiring(b"0" * 16 + b"3600" + b"9" * 400), "expires_after[seconds]", "invalid_value"),
     ],
 )
-async def test_malformed_forms_are_named_and_leave_nothing(control: Control, body: bytes, param: str, code: str):
+async def test_malformed_upload_form_is_rejected_without_leftovers(
+    control: Control, body: bytes, param: str, code: str
+):
     answer = await post(control, body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code), answer.text

@@ -1,4 +1,4 @@
-"""A person leaves: nothing of theirs is left on the disk or in a table, and nothing of anybody else's is missing."""
+"""`forget` deletes all data of an owner from disk and tables, and nothing of other owners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINE = (
 
 
 async def ask(control: Control, *, once: bool = False) -> dict[str, Any]:
-    """The answer once it is done, as the command asks."""
+    """Repeat the request until it is done, as the command does; return the answer."""
     async with asyncio.timeout(60):
         while True:
             answer = await control.http.post("/admin/v1/forget", headers=ADMIN, json={"owner": NAME})
@@ -33,7 +33,7 @@ async def ask(control: Control, *, once: bool = False) -> dict[str, Any]:
 
 
 class Person:
-    """With two keys, and something of everything once `acts` has run."""
+    """An owner with two keys, and with one object of each kind after `acts`."""
 
     def __init__(self, control: Control, name: str):
         self.control, self.name = control, name
@@ -84,7 +84,7 @@ async def people(control: Control) -> list[Person]:
 
 
 def written(control: Control) -> str:
-    """All that a thief of the data directory could read, in pages and logs of the database too."""
+    """All readable text in the data directory, including pages and logs of the database."""
     dump = "\n".join(control.db._connection.iterdump())
     folder = Path(control.context.box["data_dir"])
     for path in folder.rglob("*"):
@@ -105,7 +105,7 @@ async def test_forget_removes_the_name_and_keeps_other_owners(control: Control, 
     audited = len(AUDIT.page(control.db, after=None, limit=999).data)
 
     shown = (await control.http.get(f"/admin/v1/forget?owner={NAME}", headers=ADMIN)).json()
-    # The batch and the response are answered meanwhile, at once or not.
+    # The batch and the response may finish meanwhile.
     assert shown["unfinished"][0] == ann.job and {*shown["unfinished"]} <= {ann.job, ann.batch, ann.response}
     assert shown["models"] == [ann.model]
     assert shown["files"] == 2 + (ann.batch not in shown["unfinished"]), "with that of the batch's answers"
@@ -135,7 +135,7 @@ async def test_forget_removes_the_name_and_keeps_other_owners(control: Control, 
 
 
 async def test_forget_administrator_removes_the_name_from_actions(control: Control):
-    """The mode, drained devices, hand-overs and settings of models say whose key asked for them, by its name."""
+    """The mode, drained devices, hand-overs and model settings record the name of the requesting key."""
     db = control.db
     keys.create(db, NAME, ["admin"], NAME)
     keys.create(db, "pager", ["admin"], NAME)

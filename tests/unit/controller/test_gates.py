@@ -1,4 +1,4 @@
-"""Gates from the job's request to the version that answers: through the API, with evaluations that are really run."""
+"""Gates through the API, from the job request to the active version, with real evaluation runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITEMS = 12
 
 
 class Answers:
-    """How many of the items each model gets right, by a part of the requested name; 8 of 12 otherwise."""
+    """Engines with a set number of correct answers per model, by a part of its name; default 8 of 12."""
 
     def __init__(self, control: Control):
         self.right: dict[str, int] = {}
@@ -61,12 +61,12 @@ async def evaluation(control: Control, *, has_run: bool = True) -> str:
 
 
 async def gated(control: Control, eval_id: str, **fields: Any) -> str:
-    """A queued job that makes a version of `fraud`."""
+    """Create a queued job with a gate that makes a version of `fraud`."""
     return await control.job(extra_body={"publish_as": "fraud", "gate": {"eval_id": eval_id, **fields}})
 
 
 async def looked(control: Control, rounds: int = 3) -> None:
-    """Looks at all gates, with their evaluations in between."""
+    """Look at all gates repeatedly, and wait for their evaluations in between."""
     for _ in range(rounds):
         await Gates(control.context).look()
         await control.context.tasks.idle("eval_runs")
@@ -161,7 +161,7 @@ async def test_undecided_gate_gives_reason_and_keeps_active_version(
     assert active(control) is None and jobs.gated(control.db) == []
 
 
-async def test_gate_of_another_owner_or_without_the_scope_is_refused(control: Control, answers: Answers):
+async def test_gate_of_other_owner_or_without_scope_is_rejected(control: Control, answers: Answers):
     eval_id, not_run = await evaluation(control), await evaluation(control, has_run=False)
     with pytest.raises(openai.BadRequestError):
         await gated(control, not_run)

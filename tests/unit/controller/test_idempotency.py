@@ -1,4 +1,4 @@
-"""Requests that are sent twice: each POST that makes something makes one thing of both."""
+"""Repeated requests: each creating POST creates one object for two equal requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYED = {"idempotency-key": "one"}
 
 
 async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """By route: its URL, what makes something, and what makes something else."""
+    """Route -> (URL, body, different body)."""
     post = control.http.post
     one = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
     eval_id = (await post("/v1/evals", json=one)).json()["id"]

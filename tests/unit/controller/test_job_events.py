@@ -1,4 +1,4 @@
-"""What a running job tells becomes rows, OpenAI's events and checkpoints, and at the end a model."""
+"""Events of a running job become rows, OpenAI events, checkpoints and finally a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def published(step: int) -> dict:
 
 
 async def table_of(control: Control, job_id: str) -> list[dict[str, str]]:
-    """As OpenAI's own scripts read a result file."""
+    """Rows of the result file, decoded as OpenAI's scripts do."""
     (file_id,) = jobs.get(control.db, job_id).result_files
     content = (await control.sdk.files.content(file_id)).read()
     return list(csv.DictReader(io.StringIO(base64.b64decode(content, validate=True).decode())))
@@ -53,7 +53,7 @@ async def test_job_events_from_start_to_success(control: Control, events: JobEve
     shown = await api.retrieve(job_id)
     assert shown.estimated_finish is not None and shown.fine_tuned_model is None
 
-    # A checkpoint can be used before the job is done; the model itself cannot.
+    # A checkpoint is usable before the job ends; the model is not.
     (checkpoint,) = (await api.checkpoints.list(job_id)).data
     assert checkpoint.fine_tuned_model_checkpoint == f"{row.output_model}:ckpt-step-10"
     measured |= {"train_loss": 2.0, "train_mean_token_accuracy": 0.625, "step": 10}
@@ -71,9 +71,9 @@ async def test_job_events_from_start_to_success(control: Control, events: JobEve
     for step in range(12, 21):
         events.ingest(job_id, metrics(step, 3.0 - step / 10))
     events.ingest(job_id, published(20))
-    events.ingest(job_id, metrics(20, 1.0))  # done again: it counts once
+    events.ingest(job_id, metrics(20, 1.0))  # repeated step: counts once
     events.ingest(job_id, {"event": "finished"})
-    events.suspended(job_id, 19, "memory is short")  # its last step is done already
+    events.suspended(job_id, 19, "memory is short")  # the last step is already done
     events.succeeded(job_id)
 
     job = await api.retrieve(job_id)
@@ -84,7 +84,7 @@ async def test_job_events_from_start_to_success(control: Control, events: JobEve
     assert DEPLOYMENTS.find(control.db, row.output_model) is not None
     lines = await table_of(control, job_id)
     assert list(lines[0]) == ["step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy"]
-    # Step 11 was reported by nobody, step 12 once; every reported step has exactly one line.
+    # Step 11 was never reported; every reported step has exactly one line.
     assert [int(line["step"]) for line in lines] == [*range(1, 11), *range(12, 21)]
     assert lines[9]["valid_loss"] == "2.5"
     assert (await control.sdk.files.retrieve(job.result_files[0])).purpose == "fine-tune-results"
@@ -129,7 +129,7 @@ async def test_metrics_table_has_the_methods_columns(
 async def test_step_reported_twice_has_one_event(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
-    for at_s in (1e9, 1e9, 1e9 + 60):  # read in the log, delivered, and done again
+    for at_s in (1e9, 1e9, 1e9 + 60):  # read from the log, delivered, and repeated
         events.ingest(job_id, metrics(1, 1.0) | {"at_s": at_s})
     assert jobs.get(control.db, job_id).eta_s is None
     told = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data
@@ -179,7 +179,7 @@ async def test_checkpoints_are_listed_and_only_the_result_answers(control: Contr
             assert (await control.sdk.models.delete(one.fine_tuned_model_checkpoint)).deleted
 
 
-async def test_success_without_weights_is_a_failure(control: Control, events: JobEvents):
+async def test_success_without_published_weights_fails_job(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     events.succeeded(job_id)
@@ -187,7 +187,7 @@ async def test_success_without_weights_is_a_failure(control: Control, events: Jo
     assert job.status == "failed" and job.error.code == "nothing_published"
 
 
-async def test_success_on_a_full_disk_compares_with_the_estimate_once(control: Control, events: JobEvents, monkeypatch):
+async def test_success_on_full_disk_reports_estimate_once(control: Control, events: JobEvents, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -202,7 +202,7 @@ async def test_success_on_a_full_disk_compares_with_the_estimate_once(control: C
     assert jobs.get(control.db, job_id).phase == "succeeded"
 
 
-async def test_numbers_that_json_does_not_know_are_unknown(control: Control, events: JobEvents):
+async def test_nan_and_infinity_are_stored_as_null(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     events.ingest(job_id, metrics(1, float("nan")) | {"grad_norm": float("inf")})

@@ -22,7 +22,7 @@ async def scrape(control: Control) -> dict[tuple[str, tuple[tuple[str, str], ...
     }
 
 
-async def test_metrics_of_a_box_at_rest(control: Control) -> None:
+async def test_metrics_of_idle_box(control: Control) -> None:
     found = await scrape(control)
     assert found["appliance_devices", (("health", "ok"), ("holder", "none"))] == 8
     assert found["appliance_device_healthy", (("device", "n0/0"), ("kind", "cpu"))] == 1
@@ -61,4 +61,4 @@ async def test_metrics_of_jobs_and_devices(control: Control) -> None:
     assert found["appliance_job_energy_joules", job] == 250
 
 
-# As vLLM writes them, between hundreds of others.
+# As vLLM writes them, among hundreds of other lines.

@@ -1,4 +1,4 @@
-"""Models: /v1/models through the OpenAI SDK, imports, and the archive of a version."""
+"""/v1/models through the OpenAI SDK, imports, and the archive of a version."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_model_state_and_reason_agree_in_all_views(control: Control):
     assert (await control.sdk.models.retrieve("starter")).model_extra["state"] == "serving", "another one failed"
 
 
-async def test_base_tuned_and_checkpoint_names_are_listed_and_found(control: Control):
+async def test_base_tuned_and_checkpoint_models_are_listed_and_retrieved(control: Control):
     insert_tuned(control)
     insert_model(control.db, "Qwen/Qwen3-0.6B")
     listed = [model.id for model in (await control.sdk.models.list()).data]
@@ -55,13 +55,13 @@ async def test_base_tuned_and_checkpoint_names_are_listed_and_found(control: Con
 
 
 @pytest.mark.parametrize("name", ["nothing", "ft:starter:local:x:y", "starter@v9", "@v1", "starter@", "a" * 3000, "é"])
-async def test_unknown_names_are_not_found(control: Control, name: str):
+async def test_unknown_model_names_are_not_found(control: Control, name: str):
     answer = await control.http.get(f"/v1/models/{quote(name, safe='')}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert len(answer.json()["error"]["message"]) < 300
 
 
-async def test_download_of_a_version_in_no_tier_is_a_conflict(control: Control):
+async def test_archive_of_version_in_no_tier_is_a_conflict(control: Control):
     answer = await control.http.get("/v1/models/starter/archive")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_not_ready")
 
@@ -84,7 +84,7 @@ async def test_delete_checkpoint_removes_only_an_inactive_version(control: Contr
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "version_in_use")
 
 
-async def test_delete_model_of_unfinished_job_is_refused(control: Control):
+async def test_delete_model_of_unfinished_job_is_rejected(control: Control):
     job_id = await control.job()
     (await control.http.post(f"/v1/fine_tuning/jobs/{job_id}/pause")).raise_for_status()
     answer = await control.http.delete("/v1/models/starter", headers=ADMIN)
@@ -130,7 +130,7 @@ async def test_suffix_in_name_follows_openai(control: Control, suffix: str, part
     assert told["user_provided_suffix"] == suffix
 
 
-def test_is_model_name_takes_printable_names_without_path_tricks():
+def test_is_model_name_accepts_only_safe_printable_names():
     good = ["a", "starter", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256]
     bad = ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257]
     assert [is_model_name(name) for name in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
@@ -138,7 +138,7 @@ def test_is_model_name_takes_printable_names_without_path_tricks():
 
 @pytest.fixture
 def roomy(control: Control) -> Control:
-    """Engines take adapters, and the starter's files are on disk."""
+    """A box whose engines accept adapters, with the starter's files on disk."""
     control.context.sizes.adapter_rank_limit = lambda row: 32
     models.update_version(control.db, "starter", "v1", disk_path="/models/starter/v1")
     return control
@@ -226,7 +226,7 @@ async def test_deploy_adapter_refuses_engine_settings(roomy: Control):
 
 @pytest.fixture
 def folder(control: Control, tmp_path: Path) -> Path:
-    """The files of a version of `starter` on disk."""
+    """Files of a `starter` version on disk."""
     folder = tmp_path / "stored"
     folder.mkdir()
     save_file({"w": np.arange(3000, dtype=np.float32)}, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Logins by an OpenID provider: the way there and back, what its token has to say, and what groups may do."""
+"""Logins through an OpenID provider: redirects, token checks, and scopes of groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class FakeProvider:
-    """Its answers as `claims`, `sign` and `userinfo` say; it checks the code, the redirect and the verifier."""
+    """A provider that answers with `claims`, `sign` and `userinfo`, and checks code, redirect and verifier."""
 
     def __init__(self) -> None:
         self.claims: dict[str, Any] = {"sub": "7", "preferred_username": "ann", "groups": ["ml"]}
@@ -52,7 +52,7 @@ class FakeProvider:
         self.code = ""
 
     def visited(self, url: str) -> dict[str, str]:
-        """A person goes there and logs in: what the browser comes back with."""
+        """Simulate a login at this URL; return the parameters of the redirect back."""
         parts = urlsplit(url)
         assert f"{parts.scheme}://{parts.netloc}{parts.path}" == f"{ISSUER}/authorize"
         self.gone = {name: values[0] for name, values in parse_qs(parts.query).items()}
@@ -91,7 +91,7 @@ class FakeProvider:
 
 
 class Way:
-    """A box with this provider, and a browser's way to it and back."""
+    """A box with this provider, and a browser that follows the redirects."""
 
     def __init__(self, http: httpx.AsyncClient, db: Database, provider: FakeProvider, bus: Bus) -> None:
         self.http, self.db, self.provider, self.bus = http, db, provider, bus
@@ -118,7 +118,7 @@ async def way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
             yield Way(http, db, provider, context.bus)
 
 
-async def test_finish_begins_a_login_with_the_scopes_of_the_groups(way: Way) -> None:
+async def test_finish_creates_login_with_scopes_of_groups(way: Way) -> None:
     assert (await way.http.get(OIDC)).json()["name"] == "single sign-on"
     answer = await way.back()
     assert answer.status_code == 201
@@ -132,20 +132,20 @@ async def test_finish_begins_a_login_with_the_scopes_of_the_groups(way: Way) -> 
     assert (told.action, told.key_id, told.outcome) == ("session.create", row.id, "done")
 
 
-async def test_finish_again_keeps_the_key_and_updates_its_scopes(way: Way) -> None:
+async def test_finish_again_keeps_key_and_updates_scopes(way: Way) -> None:
     await way.back()
     way.provider.claims |= {"preferred_username": "ann-marie", "groups": ["ops", "root", "other"]}
     await way.back()
     (row,) = keys.list_all(way.db)
     assert row.scopes == ["read", "admin"] and row.name.startswith("ann-")
-    # Somebody else who is called the same has another one.
+    # Another person with the same name gets another key.
     way.provider.claims |= {"sub": "8", "preferred_username": "ann"}
     await way.back()
     assert len({row.owner for row in keys.list_all(way.db)}) == 2
 
 
 @pytest.mark.parametrize("groups", [[], ["other"], None, {"ml": 1}])
-async def test_finish_without_a_group_is_refused(way: Way, groups: Any) -> None:
+async def test_finish_without_known_group_is_rejected(way: Way, groups: Any) -> None:
     way.provider.claims["groups"] = groups
     answer = await way.back()
     assert answer.status_code == 403 and answer.json()["error"]["code"] == "login_refused"
@@ -154,7 +154,7 @@ async def test_finish_without_a_group_is_refused(way: Way, groups: Any) -> None:
     assert (told.outcome, told.key_id) == ("refused", "gateway")
 
 
-async def test_finish_with_a_revoked_key_is_refused(way: Way) -> None:
+async def test_finish_with_revoked_key_is_rejected(way: Way) -> None:
     await way.back()
     keys.revoke(way.db, keys.list_all(way.db)[0].id)
     answer = await way.back()
@@ -186,7 +186,7 @@ BAD_TOKENS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("sign", BAD_TOKENS.values(), ids=list(BAD_TOKENS))
-async def test_finish_with_a_bad_token_is_refused(way: Way, sign: Any) -> None:
+async def test_finish_with_bad_token_is_rejected(way: Way, sign: Any) -> None:
     way.provider.sign = sign
     answer = await way.back()
     assert answer.status_code == 403 and answer.json()["error"]["code"] == "login_refused", answer.text
@@ -194,12 +194,12 @@ async def test_finish_with_a_bad_token_is_refused(way: Way, sign: Any) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"binder": "x"}, {"binder": "x.y.z"}, {"state": "x"}, {"code": "x"}])
-async def test_oidc_finish_of_another_browser_is_refused(way: Way, changes: dict[str, str]) -> None:
+async def test_finish_from_another_browser_is_rejected(way: Way, changes: dict[str, str]) -> None:
     answer = await way.back(**changes)
     assert answer.status_code == 403 and keys.list_all(way.db) == []
 
 
-async def test_groups_of_userinfo_need_the_same_subject(way: Way) -> None:
+async def test_finish_rejects_userinfo_of_other_subject(way: Way) -> None:
     del way.provider.claims["groups"]
     way.provider.userinfo = {"sub": "7", "groups": ["ops"]}
     assert (await way.back()).status_code == 201
@@ -208,7 +208,7 @@ async def test_groups_of_userinfo_need_the_same_subject(way: Way) -> None:
     assert (await way.back()).status_code == 403
 
 
-async def test_begin_without_the_provider_answers_502(way: Way) -> None:
+async def test_begin_without_reachable_provider_returns_502(way: Way) -> None:
     way.provider.down = True
     answer = await way.http.post(f"{OIDC}/begin")
     assert answer.status_code == 502 and answer.json()["error"]["code"] == "provider_away"
@@ -216,7 +216,7 @@ async def test_begin_without_the_provider_answers_502(way: Way) -> None:
     assert (await way.back()).status_code == 201
 
 
-async def test_finish_without_a_group_any_more_ends_earlier_logins(way: Way) -> None:
+async def test_finish_after_loss_of_group_ends_earlier_logins(way: Way) -> None:
     assert (await way.back()).status_code == 201
     way.provider.claims["groups"] = ["other"]
     assert (await way.back()).status_code == 403

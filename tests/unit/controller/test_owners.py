@@ -1,4 +1,4 @@
-"""Two owners and every route of the app: what is another's does not exist, in paths, bodies, lists and texts."""
+"""Isolation of two owners on every route: objects of other owners look unknown in paths, bodies, lists and texts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORED = name(1)
 
 @dataclass(frozen=True)
 class Named:
-    """A route that names an object in its path: what stands for each parameter, and what is asked of the object."""
+    """A route with objects in its path. path: parameter -> object kind. body: the request body."""
 
     path: dict[str, str]
     body: Any = None
@@ -35,7 +35,7 @@ class Named:
 
 @dataclass(frozen=True)
 class InBody:
-    """A route that names objects in its body or query, one per field: {field: object}, beside what it needs else."""
+    """A route with objects in body or query. names: field -> object kind. body: other required fields."""
 
     names: dict[str, str]
     body: dict[str, Any] = field(default_factory=dict)
@@ -43,14 +43,14 @@ class InBody:
 
 
 _RUN = {"data_source": {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"a": "1"}}]}}}
-# What a gateway lets nobody through to: asked by processes of the box alone.
+# Routes closed at the gateway, for processes of the box only.
 CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
-# What it lets anybody through to: the way to a login provider and back (test_oidc.py, gateway/test_browsers.py).
+# Routes without a key, for logins through a provider (test_oidc.py, gateway/test_browsers.py).
 OPEN = {("GET", "/admin/v1/oidc"), ("POST", "/admin/v1/oidc/begin"), ("POST", "/admin/v1/oidc/finish")}
 LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN, SELF = "list", "nothing", "admins", "readers", "scrape", "own", "self"
-# One's own logins, and what changes of what one may see: test_page_sessions.py, test_live.py.
+# Routes for the caller's own logins and live updates: test_page_sessions.py, test_live.py.
 LOGINS = "logins"
-# Objects by the name of a path's parameter.
+# Path parameter -> object kind.
 KINDS = {
     "file_id": "file",
     "upload_id": "upload",
@@ -80,7 +80,7 @@ SPECIAL: dict[tuple[str, str], Any] = {
         {"training_file": "file", "validation_file": "file", "model": "model"},
         {"model": "starter", "training_file": "{own file}"},
     ),
-    ("POST", "/admin/v1/plan"): NOTHING,  # its body names a job's model and file: test_plan.py
+    ("POST", "/admin/v1/plan"): NOTHING,  # test_plan.py tests model and file in its body
     ("GET", "/v1/fine_tuning/methods"): NOTHING,
     ("GET", "/v1/models/{name:path}/files/{file}"): Named({"name": "model"}),
     ("POST", "/v1/responses"): InBody(
@@ -101,8 +101,7 @@ SPECIAL: dict[tuple[str, str], Any] = {
 
 
 def judged_of(method: str, path: str) -> Any:
-    """What a route can name. A new one of the admin API is for readers or admins, any other names what is in its
-    path."""
+    """Expected access of a route. Defaults: admin routes are for readers or admins; others name objects in the path."""
     if (method, path) in SPECIAL:
         return SPECIAL[method, path]
     if path.startswith("/admin/v1/"):
@@ -114,7 +113,7 @@ def judged_of(method: str, path: str) -> Any:
 
 
 def judged(control: Control) -> list[tuple[tuple[str, str], Any]]:
-    """Every route of the app; those that delete come last, the inner object's first."""
+    """Every route with its expected access; DELETE routes come last, inner objects first."""
     found = [(route, judged_of(*route)) for route in routes(control)]
     return sorted(found, key=lambda one: len(one[0][1]) if one[0][0] == "DELETE" else 1000, reverse=True)
 
@@ -131,7 +130,7 @@ def headers(key: keys.KeyRow) -> dict[str, str]:
 
 @dataclass
 class People:
-    """alice asks; bob has made one object of each kind, and asks with another key than he made them with."""
+    """alice sends requests; bob owns one object of each kind and uses another key than at creation."""
 
     alice: dict[str, str]
     bob: dict[str, str]
@@ -144,7 +143,7 @@ class People:
 
 @pytest.fixture
 async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
-    # A response that is on its way is waited for; nobody waits here.
+    # Do not wait for responses that have not arrived yet.
     monkeypatch.setattr(stored, "ARRIVES_WITHIN_S", 0.001)
     scopes = ["inference", "fine_tuning"]
     alice, laptop, desktop = (
@@ -204,7 +203,7 @@ async def call(control: Control, as_: dict[str, str], method: str, path: str, **
 
 
 def requests(method: str, path: str, judged: Named | InBody, people: People, objects: dict[str, str]) -> Iterator[Any]:
-    """(path, arguments) of each request that names one of these objects, but for those it needs besides."""
+    """Pairs (path, arguments): one request per named object."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, dict):
@@ -229,14 +228,14 @@ def requests(method: str, path: str, judged: Named | InBody, people: People, obj
 
 
 def said(answer: Any, objects: dict[str, str]) -> Any:
-    """What an answer says, with the names of these objects taken out."""
+    """Status and text of an answer, with the names of these objects masked."""
     text = answer.text
     for value in sorted(objects.values(), key=len, reverse=True):
         text = text.replace(value, "IT")
     return answer.status_code, text
 
 
-async def test_route_whose_body_names_an_object_is_judged(control: Control):
+async def test_routes_with_object_in_body_are_listed_in_special(control: Control):
     names = re.compile("model|.*_ids?|.*_file")
     for route in control.app.routes:
         if isinstance(route, APIRoute) and route.path.startswith("/v1/") and route.body_field is not None:
@@ -245,7 +244,7 @@ async def test_route_whose_body_names_an_object_is_judged(control: Control):
             assert not named or "{" in route.path or (method, route.path) in SPECIAL, (route.path, named)
 
 
-async def test_gateway_lets_every_route_through_but_its_own(control: Control):
+async def test_gateway_passes_every_route_except_closed_ones(control: Control):
     closed = set()
     for method, path in routes(control):
         try:
@@ -257,7 +256,7 @@ async def test_gateway_lets_every_route_through_but_its_own(control: Control):
     assert closed == CLOSED
 
 
-async def test_route_refuses_key_without_its_scopes_before_the_body(control: Control):
+async def test_route_rejects_key_without_scope_before_reading_body(control: Control):
     for route in control.app.routes:
         if isinstance(route, StrictRoute):
             others = {"admin", "read", "metrics", "inference", "fine_tuning"} - {"admin", *route.scopes}
@@ -266,12 +265,12 @@ async def test_route_refuses_key_without_its_scopes_before_the_body(control: Con
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "insufficient_permissions"), route.path
 
 
-def test_route_without_scope_does_not_start():
+def test_route_without_declared_scope_raises():
     with pytest.raises(TypeError, match="declares no scope"):
         make_router("/v1/toys").get("")(lambda: {})
 
 
-async def test_object_of_another_owner_answers_like_a_missing_one(control: Control, people: People):
+async def test_object_of_other_owner_answers_like_missing_object(control: Control, people: People):
     nobody = {kind: value[:-6] + "Nobody" for kind, value in people.objects.items()}
     nobody["response"] = name(0xABCDEF)
     for (method, path), what in judged(control):
@@ -289,7 +288,7 @@ async def test_object_of_another_owner_answers_like_a_missing_one(control: Contr
 
 @pytest.mark.usefixtures("checked_here")
 async def test_second_key_of_an_owner_sees_objects_of_the_first(control: Control, people: People):
-    """Also that the test before names what is there: a route that knows nobody's objects would pass it too."""
+    """This also proves that the previous test uses existing objects."""
     mine = People(people.bob, people.bob, people.objects, people.objects["file"])
     for (method, path), what in judged(control):
         if isinstance(what, Named | InBody):
@@ -299,7 +298,7 @@ async def test_second_key_of_an_owner_sees_objects_of_the_first(control: Control
                 assert "not_found" not in answer.text, (method, url, answer.text)
 
 
-async def test_names_of_another_owners_models_are_unknown(control: Control, people: People):
+async def test_models_of_other_owner_are_unknown(control: Control, people: People):
     model = people.objects["model"]
     for named in (model, people.objects["checkpoint"], f"{model}@step-1"):
         assert (await call(control, people.bob, "GET", f"/v1/models/{named}")).status_code == 200
@@ -315,7 +314,7 @@ async def test_names_of_another_owners_models_are_unknown(control: Control, peop
     assert row.errors.data[0].code == "model_not_found"
 
 
-async def test_lists_hold_only_the_owners_objects(control: Control, people: People):
+async def test_lists_contain_only_objects_of_owner(control: Control, people: People):
     for (method, path), what in judged(control):
         if what != LIST:
             continue
@@ -368,7 +367,7 @@ async def test_owner_shares_and_unshares_a_model(control: Control, people: Peopl
     assert [action for action in actions if "share" in action] == ["model.share", "model.unshare", "model.share"]
 
 
-async def test_list_of_models_of_a_key_narrows_and_gives_nothing(control: Control, people: People):
+async def test_model_list_of_key_narrows_but_grants_no_access(control: Control, people: People):
     row, _ = keys.create(control.db, "narrow", ["inference"], "carol", models=[people.objects["model"]])
     for model in (people.objects["model"], "starter"):
         assert (await call(control, headers(row), "GET", f"/v1/models/{model}")).status_code == 404
@@ -377,7 +376,7 @@ async def test_list_of_models_of_a_key_narrows_and_gives_nothing(control: Contro
 # --- usage
 
 
-async def test_usage_covers_only_the_owners_keys_and_jobs(control: Control, people: People):
+async def test_usage_covers_only_keys_and_jobs_of_owner(control: Control, people: People):
     for number, row in enumerate(sorted(keys.list_all(control.db), key=lambda row: row.name), 1):
         spent = {"key": row.id, "model": f"asked-by-{row.owner}", "version": "v1", "requests": number}
         usage.add(control.db, [spent | {"errors": 0, "prompt_tokens": 10, "completion_tokens": 0}], 36e5)

@@ -1,4 +1,4 @@
-"""Logins of the page: made of a key, listed and ended by its owner, moved on by a touch, over with the key."""
+"""Logins of the page: created with a key, listed and ended by its owner, ended with the key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def by(session: dict[str, Any]) -> dict[str, str]:
 
 
 def sent(control: Control, key_id: str) -> dict[str, Any]:
-    """The logins of a key that gateways know."""
+    """Logins of a key in the gateways' table."""
     (row,) = [row for row in control.gateway_keys.values() if row["id"] == key_id]
     return row.get("sessions", {})
 
@@ -37,7 +37,7 @@ def at(monkeypatch: pytest.MonkeyPatch, now_s: float) -> None:
     monkeypatch.setattr(time, "time", lambda: now_s)
 
 
-async def test_login_stores_only_the_hash_of_its_halves(control: Control) -> None:
+async def test_login_stores_only_hash_of_its_token(control: Control) -> None:
     key_id = control.as_key("ann", scopes=["read"])
     made = await begin(control)
     name, _, rest = made["cookie"].partition("=")
@@ -53,7 +53,7 @@ async def test_login_stores_only_the_hash_of_its_halves(control: Control) -> Non
 
 
 @pytest.mark.parametrize("scopes", [["metrics"], ["admin"]])
-async def test_any_key_begins_lists_and_ends_its_logins(control: Control, scopes: list[str]) -> None:
+async def test_key_of_any_scope_begins_lists_and_ends_logins(control: Control, scopes: list[str]) -> None:
     control.as_key("ann", scopes=scopes)
     made = await begin(control)
     assert (await control.http.get("/admin/v1/me", headers=by(made))).status_code == 200
@@ -64,7 +64,7 @@ async def test_any_key_begins_lists_and_ends_its_logins(control: Control, scopes
     assert (await control.http.get("/admin/v1/me", headers=by(made))).json()["error"]["code"] == "session_ended"
 
 
-async def test_login_begins_no_other_login(control: Control) -> None:
+async def test_login_cannot_begin_another_login(control: Control) -> None:
     control.as_key("ann", scopes=["admin"])
     made = await begin(control)
     assert (await control.http.post(SESSIONS, json={}, headers=by(made))).status_code == 403
@@ -73,7 +73,7 @@ async def test_login_begins_no_other_login(control: Control) -> None:
         assert (await box.post(SESSIONS, json={})).status_code == 403
 
 
-async def test_logins_of_another_owner_are_not_found(control: Control) -> None:
+async def test_logins_of_other_owner_are_not_found(control: Control) -> None:
     control.as_key("ann", owner="ann")
     hers = await begin(control)
     control.as_key("bob", owner="bob")

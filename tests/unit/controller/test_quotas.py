@@ -1,4 +1,4 @@
-"""What one owner may take of the box: every kind of stored or waiting thing has a bound, and the disk has a floor."""
+"""Limits per owner for every kind of stored or waiting object, and the floor of free disk space."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def refused(answer: httpx.Response, status: int, bound: str) -> bool:
     ) in error["message"]
 
 
-async def test_bytes_bound_counts_all_keys_of_an_owner(control: Control):
+async def test_bytes_bound_counts_all_keys_of_owner(control: Control):
     first, second = caller(control.db, "ann", "ann"), caller(control.db, "ann-2", "ann")
     made = [(await file(control, who, b"x" * 4000)).json()["id"] for who in (first, second)]
     assert refused(await file(control, second, b"x" * 2001), 413, "bytes")
@@ -68,7 +68,7 @@ async def test_bytes_bound_counts_all_keys_of_an_owner(control: Control):
         assert (await file(control, who, b"x" * 11_000)).status_code == 200
     await control.http.delete(f"/v1/files/{made[0]}", headers=first)
     assert (await upload(control, second, 1000)).status_code == 200
-    # Sent at once, they pass together no more than one after the other.
+    # Concurrent uploads together stay within the same limit as sequential ones.
     answers = await asyncio.gather(*(file(control, second, b"x" * 3000) for _ in range(8)))
     statuses = [answer.status_code for answer in answers]
     assert statuses.count(200) == 1 and set(statuses) <= {200, 413}
@@ -96,7 +96,7 @@ async def test_unfinished_bound_counts_all_kinds_of_work(control: Control):
     await control.settle()
 
 
-async def test_key_bounds_override_the_boxs(control: Control):
+async def test_bounds_of_key_override_bounds_of_box(control: Control):
     made = await control.http.post("/admin/v1/keys", json={"name": "ann", "bounds": {"unfinished": 1, "bytes": 4}})
     assert made.status_code == 200 and made.json()["bounds"] == {"unfinished": 1, "bytes": 4}
     ann = {"x-appliance-key-id": made.json()["id"], "x-appliance-scopes": "inference,fine_tuning"}
@@ -112,7 +112,7 @@ async def test_key_bounds_override_the_boxs(control: Control):
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "bounds.planets")
 
 
-async def test_responses_bound_deletes_the_owners_oldest(control: Control):
+async def test_responses_bound_deletes_oldest_of_owner(control: Control):
     ann, ben = (caller(control.db, name)["x-appliance-key-id"] for name in ("ann", "ben"))
 
     def add(key_id: str, *numbers: int, size: int = 10) -> None:
@@ -139,7 +139,7 @@ def volume(total: int, free: int) -> Any:
     return lambda _: os.statvfs_result((4096, 4096, total // 4096, free // 4096, free // 4096, 0, 0, 0, 0, 255))
 
 
-async def test_disk_below_its_floor_refuses_writes_not_deletes(control: Control):
+async def test_disk_below_floor_rejects_writes_but_not_deletes(control: Control):
     ann, post = caller(control.db, "ann"), control.http.post
     kept = (await file(control, ann, b"x")).json()["id"]
     pending = (await upload(control, ann, 10)).json()["id"]

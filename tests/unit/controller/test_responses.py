@@ -1,5 +1,4 @@
-"""Stored responses and kept chat completions through the OpenAI SDK: what gateways send and ask for, and when they go;
-and responses in background, asked of engines that a test scripts."""
+"""Stored responses and chat completions through the OpenAI SDK, and background responses on scripted engines."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def copy(
 
 
 async def send(control: Control, *copies: Any) -> int:
-    """As a gateway does, which has no key."""
+    """Send copies as a gateway does, without a key."""
     transport = httpx.ASGITransport(Listener(control.app, TOKEN))
     async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=GATEWAY) as gateway:
         sent = await gateway.post("/internal/responses", json=list(copies))
@@ -67,7 +66,7 @@ async def texts(control: Control, number: int, **options: Any) -> list[str]:
     return [item.content[0].text for item in page.data]  # type: ignore[union-attr]
 
 
-async def test_response_is_retrieved_as_answered_and_deleted(control: Control):
+async def test_response_is_retrieved_unchanged_and_deleted(control: Control):
     assert await send(control, copy(1)) == 1
     found = await control.sdk.responses.retrieve(name(1))
     assert found.output_text == "2" and found.created_at == 7
@@ -82,7 +81,7 @@ async def test_response_is_retrieved_as_answered_and_deleted(control: Control):
     assert (await control.sdk.responses.retrieve(name(2))).output_text == "2"
 
 
-async def test_retrieve_before_the_copy_arrives_waits(control: Control):
+async def test_retrieve_waits_for_copy_of_gateway(control: Control):
     asking = [asyncio.create_task(control.sdk.responses.retrieve(name(1))), asyncio.create_task(context(control, 1))]
     await asyncio.sleep(0)
     await send(control, copy(1))
@@ -90,7 +89,7 @@ async def test_retrieve_before_the_copy_arrives_waits(control: Control):
     assert first.output_text == "2" and joined.status_code == 200
 
 
-async def test_context_has_inputs_and_outputs_of_all_turns(control: Control):
+async def test_context_contains_inputs_and_outputs_of_all_turns(control: Control):
     call = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": "{}"}
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     await send(
@@ -105,7 +104,7 @@ async def test_context_has_inputs_and_outputs_of_all_turns(control: Control):
         {"role": "user", "content": "add"},
         thought,
         call,
-        {"type": "function_call_output", "call_id": "c1", "output": "2"},  # and a message without text is none
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},  # and a message without text is dropped
     ]
     await control.http.delete(f"/v1/responses/{name(1)}")
     refused = await context(control, 3)
@@ -113,7 +112,7 @@ async def test_context_has_inputs_and_outputs_of_all_turns(control: Control):
     assert (await control.sdk.responses.retrieve(name(3))).status == "completed"
 
 
-async def test_input_items_pages_have_stable_ids(control: Control):
+async def test_input_items_pages_have_stable_ids_across_requests(control: Control):
     part = [{"type": "input_text", "text": "b"}, {"type": "input_image", "image_url": "data:image/png;base64,AA=="}]
     await send(control, copy(1, "a", text="answered"), copy(2, [{"role": "user", "content": part}], previous=1))
     assert await texts(control, 2) == ["b", "answered", "a"]
@@ -145,7 +144,7 @@ async def test_housekeeping_deletes_old_and_keyless_responses(control: Control):
     assert left() == [2]
 
 
-async def test_take_of_an_owner_without_keys_stores_nothing(control: Control):
+async def test_copy_of_owner_without_keys_is_not_stored(control: Control):
     laptop, phone = (keys.create(control.db, one, ["inference"], "ann")[0] for one in ("laptop", "phone"))
     keys.revoke(control.db, laptop.id)
     await send(control, copy(1, key=laptop.id))
@@ -220,7 +219,7 @@ async def test_background_response_continues_a_conversation(control: Control):
     assert caught.value.code == "previous_response_not_found"
 
 
-async def test_background_response_with_a_long_conversation_is_refused(control: Control):
+async def test_background_response_with_too_long_conversation_is_rejected(control: Control):
     scripted(control, *[EngineAnswer(400, {"error": {"message": "too long"}})] * 10)
     first = await ended(control, (await asked(control, "x" * 12_000)).id)
     made = await ended(control, (await asked(control, "x" * 12_000, previous_response_id=first.id)).id)
@@ -237,14 +236,14 @@ async def test_background_response_with_a_long_conversation_is_refused(control: 
         ([EngineAnswer(502, {"error": {"message": "lost", "code": "engines_died"}})], "server_error", "lost"),
     ],
 )
-async def test_background_response_with_an_engine_error_fails(control: Control, script, code: str, words: str):
+async def test_background_response_with_engine_error_fails(control: Control, script, code: str, words: str):
     scripted(control, *script)
     found = await ended(control, (await asked(control)).id)
     assert found.status == "failed" and found.error.code == code and words in found.error.message
 
 
 @pytest.mark.parametrize("verb", ["cancel", "delete"])
-async def test_cancel_or_delete_stops_the_engine(control: Control, verb: str):
+async def test_cancel_or_delete_aborts_engine_request(control: Control, verb: str):
     begun, stopped = asyncio.Event(), asyncio.Event()
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -288,14 +287,14 @@ async def test_restart_resumes_background_responses(control: Control):
     control.engines.lines = 0
     made = await asked(control)
     await control.context.tasks.stop()
-    RESPONSES.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
+    RESPONSES.update(control.db, made.id, status="in_progress")  # killed while an engine was answering
     control.engines.lines = 4
     scripted(control, EngineAnswer(200, answer(1, "after all")))
     control.context.tasks.resume()
     assert (await ended(control, made.id)).output_text == "after all"
 
 
-# --- kept chat completions
+# --- stored chat completions
 
 
 MESSAGES = [
@@ -305,7 +304,7 @@ MESSAGES = [
 
 
 def completion(completion_id: str, *, key: str = "key_test", text: str = "2", **asked: Any) -> dict[str, Any]:
-    """As a gateway sends it."""
+    """A copy of a chat completion, as a gateway sends it."""
     message = {"role": "assistant", "content": text, "refusal": None, "tool_calls": [], "annotations": None}
     answer = {
         "id": completion_id,
@@ -343,7 +342,7 @@ async def test_completion_is_listed_retrieved_updated_and_deleted(control: Contr
 
 
 async def test_completion_messages_are_paged_with_ids(control: Control):
-    """As the SDK has it by default: its strict validation knows kept messages of assistants alone."""
+    """Without strict validation, which accepts only stored assistant messages."""
     await send(control, completion("chatcmpl-1"))
     loose = openai.AsyncOpenAI(base_url=control.sdk.base_url, api_key="-", http_client=control.http)
     listed = loose.chat.completions.messages.list

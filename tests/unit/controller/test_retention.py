@@ -1,4 +1,4 @@
-"""What is kept for how long: nothing goes without being asked for."""
+"""Retention periods: by default nothing is deleted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DAYS = dict.fromkeys(("files_days", "job_data_days", "records_days", "usage_days
 LEFT = dict.fromkeys(("audit", "usage", "device_time", "handovers", "operations"), 1) | {"files": 6}
 LEFT |= dict.fromkeys(("batches", "job_events", "job_metrics", "jobs", "folders", "bytes"), 3)
 """Rows by table, and what is on the disk."""
-AGES = (20, 5)  # one that goes and one that stays of everything
+AGES = (20, 5)  # of each kind one object to delete and one to keep
 
 
 def job(db: Database, name: str, **fields: Any) -> None:
@@ -83,7 +83,7 @@ def test_retention_deletes_old_rows_unless_needed(tmp_path: Path, db: Database):
     assert counts(db, tmp_path)["handovers"] == 1, "the newest stays: their numbers are never used again"
 
 
-def test_old_file_that_a_job_begins_with_meanwhile_stays(tmp_path: Path, db: Database, monkeypatch):
+def test_keep_house_keeps_old_file_of_new_job(tmp_path: Path, db: Database, monkeypatch):
     for name in ("file-first", "file-of-new"):
         files.insert(db, FileRow(name, "a", "fine-tune", 1, "", "processed", 0.0))
     remove = storage.remove

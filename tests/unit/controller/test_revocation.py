@@ -1,4 +1,4 @@
-"""What ends with a key: its responses in background and its batches fail and say so, its jobs are paused and say so."""
+"""The end of a key: its background responses and batches fail and its jobs pause, each with the reason."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ async def test_revoke_pauses_jobs_of_the_key(control: Control):
         row = jobs.get(control.db, job_id)
         assert (row.wanted, row.reason) == ("pause", events.KEY_REVOKED)
     assert jobs.get(control.db, other).wanted == "run" and jobs.get(control.db, cancelled).wanted == "cancel"
-    # Whoever may go on with it does; to revoke the key once more stops nothing again.
+    # Another key of the owner resumes the job; a second revocation stops nothing.
     control.as_key("desktop", owner="alice")
     await control.sdk.fine_tuning.jobs.resume(queued)
     assert (await revoke(control, key_id))["stopped"] == {"jobs": [], "batches": [], "responses": []}
     assert jobs.get(control.db, queued).wanted == "run"
 
 
-async def test_request_of_a_revoked_key_is_refused(control: Control):
-    """They learn of it a moment later."""
+async def test_request_of_revoked_key_is_rejected(control: Control):
+    """Gateways learn of the revocation only a moment later."""
     key_id = control.as_key("laptop", scopes=["admin"])
     training_file = await control.upload()
     made = [
@@ -60,7 +60,7 @@ async def test_request_of_a_revoked_key_is_refused(control: Control):
     assert (await control.http.get(f"/v1/files/{training_file}")).status_code == 200
 
 
-async def test_resume_by_a_weaker_key_lowers_the_priority(control: Control):
+async def test_resume_with_weaker_key_lowers_priority(control: Control):
     strong = control.as_key("strong", owner="alice", max_priority=9)
     claimed = {"priority": 9, "preemptible": False, "deadline_s": time.time() + 100}
     body = {"model": "starter", "training_file": await control.upload(), **claimed}
@@ -109,7 +109,7 @@ async def test_revoke_fails_background_responses(control: Control):
     ("fields", "limit"),
     [({"priority": 6}, {"max_priority": 5}), ({"preemptible": False}, {}), ({"deadline_s": 1e10}, {})],
 )
-async def test_job_above_its_keys_priority_is_refused(control: Control, fields: dict[str, Any], limit: dict[str, int]):
+async def test_job_above_priority_of_key_is_rejected(control: Control, fields: dict[str, Any], limit: dict[str, int]):
     control.as_key("laptop", **limit)
     body = {"model": "starter", "training_file": await control.upload(), **fields}
     refused = await control.http.post("/v1/fine_tuning/jobs", json=body)

@@ -1,4 +1,4 @@
-"""What keys may spend and have spent, from the bus's message to the report and to the gateways' table."""
+"""Spending and limits of keys, from the bus message to the usage report and the gateways' table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def row(key: str, *, requests: int = 1, errors: int = 0, prompt: int = 10, compl
     return told | {"prompt_tokens": prompt, "completion_tokens": completion}
 
 
-async def test_key_limits_reach_the_gateways(control: Control):
+async def test_key_limits_reach_gateways(control: Control):
     made = await ask(control, "POST", "/keys", json={"name": "trial", "requests_per_minute": 60, "models": ["starter"]})
     table = control.gateway_keys[keys.fingerprint(made["key"])]
     assert table["requests_per_minute"] == 60 and table["models"] == ["starter"] and "tokens_per_minute" not in table
@@ -34,7 +34,7 @@ async def test_key_limits_reach_the_gateways(control: Control):
     await ask(control, "PATCH", "/keys/trial", 400, json={"tokens_per_second": 1})
 
 
-async def test_used_up_quota_reaches_the_gateways(control: Control):
+async def test_used_up_quota_reaches_gateways(control: Control):
     made = await ask(control, "POST", "/keys", json={"name": "trial", "tokens_per_day": 100})
     digest, spending = keys.fingerprint(made["key"]), control.context.spending
     generation = control.context.bus.generation
@@ -45,7 +45,7 @@ async def test_used_up_quota_reaches_the_gateways(control: Control):
     assert control.gateway_keys[digest]["spent_quota"] == "100 tokens a day"
 
 
-def test_spent_quota_renews_by_days_and_months_of_utc(control: Control):
+def test_spent_quota_renews_by_utc_day_and_month(control: Control):
     made, _ = keys.create(control.db, "k", ["inference"], tokens_per_day=10, tokens_per_month=100)
     yesterday = NOON - 86400
     usage.add(control.db, [row(made.id, prompt=50, completion=0)], yesterday)
@@ -55,7 +55,7 @@ def test_spent_quota_renews_by_days_and_months_of_utc(control: Control):
     assert spent_quota(control.db, made, NOON) == (calendar.timegm((2026, 12, 1, 0, 0, 0)), "100 tokens a month")
 
 
-async def test_device_time_ends_at_the_last_step_before_a_crash(control: Control):
+async def test_device_time_ends_at_last_step_before_crash(control: Control):
     job_id = await control.job()
     usage.devices_held(control.db, job_id, 8, NOON)
     control.db.execute("INSERT INTO job_metrics (job_id, step, created_s) VALUES (?, 1, ?)", [job_id, NOON + 1800])
@@ -64,8 +64,8 @@ async def test_device_time_ends_at_the_last_step_before_a_crash(control: Control
     assert spent["device_hours"] == pytest.approx(4.0)
 
 
-async def test_usage_on_a_full_disk_is_written_later(control: Control, monkeypatch):
-    """The gateways have forgotten what they sent: a full disk must not make anybody's requests free."""
+async def test_usage_on_full_disk_is_written_later(control: Control, monkeypatch):
+    """Gateways forget sent usage, so a full disk must not lose it."""
     made = await ask(control, "POST", "/keys", json={"name": "trial", "tokens_per_day": 100})
     spending = control.context.spending
     with monkeypatch.context() as full:

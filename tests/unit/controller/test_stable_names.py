@@ -1,4 +1,4 @@
-"""Jobs that make versions of one model: whose name it is, what is alike, and which version answers."""
+"""Jobs that make versions of one model: owner of the name, equal properties, and the active version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.controller.test_admin import ask, ended
 
 
 async def made(control: Control, **fields: Any) -> str:
-    """A queued job that makes a version of `fraud`."""
+    """Create a queued job that makes a version of `fraud`; return its id."""
     return await control.job(extra_body={"publish_as": "fraud", **fields})
 
 
@@ -25,7 +25,7 @@ def published(control: Control, job_id: str, step: int, **more: Any) -> dict[str
 
 
 def run(control: Control, events: JobEvents, job_id: str, step: int = 10, **more: Any) -> str:
-    """The job from its start to its end; its version."""
+    """Run the job from start to end; return its version."""
     events.started(job_id, ["n0/0"])
     event = published(control, job_id, step, **more)
     events.ingest(job_id, event)
@@ -44,7 +44,7 @@ async def test_retrain_makes_a_version_of_the_model(control: Control, events: Jo
     assert (await control.sdk.fine_tuning.jobs.retrieve(first)).fine_tuned_model == "fraud"
     assert active(control) == v1 and (await control.messages(first))[-2] == f"New version of fraud: {v1}, which answers"
     second = await made(control)
-    v2 = run(control, events, second)  # the same step: of another job, and so another version and checkpoint
+    v2 = run(control, events, second)  # the same step of another job makes another version and checkpoint
     assert v1 != v2 and active(control) == v2
     assert (await control.messages(second))[-2] == f"New version of fraud: {v2}, which answers in place of {v1}"
     assert [row.version for row in models.list_versions(control.db, "fraud")] == [v1, v2]
@@ -70,7 +70,7 @@ async def test_inactive_version_can_be_a_canary(control: Control, events: JobEve
         version["version"]: version["held_back"] for version in (await ask(control, "GET", "/models/fraud"))["versions"]
     }
     assert shown == {v1: False, v2: True, v3: False}
-    # What never answered is not a version to go back to, unless somebody names it.
+    # Rollback skips versions that were never active, unless named.
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
     path = "/models/fraud/canary"
     await ask(control, "PUT", path, json={"version": v2})
@@ -89,7 +89,7 @@ async def test_inactive_version_can_be_a_canary(control: Control, events: JobEve
         ({"activate": False}, "activate"),
     ],
 )
-async def test_names_that_cannot_be_are_refused(control: Control, fields: dict[str, Any], param: str):
+async def test_publish_as_invalid_name_is_rejected(control: Control, fields: dict[str, Any], param: str):
     with pytest.raises(openai.BadRequestError) as caught:
         await control.job(extra_body=fields)
     assert caught.value.param == param
@@ -126,7 +126,7 @@ async def test_import_under_a_name_of_jobs_is_refused(control: Control, events: 
     assert [row.version for row in models.list_versions(control.db, "fraud")] == [version]
 
 
-async def test_versions_of_a_model_are_alike(control: Control, events: JobEvents):
+async def test_versions_of_model_must_share_base(control: Control, events: JobEvents):
     insert_model(control.db, "other")
     file_id = await control.upload()
     first = await made(control)
@@ -140,13 +140,13 @@ async def test_versions_of_a_model_are_alike(control: Control, events: JobEvents
             await of_other()
         if jobs.get(control.db, first).phase == "queued":
             run(control, events, first)
-    # The model itself may be trained on: its base is the same.
+    # The model itself is a valid base: it has the same base.
     body = {"publish_as": "fraud"}
     again = await control.sdk.fine_tuning.jobs.create(model="fraud", training_file=file_id, extra_body=body)
     assert jobs.get(control.db, again.id).output_model == "fraud"
 
 
-async def test_adapters_and_whole_weights_do_not_replace_each_other(control: Control, events: JobEvents):
+async def test_adapter_and_full_versions_cannot_replace_each_other(control: Control, events: JobEvents):
     control.context.sizes.adapter_rank_limit = lambda row: 32
     adapter = {"adapter": {"base": "starter", "base_version": "v1", "rank": 8}}
     first = await control.job(hyperparameters={"lora_rank": 8}, extra_body={"publish_as": "fraud"})
@@ -154,6 +154,6 @@ async def test_adapters_and_whole_weights_do_not_replace_each_other(control: Con
     v1 = run(control, events, first, **adapter)
     message = await refused(control, hyperparameters={"full": True})
     assert "is served as an adapter, and this job would make whole weights" in message
-    # Two first jobs of different kinds: the second's version does not take the first one's engines away.
+    # Two first jobs of different kinds: the second version does not take the engines of the first.
     run(control, events, early)
     assert active(control) == v1 and "goes on answering" in (await control.messages(early))[-2]

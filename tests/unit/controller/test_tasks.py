@@ -1,4 +1,4 @@
-"""Tasks: resumed after a restart, begun again, bounded, ended by their key and by bugs."""
+"""Tasks: resume after a restart, restarts, limits, and ends by key revocation and bugs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.controller.conftest import disk_full
 
 
 class Work:
-    """A kind whose objects wait at `may_end`; what each call did, in order."""
+    """A kind of task whose objects wait for `may_end`. log: the calls in order."""
 
     def __init__(self, db: Database, **bounds: int):
         self.tasks, self.log = Tasks(db), list[str]()
@@ -59,7 +59,7 @@ async def test_task_resumes_after_restart_with_its_cursor(db: Database):
     assert await after.end() == ["run a", "end a"] and TASKS.list_all(db) == []
 
 
-async def test_task_of_rolled_back_object_does_not_run(db: Database):
+async def test_task_of_rolled_back_transaction_does_not_run(db: Database):
     work = Work(db)
     with pytest.raises(ZeroDivisionError), db.transaction():
         work.tasks.start("things", "a", None)
@@ -67,7 +67,7 @@ async def test_task_of_rolled_back_object_does_not_run(db: Database):
     assert await work.end() == []
 
 
-async def test_task_started_on_thread_runs_once_its_transaction_commits(db: Database):
+async def test_task_started_on_thread_runs_after_commit(db: Database):
     work = Work(db)
 
     def make() -> None:
@@ -80,7 +80,7 @@ async def test_task_started_on_thread_runs_once_its_transaction_commits(db: Data
     assert await work.end() == ["run a", "end a"]
 
 
-async def test_key_end_fails_its_tasks_alone(db: Database):
+async def test_end_key_fails_only_tasks_of_key(db: Database):
     key, other = (keys.create(db, name, ["inference"])[0] for name in ("ann", "bob"))
     work = Work(db, per_owner=1)
     for object_id, key_id in (("a", key.id), ("waits", key.id), ("b", other.id)):
@@ -104,7 +104,7 @@ async def test_task_of_ended_key_fails_at_restart(db: Database):
     assert await work.end() == ["fail a invalid_api_key"]
 
 
-async def test_bug_fails_its_object_by_name_and_is_logged(db: Database, caplog: pytest.LogCaptureFixture):
+async def test_bug_in_task_fails_object_and_is_logged(db: Database, caplog: pytest.LogCaptureFixture):
     work = Work(db)
     work.error = ZeroDivisionError("odd")
     work.tasks.start("things", "a", None)
@@ -113,7 +113,7 @@ async def test_bug_fails_its_object_by_name_and_is_logged(db: Database, caplog: 
 
 
 @pytest.mark.parametrize("full", [OSError(errno.ENOSPC, "x"), disk_full()])
-async def test_full_disk_repeats_the_work(db: Database, monkeypatch: pytest.MonkeyPatch, full: Exception):
+async def test_task_on_full_disk_is_retried(db: Database, monkeypatch: pytest.MonkeyPatch, full: Exception):
     monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.001)
     work = Work(db)
     work.error = full
@@ -124,7 +124,7 @@ async def test_full_disk_repeats_the_work(db: Database, monkeypatch: pytest.Monk
     assert (await work.end())[-1] == "end a"
 
 
-async def test_owners_take_turns_and_a_kind_is_bounded(db: Database):
+async def test_tasks_alternate_owners_within_limit(db: Database):
     ann, bob = (keys.create(db, name, ["inference"])[0].id for name in ("ann", "bob"))
     work = Work(db, at_once=2, per_owner=1)
     for object_id, key_id in (("a1", ann), ("a2", ann), ("b1", bob), ("b2", bob)):

@@ -39,7 +39,7 @@ def left(control: Control) -> list[str]:
     ]
 
 
-async def test_parts_in_any_order_make_the_same_file_as_one_upload(control: Control):
+async def test_upload_parts_in_any_order_form_the_same_file(control: Control):
     upload_id = await begun(control)
     ids = {n: await part(control, upload_id, PIECES[n]) for n in (2, 0, 1)}
     unused = await part(control, upload_id, b"never named")
@@ -51,13 +51,13 @@ async def test_parts_in_any_order_make_the_same_file_as_one_upload(control: Cont
     assert done.file.model_dump(exclude={"id", "created_at"}) == whole.model_dump(exclude={"id", "created_at"})
     assert (await control.sdk.files.content(done.file.id)).content == DATA
     assert sorted(left(control)) == sorted([done.file.id, whole.id])
-    # Asked again, as the SDK does when an answer is lost: the same file, no second one.
+    # Repeated as by the SDK after a lost answer: returns the same file.
     again = await control.sdk.uploads.complete(upload_id, part_ids=[ids[0], ids[1], ids[2]])
     assert again.file is not None and again.file.id == done.file.id
     await control.job(training_file=done.file.id)
 
 
-def test_join_opens_one_part_at_a_time(tmp_path: Path):
+def test_join_opens_one_part_file_at_a_time(tmp_path: Path):
     """An upload may have more parts than the process may have open files."""
     ids = [f"part_{number}" for number in range(100)]
     for part_id in ids:
@@ -89,7 +89,7 @@ async def test_complete_with_wrong_parts_can_be_repeated(control: Control):
     assert (await control.sdk.uploads.complete(upload_id, part_ids=ids)).status == "completed"
 
 
-async def test_limits(control: Control):
+async def test_upload_limits_are_enforced(control: Control):
     with pytest.raises(openai.BadRequestError) as refused:
         await begun(control, size=control.context.config.upload_total_bytes + 1)
     assert refused.value.code == "upload_too_large"
@@ -100,17 +100,17 @@ async def test_limits(control: Control):
     with pytest.raises(openai.APIStatusError) as large:
         await part(control, upload_id, b"x" * (control.context.config.upload_part_bytes + 100_000))
     assert large.value.status_code == 413
-    for _ in range(2):  # the second is the first one again, whose answer was lost
+    for _ in range(2):  # the second request repeats the first, whose answer was lost
         await part(control, upload_id, b"x" * 10)
     with pytest.raises(openai.BadRequestError):
-        await part(control, upload_id, b"x")  # announced: 10, and twice as many may come
+        await part(control, upload_id, b"x")  # 10 bytes announced; up to twice as many are accepted
     folder = control.context.uploads_dir / upload_id
     assert sum(entry.stat().st_size for entry in folder.iterdir()) == 20
     row = UPLOADS.find_visible(control.db, upload_id, viewer=None)
     assert row is not None and row.part_bytes == 20, "so that no part lists those before it"
 
 
-async def test_cancelled_and_expired_uploads_leave_nothing(control: Control):
+async def test_cancelled_and_expired_uploads_leave_no_files(control: Control):
     cancelled, expired = await begun(control), await begun(control)
     for upload_id in (cancelled, expired):
         await part(control, upload_id, PIECES[0])
@@ -140,12 +140,12 @@ async def test_upload_continues_after_a_restart(control: Control):
     assert done.file is not None and (await control.sdk.files.content(done.file.id)).content == DATA
 
 
-async def test_complete_of_an_upload_that_ends_meanwhile_is_named(control: Control, monkeypatch):
+async def test_complete_of_concurrently_completed_upload_is_rejected(control: Control, monkeypatch):
     upload_id = await begun(control)
     ids = [await part(control, upload_id, piece) for piece in PIECES]
 
     def joined(*_):
-        UPLOADS.update(control.db, upload_id, status="completed")  # by the same request, which came twice
+        UPLOADS.update(control.db, upload_id, status="completed")  # by a concurrent repetition of the request
         raise FileNotFoundError(ids[0])
 
     monkeypatch.setattr(storage, "_join", joined)

@@ -1,4 +1,4 @@
-"""A gateway in the test's own loop, with an engine and a controller that do what the test tells them."""
+"""A gateway in the test's event loop, with a scripted engine and controller."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class Response:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object; fails unless it has exactly OpenAI's shape."""
+        """The error object, which must have exactly OpenAI's shape."""
         data = json.loads(self.body)
         assert set(data) == {"error"}
         error = data["error"]
@@ -61,7 +61,7 @@ class Response:
 
 
 class Wire:
-    """A client that writes bytes and reads bytes."""
+    """A client that writes and reads raw bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -86,7 +86,7 @@ class Wire:
         return (await asyncio.wait_for(self.reader.readexactly(size + 2), 60))[:-2]
 
     async def response_body(self) -> bytes:
-        """The rest of a chunked body whose head was read."""
+        """The rest of a chunked body after its head was read."""
         body = b""
         while data := await self.chunk():
             body += data
@@ -110,7 +110,7 @@ class Wire:
 
 
 def digest(key: str) -> str:
-    """A key as the table names it."""
+    """The digest that identifies a key in the table."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -132,7 +132,7 @@ def parse_table(data: Mapping[str, Any]) -> Table:
 
 
 def salted(body: bytes, owner: str = "key_all") -> bytes:
-    """A body as an engine gets it: with the salt of its owner's prefixes."""
+    """A body as the engine receives it, with the cache salt of its owner."""
     return orjson.dumps({**orjson.loads(body), "cache_salt": cache_salt(owner)})
 
 
@@ -142,7 +142,7 @@ def chat(model: str = "m", **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Box:
-    """A gateway, its upstreams and its table."""
+    """A gateway with its upstreams and its routing table."""
 
     gateway: Gateway
     port: int
@@ -207,14 +207,14 @@ class Box:
         return await (await self.send(method, target, body, **more)).response()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that no event tells of."""
+        """Poll until a condition without an event holds."""
         async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.002)
 
 
 def waiting(box: Box, batch: bool = False) -> int:
-    """Requests of a class that wait for a place."""
+    """Number of requests of a class that wait for a slot."""
     return sum(len(queue) for (_, one), queue in box.state.holds.queues.items() if one is batch)
 
 
@@ -225,7 +225,7 @@ Start = Callable[..., Awaitable[Box]]
 async def start_box() -> AsyncIterator[Start]:
     """Start a box; keyword arguments override fields of its config. engine: the script of an engine "e0" of "m"."""
     boxes: list[Box] = []
-    folder = Path(tempfile.mkdtemp(prefix="gw-", dir="/tmp"))  # short: a Unix socket's path has 107 bytes
+    folder = Path(tempfile.mkdtemp(prefix="gw-", dir="/tmp"))  # short: a Unix socket's path has at most 107 bytes
 
     async def start(private: socket.socket | None = None, engine: Script | None = None, **overrides: Any) -> Box:
         sockets = {"controller_socket": str(folder / "controller.sock"), "bus_socket": str(folder / "bus.sock")}
@@ -254,7 +254,7 @@ async def start_box() -> AsyncIterator[Start]:
 
 @pytest.fixture
 def listener(tmp_path: Path) -> socket.socket:
-    """The private socket, to start a box with."""
+    """The private socket for starting a box."""
     made = private_socket(tmp_path / "asking.sock")
     made.listen()
     made.setblocking(False)

@@ -1,4 +1,4 @@
-"""Who may do what: routes, methods, keys, scopes; revoked means now; and the private socket of the box itself."""
+"""Access control: routes, methods, keys, scopes, immediate revocation, and the private socket of the box."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ UNKNOWN = (
 WRONG = [("DELETE", "/v1/chat/completions"), ("POST", "/health"), ("GET", "/v1/responses"), ("OPTIONS", "/v1/models")]
 
 
-async def test_urls_and_methods_beyond_the_list_are_refused(box: Box) -> None:
+async def test_unlisted_urls_and_methods_are_rejected(box: Box) -> None:
     for target in UNKNOWN:
         response = await box.ask("GET", target)
         assert (response.status, response.error["code"]) == (404, "unknown_url"), target
@@ -34,8 +34,8 @@ async def test_urls_and_methods_beyond_the_list_are_refused(box: Box) -> None:
         assert method not in response.headers["allow"]
 
 
-def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> None:
-    """Its parser cut a fragment off, so that a POST whose end was checked here reached a shorter URL there."""
+def test_checked_path_equals_path_routed_by_controller() -> None:
+    """The controller's parser cuts off a fragment: a POST checked here could reach a shorter URL there."""
     before = (b"/v1/models/a", b"/v1/files/f", b"/v1/responses/", b"/admin/v1/models/x", b"/v1/models")
     passed = 0
     for start, byte, end in itertools.product(
@@ -52,8 +52,8 @@ def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> Non
     assert passed > 1000
 
 
-# The scopes of the controller's routes: test_owners.py of the controller.
-async def test_scopes_decide_what_a_key_may(box: Box) -> None:
+# test_owners.py of the controller tests the scopes of the controller's routes.
+async def test_scopes_limit_routes_of_a_key(box: Box) -> None:
     controller = await box.control(gives({"ok": True}))
     for name, method, target, allowed in (
         ("inference", "POST", "/v1/chat/completions", True),
@@ -77,7 +77,7 @@ async def test_scopes_decide_what_a_key_may(box: Box) -> None:
             assert seen == (len(controller.requests), len(box.engines["e0"].requests))
 
 
-async def test_keys_come_in_two_headers_and_no_other_way(box: Box) -> None:
+async def test_keys_are_accepted_in_two_headers_only(box: Box) -> None:
     await box.control(gives({"data": []}))
     for headers, code in (
         ("", "missing_api_key"),
@@ -96,7 +96,7 @@ async def test_keys_come_in_two_headers_and_no_other_way(box: Box) -> None:
     assert box.state.metrics.events["bad_key"] == 6
 
 
-async def test_model_that_is_unknown_or_cannot_do_it_is_refused_at_once(start_box: Start) -> None:
+async def test_unknown_or_unsuitable_model_is_rejected_at_once(start_box: Start) -> None:
     box = await start_box(holds={"hold_s": 0.0}, engine=answer_chat)
     box.serve("embedder", "e0", task="embed")
     box.serve("plain", chats=False)  # has no chat template
@@ -111,19 +111,19 @@ async def test_model_that_is_unknown_or_cannot_do_it_is_refused_at_once(start_bo
     ):
         response = await box.ask("POST", path, prompts.get(path, chat()) | {"model": model})
         assert response.error["code"] == code and response.error["param"] in ("model", None)
-    messages = await box.ask("POST", "/v1/messages", chat("plain", max_tokens=3))  # Anthropic's shape
+    messages = await box.ask("POST", "/v1/messages", chat("plain", max_tokens=3))  # error in Anthropic's shape
     assert messages.status == 400 and b"no chat template" in messages.body
 
 
-async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
-    """By its name and by a version's; whoever may use it, and an admin, may."""
+async def test_model_of_another_owner_looks_unknown(box: Box) -> None:
+    """Under the model's name and a version's name; permitted owners and admins may use it."""
     url, key = "/v1/chat/completions", "sk-test-inference"
     for name, owners in (("theirs", ["key_other"]), ("hers", ["key_other", "key_inference"])):
         box.serve(name, "e0")
         box.models[name]["owners"] = box.models.setdefault(f"{name}@v1", {**box.models[name]})["owners"] = owners
     box.apply()
     for suffix in ("", "@v1", "@v2"):
-        for more in ({}, {"n": "many"}):  # nor is its body looked at before
+        for more in ({}, {"n": "many"}):  # checked before the body is
             answer = await box.ask("POST", url, chat("theirs" + suffix, **more), key=key)
             nobodys = await box.ask("POST", url, chat("nobodys" + suffix), key=key)
             assert answer.status == 404 and answer.body == nobodys.body.replace(b"nobodys", b"theirs")
@@ -138,7 +138,7 @@ async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
         assert answer.error["code"] == "model_not_found", "what its list leaves out is as little there"
 
 
-async def test_health_names_what_is_degraded_and_waits_for_a_table(start_box: Start) -> None:
+async def test_health_lists_degraded_parts_and_requires_table(start_box: Start) -> None:
     box = await start_box()
     box.state.generation = -1
     response = await box.ask("POST", "/v1/chat/completions", chat())
@@ -172,7 +172,7 @@ async def _ended(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("how", ["revoked", "rotated", "expired"])
-async def test_a_body_that_is_still_arriving(box: Box, how: str) -> None:
+async def test_revoked_key_aborts_partly_received_request(box: Box, how: str) -> None:
     wire = await box.connect()
     await wire.send(_head() + BODY)
     await box.until(lambda: box.state.buffered_bytes == len(BODY))
@@ -189,8 +189,8 @@ async def test_a_body_that_is_still_arriving(box: Box, how: str) -> None:
     assert box.state.metrics.events["revoked_in_flight"] == 1
 
 
-async def test_what_was_pipelined_behind_a_stream_never_begins(box: Box) -> None:
-    """One whole request, and one whose body is arriving, behind a stream of the same key."""
+async def test_revoked_key_drops_pipelined_requests(box: Box) -> None:
+    """A complete and a partly received request wait behind a stream of the same key."""
     box.engines["e0"].script = sends(chat_events("a", done=False)[0], ends=False)
     wire = await box.send("POST", "/v1/chat/completions", chat(stream=True), key=MINE)
     await box.until(lambda: len(box.engines["e0"].requests) == 1)
@@ -203,7 +203,7 @@ async def test_what_was_pipelined_behind_a_stream_never_begins(box: Box) -> None
     assert len(box.engines["e0"].requests) == 1 and box.state.buffered_bytes == 0
 
 
-async def test_a_request_that_is_held(box: Box) -> None:
+async def test_revoked_key_aborts_held_request(box: Box) -> None:
     box.serve("m", "e0:draining")
     wire = await box.send("POST", "/v1/chat/completions", chat(), key=MINE)
     await box.until(lambda: box.state.holds.models()["m"] == 1)
@@ -212,7 +212,7 @@ async def test_a_request_that_is_held(box: Box) -> None:
     assert box.state.holds.models()["m"] == 0
 
 
-async def test_a_control_request_whose_answer_is_awaited(box: Box) -> None:
+async def test_revoked_key_aborts_pending_control_request(box: Box) -> None:
     controller = await box.control(hangs)
     wire = await box.send("GET", "/v1/files", key="sk-test-tuning")
     await box.until(lambda: bool(controller.requests))
@@ -226,8 +226,8 @@ def _rotate(box: Box, key: str) -> None:
     box.revoke(key)
 
 
-async def test_who_asks_for_a_new_secret_of_the_key_that_asks_gets_it(box: Box) -> None:
-    """Otherwise nobody would have the new secret of the last administrator."""
+async def test_rotation_of_own_key_returns_new_secret(box: Box) -> None:
+    """Otherwise the new secret of the last administrator would be lost."""
     asked, rotated = asyncio.Event(), asyncio.Event()
 
     async def rotate(request: UpstreamRequest, reply: Reply) -> None:
@@ -242,14 +242,14 @@ async def test_who_asks_for_a_new_secret_of_the_key_that_asks_gets_it(box: Box) 
     await asyncio.wait_for(asked.wait(), 60)
     await box.until(lambda: len(box.state.exchanges) == 2)
     _rotate(box, OTHER)
-    await _ended(dripping)  # by whoever knows the old one it would learn the newest
+    await _ended(dripping)  # a holder of the old secret must not learn the new one
     rotated.set()
     answer = await wire.response()
     assert answer.status == 200 and b'"new"' in answer.body
 
 
-async def test_a_key_is_refused_from_its_end_on(box: Box) -> None:
-    """By the gateway's own clock, and also once the controller has taken it out of the table."""
+async def test_expired_key_is_rejected(box: Box) -> None:
+    """By the gateway's clock, and after the controller removes the key from the table."""
     row = dict(box.keys[digest(MINE)])
     for changed, status in (
         (row | {"expires_s": time.time() + 60}, 200),
@@ -274,7 +274,7 @@ async def ask_privately(box: Box, listener: socket.socket, headers: str, **field
     return await wire.response()
 
 
-async def test_private_request_is_of_the_key_that_it_names(box: Box, listener: socket.socket) -> None:
+async def test_private_request_is_charged_to_named_key(box: Box, listener: socket.socket) -> None:
     answer = await ask_privately(box, listener, f"X-Appliance-Key-Id: key_inference\r\n{BATCH}")
     assert answer.status == 200
     (row,) = box.state.spending.take_sums()
@@ -282,7 +282,7 @@ async def test_private_request_is_of_the_key_that_it_names(box: Box, listener: s
     assert salted(b"{}", "key_inference")[1:-1] in box.engines["e0"].requests[0].body
 
 
-async def test_private_request_may_what_its_key_may(box: Box, listener: socket.socket) -> None:
+async def test_private_request_has_permissions_of_named_key(box: Box, listener: socket.socket) -> None:
     for headers, status in (
         ("X-Appliance-Key-Id: key_tuning\r\n", 403),
         ("X-Appliance-Key-Id: key_unknown\r\n", 401),
@@ -293,7 +293,7 @@ async def test_private_request_may_what_its_key_may(box: Box, listener: socket.s
         assert (await ask_privately(box, listener, headers + BATCH)).status == status
 
 
-async def test_private_request_ends_with_its_key_and_the_boxs_does_not(box: Box, listener: socket.socket) -> None:
+async def test_private_request_ends_with_named_key_only(box: Box, listener: socket.socket) -> None:
     began, end = asyncio.Semaphore(0), asyncio.Event()
 
     async def waits(request: UpstreamRequest, reply: Reply) -> None:
@@ -319,7 +319,7 @@ async def test_private_request_ends_with_its_key_and_the_boxs_does_not(box: Box,
 
 
 @pytest.mark.parametrize("key", [None, "sk-test-tuning"])
-async def test_public_request_is_of_no_key_that_it_names(start_box: Start, key: str | None) -> None:
+async def test_public_request_with_key_id_header_is_rejected(start_box: Start, key: str | None) -> None:
     box = await start_box(engine=answer_chat)
     for name in ("X-Appliance-Key-Id", "x_appliance_key_id", "X-Appliance-Key-ID"):
         for value in ("key_all", ""):
@@ -339,7 +339,7 @@ def train(box: Box) -> str:
     return name
 
 
-async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_the_base(
+async def test_private_request_to_policy_version_charges_base_model(
     box: Box, listener: socket.socket, policy: str
 ) -> None:
     headers = f"X-Appliance-Key-Id: key_inference\r\n{BATCH}"
@@ -351,7 +351,7 @@ async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_th
     assert (await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")).status == 404
 
 
-async def test_model_in_training_may_be_silent_for_long(start_box: Start, listener: socket.socket) -> None:
+async def test_private_request_to_policy_may_exceed_silence_limit(start_box: Start, listener: socket.socket) -> None:
     async def slow(request: UpstreamRequest, reply: Reply) -> None:
         await asyncio.sleep(0.2)
         await answer_chat(request, reply)
@@ -364,5 +364,5 @@ async def test_model_in_training_may_be_silent_for_long(start_box: Start, listen
 
 @pytest.mark.parametrize("version", ["", "@step-3.ab"])
 @pytest.mark.parametrize("key", ["sk-test-admin", "sk-test-all"])
-async def test_client_meets_no_model_in_training(box: Box, policy: str, key: str, version: str) -> None:
+async def test_public_request_to_policy_is_not_found(box: Box, policy: str, key: str, version: str) -> None:
     assert (await box.ask("POST", URL, chat(model=policy + version), key=key)).status == 404

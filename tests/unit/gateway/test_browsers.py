@@ -1,4 +1,4 @@
-"""What browsers and careless base URLs ask: the page and its login, cross-origin requests, HEAD, one slash too many."""
+"""Requests of browsers and of careless base URLs: page, login, cross-origin requests, HEAD, extra slashes."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ PREFLIGHT = FROM_PAGE + (
 
 
 @pytest.mark.parametrize("target", ["/v1/chat/completions", "/nowhere"])
-async def test_preflight_of_a_named_page_is_answered_without_a_key(start_box: Start, target: str) -> None:
+async def test_preflight_from_allowed_origin_needs_no_key(start_box: Start, target: str) -> None:
     box = await start_box(cors_origins=[PAGE])
     answer = await box.ask("OPTIONS", target, key=None, headers=PREFLIGHT)
     assert answer.status == 200
@@ -30,7 +30,7 @@ async def test_preflight_of_a_named_page_is_answered_without_a_key(start_box: St
 
 
 @pytest.mark.parametrize("origins", [[], ["https://other.example.org"]])
-async def test_page_that_is_not_named_learns_nothing(start_box: Start, origins: list[str]) -> None:
+async def test_other_origin_gets_no_cors_headers(start_box: Start, origins: list[str]) -> None:
     box = await start_box(cors_origins=origins, engine=answer_chat)
     preflight = await box.ask("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT)
     assert preflight.status == 405 and "access-control-allow-origin" not in preflight.headers
@@ -38,7 +38,7 @@ async def test_page_that_is_not_named_learns_nothing(start_box: Start, origins: 
     assert answer.status == 200 and "access-control-allow-origin" not in answer.headers
 
 
-async def test_a_page_reads_answers_streams_and_errors(start_box: Start) -> None:
+async def test_allowed_origin_reads_answers_streams_and_errors(start_box: Start) -> None:
     box = await start_box(cors_origins=[PAGE], engine=answer_chat)
     await box.control(gives({"data": []}))
     for answer in (
@@ -52,7 +52,7 @@ async def test_a_page_reads_answers_streams_and_errors(start_box: Start) -> None
         assert answer.headers["access-control-expose-headers"] == "*"
 
 
-async def test_head_is_a_get_without_its_body_and_needs_what_that_needs(box: Box) -> None:
+async def test_head_equals_get_without_body(box: Box) -> None:
     controller = await box.control(gives({"object": "list", "data": []}))
     wire = await box.connect()
     for target, key, expected in (
@@ -65,11 +65,11 @@ async def test_head_is_a_get_without_its_body_and_needs_what_that_needs(box: Box
         status, headers, _ = await wire.head()
         assert status == expected and int(headers["content-length"]) > 0
         await wire.send(request_bytes("GET", "/v1/models"))
-        assert json.loads((await wire.response()).body)["data"] == []  # no body lay in between
+        assert json.loads((await wire.response()).body)["data"] == []  # HEAD sent no body in between
     assert {request.method for request in controller.requests} == {"GET"}
 
 
-async def test_one_slash_too_many_reaches_the_same_routes(box: Box) -> None:
+async def test_extra_slashes_reach_the_same_routes(box: Box) -> None:
     controller = await box.control(gives({"data": []}))
     for target in ("/v1/chat/completions/", "//v1/chat/completions", "/v1//chat/completions"):
         assert (await box.ask("POST", target, chat())).status == 200
@@ -84,7 +84,7 @@ SCRIPT = next(path for path in site() if path.endswith(b"/app.js")).decode()
 
 
 @pytest.mark.parametrize("target", ["/ui", "/ui/", "//ui", "/ui?x=1", SCRIPT])
-async def test_the_page_is_sent_without_a_key_and_without_a_table(start_box: Start, target: str) -> None:
+async def test_page_is_served_without_key_and_table(start_box: Start, target: str) -> None:
     box = await start_box()
     box.state.generation = -1
     answer = await box.ask("GET", target, key=None)
@@ -96,14 +96,14 @@ async def test_the_page_is_sent_without_a_key_and_without_a_table(start_box: Sta
     assert "set-cookie" not in answer.headers
 
 
-async def test_other_paths_below_the_page_are_unknown(box: Box) -> None:
+async def test_other_paths_below_page_are_unknown(box: Box) -> None:
     beside = SCRIPT.replace("app.js", "../site.py")
     for target in ("/ui/app.js", "/uix", "/ui/../admin/v1/status", "/ui/..%2f..%2fsite.py", beside):
         answer = await box.ask("GET", target, key=None)
         assert answer.status == 404 and answer.error["code"] == "unknown_url"
 
 
-async def test_bare_address_leads_browsers_to_the_page_and_is_unknown_to_programs(start_box: Start) -> None:
+async def test_root_url_redirects_only_browsers(start_box: Start) -> None:
     box = await start_box()
     told = await box.ask("GET", "/", key=None, headers="Accept: text/html,application/xhtml+xml,*/*;q=0.8\r\n")
     assert told.status == 303 and told.headers["location"] == "/ui" and told.headers["vary"] == "accept"
@@ -121,7 +121,7 @@ BY_PAGE = SENT + TOLD + SAME
 
 
 def begin(box: Box, key: str = KEY, *, for_s: float = 60.0) -> None:
-    """Put a login of this key into the table."""
+    """Add a login of this key to the table."""
     box.limit(key, sessions={digest(f"{COOKIE}.{HALF}"): {"id": LOGIN, "until_s": time.time() + for_s}})
 
 
@@ -145,7 +145,7 @@ async def test_login_has_the_scopes_of_its_key(read_box: Box) -> None:
     assert not {"cookie", "x-appliance-page"} & set(seen)
 
 
-# What a browser sends of its own for other pages, with the cookie, which it sends to every port of the host.
+# Requests that a browser sends for other pages. It sends the cookie to every port of the host.
 FORGED = {
     "a form of another site": ("POST", SENT + "Sec-Fetch-Site: cross-site\r\nOrigin: https://evil.example\r\n"),
     "a form of another port": ("POST", SENT + "Sec-Fetch-Site: same-site\r\nOrigin: http://box:99\r\n"),
@@ -180,7 +180,7 @@ async def test_forged_requests_cannot_use_a_login(start_box: Start, method: str,
     assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_the_page_itself_may_change_things(read_box: Box) -> None:
+async def test_page_may_send_changes(read_box: Box) -> None:
     begin(read_box, "sk-test-admin")
     for headers in (SAME, "Origin: http://box\r\n", SAME + "Origin: http://box\r\n"):
         answer = await read_box.ask("POST", "/admin/v1/mode", {}, key=None, headers=SENT + TOLD + headers)
@@ -188,7 +188,7 @@ async def test_the_page_itself_may_change_things(read_box: Box) -> None:
     assert (await read_box.ask("GET", "/admin/v1/keys", key=None, headers=SENT + TOLD)).status == 200
 
 
-async def test_login_ends_on_time_and_with_its_key(read_box: Box) -> None:
+async def test_login_ends_at_expiry_and_with_its_key(read_box: Box) -> None:
     for for_s, limits, status in ((-1, {}, 401), (60, {}, 200), (60, {"expires_s": 1000.0}, 401)):
         read_box.limit(KEY, **limits)
         begin(read_box, for_s=for_s)
@@ -216,7 +216,7 @@ async def test_ended_login_aborts_its_open_requests(start_box: Start, whose: str
     assert box.state.metrics.events["revoked_in_flight"] == 1
 
 
-async def test_request_that_ends_its_own_login_is_answered(start_box: Start) -> None:
+async def test_logout_request_is_answered(start_box: Start) -> None:
     box = await start_box()
 
     async def ends(request: UpstreamRequest, reply: Reply) -> None:
@@ -230,7 +230,7 @@ async def test_request_that_ends_its_own_login_is_answered(start_box: Start) -> 
     assert head.startswith("HTTP/1.1 200 ") and head.count(f"set-cookie: {LOGIN}=; Max-Age=0;") == 2
 
 
-async def test_login_cookie_is_set_for_both_paths_of_the_page(start_box: Start) -> None:
+async def test_login_cookie_is_set_for_both_api_paths(start_box: Start) -> None:
     box = await start_box()
     cookie = f"x-appliance-cookie: {LOGIN}={COOKIE}; Max-Age=60\r\nset-cookie: a=b\r\n"
     await box.control(gives({"id": LOGIN}, headers=cookie))
@@ -243,7 +243,7 @@ async def test_login_cookie_is_set_for_both_paths_of_the_page(start_box: Start) 
     ]
 
 
-async def test_oidc_routes_need_no_key_and_act_as_the_gateway(start_box: Start) -> None:
+async def test_oidc_routes_need_no_key_and_use_gateway_identity(start_box: Start) -> None:
     box = await start_box()
     controller = await box.control(LISTS)
     forged = SAME + "X-Appliance-Key-Id: key_admin\r\nX-Appliance-Scopes: admin\r\n"
@@ -278,7 +278,7 @@ async def test_routes_near_oidc_need_a_key(read_box: Box) -> None:
 
 
 @pytest.mark.parametrize("headers", ["", "Origin: https://evil.example\r\n", "Sec-Fetch-Site: none\r\n"])
-async def test_another_page_begins_and_finishes_no_login(read_box: Box, headers: str) -> None:
+async def test_oidc_from_other_page_is_rejected(read_box: Box, headers: str) -> None:
     for end in ("begin", "finish"):
         answer = await read_box.ask("POST", f"/admin/v1/oidc/{end}", {}, key=None, headers=headers)
         assert answer.status == 403 and answer.error["code"] == "cross_site_request"

@@ -1,4 +1,4 @@
-"""Everything that is not inference goes to the controller, with an identity that only the gateway can give."""
+"""Relay of all other routes to the controller, with an identity that only the gateway can set."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from .upstreams import Reply, UpstreamRequest, answer_chat, dies, gives
 ANSWERS = gives({"object": "list", "data": []}, headers="x-kept: 1\r\nconnection: x-dropped\r\nx-dropped: 1\r\n")
 
 
-async def test_identity_is_added_and_cannot_be_forged(box: Box) -> None:
+async def test_relay_adds_identity_and_drops_forged_headers(box: Box) -> None:
     controller = await box.control(ANSWERS)
     response = await box.ask(
         "GET",
@@ -35,12 +35,12 @@ async def test_identity_is_added_and_cannot_be_forged(box: Box) -> None:
     assert seen.headers["idempotency-key"] == "abc" and seen.headers["x-stainless-retry-count"] == "1"
     assert not {n for n in seen.headers if "anything" in n or "_" in n}
     assert not {"authorization", "cookie", "x-forwarded-for", "x-hop"} & set(seen.headers)
-    # Asked to close, the controller would cut off its answer to a body that it has not read.
+    # With "Connection: close" the controller would cut off its answer to an unread body.
     assert seen.headers["connection"] == "keep-alive"
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_uploads_stream_through_unbuffered(box: Box, chunked: bool) -> None:
+async def test_relay_streams_uploads_unbuffered(box: Box, chunked: bool) -> None:
     block = bytes(range(256)) * 256
     arrived = asyncio.Event()
     received = 0
@@ -64,7 +64,7 @@ async def test_uploads_stream_through_unbuffered(box: Box, chunked: bool) -> Non
     framed = b"%x\r\n%b\r\n" % (len(block), block) if chunked else block
     head = f"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\n{framing}\r\n\r\n"
     await wire.send(head.encode() + framed)
-    await asyncio.wait_for(arrived.wait(), 60)  # the first block is through long before the last is sent
+    await asyncio.wait_for(arrived.wait(), 60)  # the first block arrives long before the last block is sent
     for _ in range(49):
         await wire.send(framed)
     if chunked:
@@ -78,7 +78,7 @@ async def test_uploads_stream_through_unbuffered(box: Box, chunked: bool) -> Non
 SHAPED = {"error": {"message": "m", "type": "invalid_request_error", "param": None, "code": "conflict"}}
 
 
-async def test_controller_errors_keep_or_get_openais_shape(box: Box) -> None:
+async def test_relay_errors_have_openai_shape(box: Box) -> None:
     controller = await box.control(ANSWERS)
     for status, body, message, code, given, headers in (
         (409, SHAPED, "m", "conflict", "", {"x-should-retry": "false", "retry-after": None}),
@@ -92,7 +92,7 @@ async def test_controller_errors_keep_or_get_openais_shape(box: Box) -> None:
         assert {name: response.headers.get(name) for name in headers} == headers
 
 
-async def test_controller_that_restarts_is_waited_for_and_inference_goes_on(start_box: Start) -> None:
+async def test_relay_waits_for_controller_restart_while_inference_runs(start_box: Start) -> None:
     box = await start_box(limits={"controller_wait_s": 2.0}, engine=answer_chat)
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
     away = await box.ask("GET", "/v1/models")
@@ -105,7 +105,7 @@ async def test_controller_that_restarts_is_waited_for_and_inference_goes_on(star
 
 
 @pytest.mark.parametrize("ending", ["leaves", "bad chunk"])
-async def test_upload_that_breaks_off_never_completes_upstream(box: Box, ending: str) -> None:
+async def test_relay_of_aborted_upload_never_completes_upstream(box: Box, ending: str) -> None:
     begun, outcome = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,7 +122,7 @@ async def test_upload_that_breaks_off_never_completes_upstream(box: Box, ending:
         b"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nTransfer-Encoding: chunked\r\n\r\n"
         b"3\r\nabc\r\n"
     )
-    await asyncio.wait_for(begun.wait(), 60)  # before, there would be no upstream to be cut off
+    await asyncio.wait_for(begun.wait(), 60)  # until then no upstream connection exists to cut off
     if ending == "leaves":
         wire.close()
     else:
@@ -132,7 +132,7 @@ async def test_upload_that_breaks_off_never_completes_upstream(box: Box, ending:
     server.close()
 
 
-# Bytes that an attacker wants read as a head.
+# Bytes that an attacker wants the controller to parse as a head.
 EVIL = (
     b"GET /admin/v1/keys HTTP/1.1\r\nhost: appliance\r\nx-appliance-key-id: key_admin\r\nx-appliance-scopes: admin\r\n"
     b"x-evil: 1\r\n\r\n"
@@ -140,7 +140,7 @@ EVIL = (
 AUTH = b"Host: a\r\nAuthorization: Bearer sk-test-all\r\n"
 
 
-async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> None:
+async def test_relay_applies_backpressure_to_uploads(box: Box) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         reader._transport.pause_reading()  # type: ignore[attr-defined]
@@ -150,13 +150,13 @@ async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> Non
     await wire.send(b"POST /v1/files HTTP/1.1\r\n" + AUTH + b"Content-Length: 400000000\r\n\r\n")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1):
-            for _ in range(100):  # far more than all buffers between the two take
+            for _ in range(100):  # far more than all buffers on the way hold
                 await wire.send(b"x" * 1_000_000)
     assert all(connection.flow.read_paused for connection in box.state.connections)
     server.close()
 
 
-async def test_relay_refuses_a_get_with_a_body(box: Box) -> None:
+async def test_relay_rejects_get_with_body(box: Box) -> None:
     controller = await box.control(ANSWERS)
     for method, target in (("GET", "/v1/files"), ("DELETE", "/v1/files/file-1"), ("GET", "/metrics")):
         wire = await box.connect()
@@ -174,7 +174,7 @@ async def test_relay_refuses_a_get_with_a_body(box: Box) -> None:
     assert [request.method for request in controller.requests] == ["GET", "GET", "GET", "DELETE"]
 
 
-async def test_relay_repeats_only_requests_without_a_body(box: Box) -> None:
+async def test_relay_retries_only_requests_without_body(box: Box) -> None:
     async def every_second_time(request: UpstreamRequest, reply: Reply) -> None:
         await (ANSWERS if len(controller.requests) % 2 else dies)(request, reply)
 

@@ -1,4 +1,4 @@
-"""Engines that die, hang, err or lie; clients that leave or never read; the two shapes of errors."""
+"""Engines that die, hang or answer wrongly; clients that disconnect or stop reading; both error shapes."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ async def dies_after_head(request: UpstreamRequest, reply: Reply) -> None:
 
 @pytest.mark.parametrize("script", [dies, dies_after_head])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_death_before_the_first_byte_is_invisible(box: Box, script: Script, stream: bool) -> None:
+async def test_engine_death_before_first_byte_is_retried(box: Box, script: Script, stream: bool) -> None:
     await box.engine("bad", script)
     box.serve("m", "bad", "e0")
     for seed in range(3):
@@ -33,7 +33,7 @@ async def test_death_before_the_first_byte_is_invisible(box: Box, script: Script
 @pytest.mark.parametrize(
     "head", [b"HTTP/1.1 200 OK\r\nmetadata: " + b"x" * 70_000 + b"\r\n\r\n", b"no head at all\r\n\r\n"]
 )
-async def test_an_answer_that_cannot_be_read_is_no_death_of_its_engine(box: Box, head: bytes) -> None:
+async def test_malformed_answer_does_not_count_as_engine_death(box: Box, head: bytes) -> None:
     await box.engine("e1")
     box.serve("m", "e0", "e1")
 
@@ -55,7 +55,7 @@ async def test_an_answer_that_cannot_be_read_is_no_death_of_its_engine(box: Box,
     assert box.state.metrics.events["held"] == 0
 
 
-async def test_large_plain_answer_cut_short_breaks_the_transfer(box: Box) -> None:
+async def test_truncated_large_answer_breaks_the_transfer(box: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9000000\r\n\r\n")
         await reply.raw(b"x" * 1_000_000)
@@ -86,7 +86,7 @@ async def test_engine_errors_are_rewritten(box: Box) -> None:
     assert box.state.router.choose(["m"], Work(), 0.0) is not None, "one client's 500s must not block a replica"
 
 
-async def test_dying_engine_that_still_answers_500_is_retried(box: Box) -> None:
+async def test_error_500_of_dying_engine_is_retried(box: Box) -> None:
     dead = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}}
     whole, stream = gives(dead, 500), sends(b"data: %b\n\n" % json.dumps(dead).encode(), b"data: [DONE]\n\n")
 
@@ -100,13 +100,13 @@ async def test_dying_engine_that_still_answers_500_is_retried(box: Box) -> None:
         assert response.status == 200 and response.body == b"".join(chat_events("hel", "lo"))
 
 
-async def test_adapter_missing_on_one_engine_is_asked_of_the_other(box: Box) -> None:
+async def test_adapter_missing_on_one_engine_is_retried_elsewhere(box: Box) -> None:
     missing = {"message": "The model `ft:mine@v1` does not exist.", "type": "NotFoundError", "code": 404}
     await box.engine("e1", gives({"error": missing}, 404))
     box.serve("m", "e0", "e1")
     box.models["ft:mine"] = {**box.models["m"], "adapter": "ft:mine@v1"}
     box.apply()
-    for turn in range(8):  # by their beginnings some prefer the engine that lacks it
+    for turn in range(8):  # prefix routing prefers the engine without the adapter for some
         body = chat("ft:mine", messages=[{"role": "user", "content": str(turn)}])
         assert (await box.ask("POST", "/v1/chat/completions", body)).status == 200
     assert 0 < len(box.engines["e1"].requests) <= 8
@@ -120,7 +120,7 @@ async def test_silent_engine_times_out(start_box: Start) -> None:
 
 
 @pytest.mark.parametrize("when", ["before the head", "mid-stream"])
-async def test_leaving_client_aborts_the_engine_at_once(box: Box, when: str) -> None:
+async def test_client_disconnect_aborts_engine_request_at_once(box: Box, when: str) -> None:
     box.engines["e0"].script = sends(chat_events("a")[0], ends=False) if when == "mid-stream" else hangs
     wire = await box.send("POST", "/v1/chat/completions", chat(stream=True))
     await box.until(lambda: bool(box.engines["e0"].requests))
@@ -133,8 +133,8 @@ async def test_leaving_client_aborts_the_engine_at_once(box: Box, when: str) -> 
     assert box.state.buffered_bytes == 0
 
 
-async def test_key_that_ends_while_an_unread_error_waits_ends_the_connection(box: Box) -> None:
-    box.engines["e0"].script = sends(b"data: %b\n\n" % (b"x" * (12 << 20)))  # a stream without its end
+async def test_revoked_key_closes_connection_with_unread_error(box: Box) -> None:
+    box.engines["e0"].script = sends(b"data: %b\n\n" % (b"x" * (12 << 20)))  # a stream without an end
     await box.send("POST", "/v1/chat/completions", chat(stream=True, temperature=1))
     await box.until(lambda: any(exchange.broke_off for exchange in box.state.exchanges))
     (exchange,) = box.state.exchanges
@@ -148,7 +148,7 @@ POISON = "poison"
 
 
 async def start_engines(box: Box, *names: str) -> None:
-    """Engines that die, with all they have, of a request whose user is POISON, and answer others after a moment."""
+    """Start engines that die of a request with the user POISON and answer other requests after a moment."""
     for name in names:
 
         async def script(request: UpstreamRequest, reply: Reply, name: str = name) -> None:
@@ -168,7 +168,7 @@ async def ask(box: Box, user: str = "", **more: Any) -> Response:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_request_that_ends_engines_ends_two_and_no_third(start_box: Start, stream: bool) -> None:
+async def test_request_that_kills_engines_stops_after_two(start_box: Start, stream: bool) -> None:
     box = await start_box()
     await start_engines(box, *(f"e{n}" for n in range(4)))
     answer = await ask(box, POISON, stream=stream)
@@ -181,8 +181,8 @@ async def test_request_that_ends_engines_ends_two_and_no_third(start_box: Start,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_engines_of_a_node_that_is_gone_did_not_die_of_the_request(start_box: Start, stream: bool) -> None:
-    """One breaks off under it, and the others cannot be reached."""
+async def test_node_loss_does_not_count_as_engine_deaths(start_box: Start, stream: bool) -> None:
+    """One engine breaks off during the request, and the others cannot be reached."""
     box = await start_box()
     gone = [f"gone{n}" for n in range(6)]
 
@@ -210,7 +210,7 @@ def message(model: str = "m", **more: Any) -> dict[str, Any]:
 
 
 def told(response: Response, status: int, kind: str) -> str:
-    """The message, if this is Anthropic's error object."""
+    """Assert that this is Anthropic's error object; return its message."""
     data = json.loads(response.body)
     assert (response.status, set(data), data["type"]) == (status, {"type", "error", "request_id"}, "error")
     assert set(data["error"]) == {"type", "message"} and data["error"]["type"] == kind
@@ -218,7 +218,7 @@ def told(response: Response, status: int, kind: str) -> str:
     return data["error"]["message"]
 
 
-async def test_messages_refusals_have_anthropics_shape(start_box: Start) -> None:
+async def test_messages_errors_have_anthropic_shape(start_box: Start) -> None:
     box = await start_box(holds={"hold_s": 1.02}, limits={"inference_body_bytes": 2000}, engine=answer_chat)
     box.serve("asleep")
     for body, key, status, kind in (
@@ -245,7 +245,7 @@ async def test_messages_refusals_have_anthropics_shape(start_box: Start) -> None
 
 
 DEATH = b'data: {"error":{"message":"EngineCore encountered an issue. See stack trace (above).","type":"X","code":500}}'
-# Two events of an engine, and the request that asks for them (not greedy: no other engine can go on).
+# Two events of an engine and the request for them. It samples, so no other engine can continue it.
 STREAMS = {
     "/v1/chat/completions": (b'data: {"choices":[{"delta":{"content":"a"}}]}', chat(stream=True, temperature=1)),
     "/v1/responses": (
@@ -258,7 +258,7 @@ STREAMS = {
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("ending", ["error event", "reset", "clean end of HTTP"])
-async def test_stream_whose_engine_dies_ends_with_one_error_event_of_its_api(box: Box, path: str, ending: str) -> None:
+async def test_stream_of_dead_engine_ends_with_one_error_event(box: Box, path: str, ending: str) -> None:
     event, body = STREAMS[path]
 
     async def dies(request: UpstreamRequest, reply: Reply) -> None:
@@ -275,7 +275,7 @@ async def test_stream_whose_engine_dies_ends_with_one_error_event_of_its_api(box
     response = await wire.response()
     events = [one for one in response.body.split(b"\n\n") if one and not one.startswith(b":")]
     assert events[:-1] == [event, event] and b"EngineCore" not in response.body
-    if ending != "error event":  # the engine's answer had an end
+    if ending != "error event":  # the engine's answer was complete
         assert await wire.eof() == b""
     *kind, data = events[-1].split(b"\n")
     error = json.loads(data.removeprefix(b"data: "))

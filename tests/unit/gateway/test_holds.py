@@ -1,5 +1,6 @@
-"""Requests wait for replicas and for the slots of engines that are awake; drained replicas get nothing new; class batch
-gives way to people."""
+"""Requests wait for replicas and slots; draining replicas get no new requests; batch requests yield to interactive
+ones.
+"""
 
 import asyncio
 import json
@@ -17,7 +18,7 @@ URL = "/v1/chat/completions"
 BATCH = "X-Appliance-Class: batch\r\n"
 
 
-async def test_held_until_a_replica_opens(start_box: Start) -> None:
+async def test_request_is_held_until_a_replica_opens(start_box: Start) -> None:
     box = await start_box()
     await box.engine("e0")
     box.serve("m")
@@ -39,7 +40,7 @@ async def test_held_until_a_replica_opens(start_box: Start) -> None:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-async def test_held_stream_gets_comments_then_its_answer_or_an_error_event(start_box: Start, refused: bool) -> None:
+async def test_held_stream_gets_comments_before_its_answer(start_box: Start, refused: bool) -> None:
     box = await start_box(holds={"sse_grace_s": 0.0, "sse_interval_s": 0.01})
     refuses = gives({"error": {"message": "too long", "type": "BadRequestError", "code": 400}}, 400)
     await box.engine("e0", refuses if refused else answer_chat)
@@ -60,7 +61,7 @@ async def test_held_stream_gets_comments_then_its_answer_or_an_error_event(start
 
 
 @pytest.mark.parametrize("task", ["generate", "embed"])
-async def test_hold_plain_answer_never_joins_a_stream(start_box: Start, task: str) -> None:
+async def test_held_stream_never_contains_plain_json_answer(start_box: Start, task: str) -> None:
     box = await start_box(holds={"sse_grace_s": 0.0, "sse_interval_s": 0.01})
     await box.engine("e0", gives({"object": "list"}))
     box.serve("m", task=task)
@@ -76,7 +77,7 @@ async def test_hold_plain_answer_never_joins_a_stream(start_box: Start, task: st
 
 
 @pytest.mark.parametrize("withdrawn", ["sharing", "list", "model"])
-async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(start_box: Start, withdrawn: str) -> None:
+async def test_held_request_ends_when_access_is_withdrawn(start_box: Start, withdrawn: str) -> None:
     box, key = await start_box(), "sk-test-inference"
     await box.engine("e0")
     box.serve("m")
@@ -99,7 +100,7 @@ async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(star
     assert waiting(box) == 0
 
 
-async def test_a_model_that_is_not_tried_soon_is_refused_with_its_reason(start_box: Start) -> None:
+async def test_model_without_retry_soon_is_refused_with_reason(start_box: Start) -> None:
     box = await start_box(holds={"requests": 1})
     box.serve("m", trouble={"reason": "no memory", "next_try_s": time.time() + 60.0, "hold_before_s": 90.0})
     wire = await box.send("POST", URL, chat())
@@ -113,7 +114,7 @@ async def test_a_model_that_is_not_tried_soon_is_refused_with_its_reason(start_b
     assert waiting(box) == 0
 
 
-async def test_draining_replica_finishes_its_work_and_gets_no_more(start_box: Start) -> None:
+async def test_draining_replica_finishes_requests_and_gets_no_more(start_box: Start) -> None:
     box = await start_box()
     go_on, stream = asyncio.Event(), chat(stream=True)
     await box.engine("old", sends(*chat_events("hel"), go_on=go_on))
@@ -134,7 +135,7 @@ async def test_draining_replica_finishes_its_work_and_gets_no_more(start_box: St
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-async def test_shutdown_lets_streams_finish_until_its_deadline(box: Box, in_time: bool) -> None:
+async def test_shutdown_waits_for_streams_until_deadline(box: Box, in_time: bool) -> None:
     go_on = asyncio.Event()
     box.engines["e0"].script = sends(*chat_events("a"), go_on=go_on)
     box.serve("cold")
@@ -158,7 +159,7 @@ async def test_shutdown_lets_streams_finish_until_its_deadline(box: Box, in_time
 
 
 class Engine:
-    """Answers when it is told to. running: what the last message of each request says, in the order of arrival."""
+    """An engine that answers on command. running: the last message of each request, in order of arrival."""
 
     def __init__(self) -> None:
         self.running: list[str] = []
@@ -191,7 +192,7 @@ async def send(box: Box, text: str, headers: str = "", **more: Any) -> Wire:
     return await box.send("POST", URL, body, headers=headers)
 
 
-async def test_engine_gets_a_quarter_more_than_its_slots_and_the_rest_waits(start_box: Start) -> None:
+async def test_engine_gets_125_percent_of_its_slots(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     trouble = {"reason": "no further one starts", "next_try_s": time.time() + 900.0, "hold_before_s": 10.0}
     box.serve("m", "e0", slots=4, trouble=trouble)
@@ -200,7 +201,7 @@ async def test_engine_gets_a_quarter_more_than_its_slots_and_the_rest_waits(star
     report = load_report(box.state)["models"]["m"]
     assert (report["inflight"], report["held"]) == (5, 3), "demand, as before"
     count = await box.send("POST", "/v1/messages/count_tokens", chat())
-    await box.until(lambda: "hi" in engine.running)  # it needs no slot
+    await box.until(lambda: "hi" in engine.running)  # counting tokens needs no slot
     engine.end("hi")
     await count.response()
     for n in range(8):
@@ -209,7 +210,7 @@ async def test_engine_gets_a_quarter_more_than_its_slots_and_the_rest_waits(star
     assert waiting(box) == 0 and box.state.router.loads["e0"].inflight == 0
 
 
-async def test_batch_waits_for_half_of_the_slots_and_is_no_demand(start_box: Start) -> None:
+async def test_batch_uses_half_of_slots_and_adds_no_demand(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     wires = [await send(box, f"line{n}", BATCH) for n in range(3)]
     await box.until(lambda: len(engine.running) == 2 and waiting(box, batch=True) == 1)
@@ -226,7 +227,7 @@ async def test_batch_waits_for_half_of_the_slots_and_is_no_demand(start_box: Sta
     assert sum(load_report(box.state)["models"]["m"]["arrived_prompts"].values()) == 1
 
 
-async def test_batch_ends_on_a_drain_so_that_it_can_be_sent_again(start_box: Start) -> None:
+async def test_batch_on_draining_engine_ends_retryable(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     plain, stream = await send(box, "plain", BATCH), await send(box, "stream", BATCH, stream=True)
     person = await send(box, "person")
@@ -244,19 +245,19 @@ async def test_batch_ends_on_a_drain_so_that_it_can_be_sent_again(start_box: Sta
     assert (await person.response()).status == 200
 
 
-async def test_batch_that_gets_a_place_as_its_engine_drains_is_not_sent(start_box: Start) -> None:
+async def test_batch_scheduled_as_engine_drains_is_not_sent(start_box: Start) -> None:
     box, engine = await crowded(start_box, 2)
     box.serve("m", "e0:draining")
     line = await send(box, "line", BATCH)
     await box.until(lambda: waiting(box, batch=True) == 1)
     box.serve("m", "e0")
-    box.serve("m", "e0:draining")  # within one turn of the loop
+    box.serve("m", "e0:draining")  # within one iteration of the event loop
     refused = await line.response()
     assert (refused.status, refused.error["code"]) == (503, "batch_gives_way")
     assert not engine.seen and not box.state.router.loads["e0"].inflight
 
 
-async def test_batch_has_an_allowance_of_its_own_and_waits_in_it(start_box: Start) -> None:
+async def test_batch_waits_within_its_own_rate_limit(start_box: Start) -> None:
     box, engine = await crowded(start_box, 2)
     box.limit(requests_per_minute=2)
     lines = [await send(box, f"line{n}", BATCH) for n in range(2)]

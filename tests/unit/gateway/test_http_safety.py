@@ -1,4 +1,4 @@
-"""Bytes that are not HTTP, are too much of it, or come too slowly. Every refusal is OpenAI's error object."""
+"""Malformed, oversized and slow HTTP. Every refusal is OpenAI's error object."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 
 
 async def _send(box: Box, data: bytes) -> tuple[Response, bytes]:
-    """The first response, and whatever follows until the connection ends."""
+    """The first response and all bytes after it until the connection ends."""
     wire = await box.connect()
     await wire.send(data)
     response = await wire.response()
@@ -46,7 +46,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-async def test_malformed_requests_are_refused_and_end_the_connection(box: Box, name: str) -> None:
+async def test_malformed_request_is_rejected_and_closes_connection(box: Box, name: str) -> None:
     response, rest = await _send(box, MALFORMED[name])
     assert 400 <= response.status <= 505
     assert response.error["type"] == "invalid_request_error"
@@ -62,7 +62,7 @@ OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings:
 
 @pytest.mark.parametrize("bytewise", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_an_offer_of_another_protocol_is_ignored(box: Box, chunked: bool, bytewise: bool) -> None:
+async def test_http2_upgrade_offer_is_ignored(box: Box, chunked: bool, bytewise: bool) -> None:
     body = b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
     if chunked:
         body = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -78,7 +78,7 @@ async def test_an_offer_of_another_protocol_is_ignored(box: Box, chunked: bool, 
     assert all(request.body.startswith(BODY[:-1]) for request in box.engines["e0"].requests)
 
 
-async def test_heads_are_bounded(box: Box) -> None:
+async def test_oversized_head_is_rejected(box: Box) -> None:
     for data in (
         b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 9000 + b"\r\n",
@@ -92,7 +92,7 @@ async def test_heads_are_bounded(box: Box) -> None:
         assert (response.status, response.error["code"]) == (431, "bad_http_request")
 
 
-async def test_body_over_the_limit_is_refused_with_or_without_length(start_box: Start) -> None:
+async def test_oversized_body_with_or_without_length_is_rejected(start_box: Start) -> None:
     box = await start_box(limits={"inference_body_bytes": 1000, "control_body_bytes": 500}, engine=answer_chat)
     await box.control(hangs)
     for target, limit in ((URL, 1000), ("/v1/fine_tuning/jobs", 500)):
@@ -109,24 +109,24 @@ async def test_body_over_the_limit_is_refused_with_or_without_length(start_box: 
 
 
 @pytest.mark.parametrize("start", [b"0\r\nX: ", b"1;x=", b"1\r\na\r\n0\r\nX: "])
-async def test_trailer_or_extension_without_end_is_refused(box: Box, start: bytes) -> None:
+async def test_endless_trailer_or_chunk_extension_is_rejected(box: Box, start: bytes) -> None:
     wire = await box.connect()
     await wire.send(POST + b"Transfer-Encoding: chunked\r\n\r\n" + start)
     for _ in range(20):
         await wire.send(b"x" * 10_000)
-        await asyncio.sleep(0.001)  # a read of its own
+        await asyncio.sleep(0.001)  # in a separate read
     response = await wire.response()
     assert response.status == 400 and response.error["code"] == "bad_http_request"
 
 
-async def test_garbage_behind_a_request_ends_the_connection_after_its_answer(box: Box) -> None:
+async def test_garbage_after_request_closes_connection_after_answer(box: Box) -> None:
     wire = await box.connect()
     await wire.send(request_bytes("POST", URL, chat()) + b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n")
     assert (await wire.response()).status == 200
     assert await wire.eof() == b""
 
 
-async def test_connections_are_bounded(start_box: Start) -> None:
+async def test_connections_over_limit_are_rejected(start_box: Start) -> None:
     box = await start_box(limits={"max_connections": 1}, engine=answer_chat)
     first = await box.connect()
     await box.until(lambda: len(box.state.connections) == 1)
@@ -139,7 +139,7 @@ async def test_connections_are_bounded(start_box: Start) -> None:
     assert (await box.ask("GET", "/health")).status == 200
 
 
-async def test_pipelined_requests_are_read_as_they_are_answered(box: Box) -> None:
+async def test_pipelined_requests_are_read_only_as_answered(box: Box) -> None:
     wire, count = await box.connect(), 40_000
     wire.writer.write(SMUGGLED * count)
     for _ in range(50):
@@ -147,7 +147,7 @@ async def test_pipelined_requests_are_read_as_they_are_answered(box: Box) -> Non
     assert sum(len(connection.pipeline) for connection in box.state.connections) < count // 2
 
 
-async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
+async def test_total_buffered_bodies_are_limited(start_box: Start) -> None:
     box = await start_box(limits={"buffered_body_bytes": 4000}, engine=answer_chat)
     slow = await box.connect()
     await slow.send(POST + b"Content-Length: 3500\r\n\r\n" + b" " * 3400)
@@ -160,7 +160,7 @@ async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
     assert (await box.ask("POST", URL, chat(user="x" * 1000))).status == 200
 
 
-async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(start_box: Start) -> None:
+async def test_slow_requests_time_out_and_idle_connections_close(start_box: Start) -> None:
     limits = {"head_timeout_s": 0.1, "body_grace_s": 0.1, "keepalive_s": 0.1}
     box = await start_box(limits=limits)
     head, body, silent, kept = [await box.connect() for _ in range(4)]
@@ -177,7 +177,7 @@ async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(
     await box.until(lambda: not box.state.connections)
 
 
-async def test_pipelined_requests_are_answered_in_order_and_http_1_0_ends_the_connection(box: Box) -> None:
+async def test_pipelined_requests_are_answered_in_order_until_http_1_0(box: Box) -> None:
     wire = await box.connect()
     refused, second = request_bytes("POST", "/nothing", {"a": "x" * 1000}), request_bytes("POST", URL, chat(seed=7))
     await wire.send(refused + request_bytes("POST", URL, chat(stream=True)) + second[:-20])
@@ -194,7 +194,7 @@ async def test_pipelined_requests_are_answered_in_order_and_http_1_0_ends_the_co
     assert await wire.eof() == b""
 
 
-async def test_whole_answer_that_its_client_does_not_read_ends_the_connection(start_box: Start) -> None:
+async def test_unread_answer_closes_connection(start_box: Start) -> None:
     limits = {"buffered_response_bytes": 64 << 20, "write_stall_s": 0.2}
     box = await start_box(engine=gives({"text": "x" * (32 << 20)}), limits=limits)
     wire = await box.send("POST", URL, chat())
@@ -205,7 +205,7 @@ async def test_whole_answer_that_its_client_does_not_read_ends_the_connection(st
         await wire.response()
 
 
-async def test_refused_upload_gets_its_answer_although_it_is_still_sending(box: Box) -> None:
+async def test_rejected_upload_gets_answer_while_still_sending(box: Box) -> None:
     wire = await box.connect()
     head = b"POST /v1/files HTTP/1.1\r\nHost: a\r\nContent-Length: 100000000\r\n\r\n"
     await wire.send(head)

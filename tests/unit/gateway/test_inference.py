@@ -1,4 +1,4 @@
-"""Good requests: bytes go through unchanged, heads are ours; greedy streams outlive their engine."""
+"""Valid requests: bodies pass unchanged, heads are the gateway's, and greedy streams survive the death of an engine."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from .conftest import Box, Start, chat, request_bytes, salted
 from .upstreams import Reply, Script, UpstreamRequest, chat_events, gives, sends
 
 
-async def test_plain_answer_is_byte_exact_and_head_is_ours(box: Box) -> None:
+async def test_plain_answer_has_exact_body_and_gateway_head(box: Box) -> None:
     body = b'{"id": "x",   "odd spacing":  1}'
     box.engines["e0"].script = gives(body, headers="x-engine-secret: 1\r\nset-cookie: a=b\r\n")
     sent = b'{"model":"m","messages":[{"role":"user","content":"\xc3\xbc"}],  "seed":1}'
@@ -29,7 +29,7 @@ async def test_plain_answer_is_byte_exact_and_head_is_ours(box: Box) -> None:
     assert set(seen.headers) == {"host", "content-type", "content-length"} | ours
 
 
-async def test_first_token_is_not_kept_back(box: Box) -> None:
+async def test_stream_sends_first_token_at_once(box: Box) -> None:
     go_on = asyncio.Event()
     first, *rest = chat_events("a", "b")
 
@@ -42,7 +42,7 @@ async def test_first_token_is_not_kept_back(box: Box) -> None:
     assert await wire.response_body() == b"".join(rest)
 
 
-async def test_the_version_named_is_the_engines_own(box: Box) -> None:
+async def test_version_header_names_version_of_the_engine(box: Box) -> None:
     named = "x-appliance-model-version: v2\r\n"
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
@@ -65,7 +65,7 @@ async def test_the_version_named_is_the_engines_own(box: Box) -> None:
     assert response.headers["x-appliance-model-version"] == "v1"
 
 
-async def test_expect_continue(box: Box) -> None:
+async def test_expect_header_gets_100_continue(box: Box) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
     whole = request_bytes("POST", "/v1/chat/completions", body, headers="Expect: 100-continue\r\n")
     wire = await box.connect()
@@ -78,13 +78,13 @@ async def test_expect_continue(box: Box) -> None:
 
 
 PROMPT = [5, 6, 7]
-# One token, one piece of text; "é" comes in two tokens, the first of which shows nothing yet.
+# Each token is one piece of text, but "é" takes two tokens, and the first token has no text.
 TOKENS = [(11, "Hel"), (12, "lo"), (13, ""), (14, "é"), (15, ' "token_ids":[1] '), (16, "!")]
 TEXT = "".join(text for _, text in TOKENS)
 
 
 def greedy_engine(lives: dict[str, int]) -> Script:
-    """A deterministic engine that dies after `lives["tokens"]` tokens (and then never again)."""
+    """A deterministic engine that dies once, after `lives["tokens"]` tokens."""
     draw = random.Random(0)
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
@@ -113,7 +113,7 @@ def greedy_engine(lives: dict[str, int]) -> Script:
         dies_at = lives.pop("tokens", 99) + is_chat
         for chunk in chunks[:dies_at]:
             event = b"data: " + json.dumps(head | chunk, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
-            cut = draw.randrange(1, len(event))  # however its bytes come
+            cut = draw.randrange(1, len(event))  # independent of chunk boundaries
             await reply.raw(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (event[:cut], event[cut:])))
         if dies_at < len(chunks):
             reply.die()
@@ -139,7 +139,7 @@ def completion(**more) -> dict:
 
 @pytest.mark.parametrize("dies_after", [1, 3, 4])
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
-async def test_the_client_sees_one_unbroken_stream(box: Box, route: str, dies_after: int) -> None:
+async def test_greedy_stream_continues_after_engine_death(box: Box, route: str, dies_after: int) -> None:
     body = (chat if route.startswith("chat") else completion)(
         stream=True, temperature=0, max_tokens=50, stream_options={"include_usage": True}
     )
@@ -159,7 +159,7 @@ async def test_the_client_sees_one_unbroken_stream(box: Box, route: str, dies_af
     assert box.state.metrics.events["continued"] == 1 and not box.state.metrics.events["broke_off"]
 
 
-async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
+async def test_broken_greedy_stream_waits_with_held_comments(start_box: Start) -> None:
     box = await start_box(holds={"sse_grace_s": 0.01, "sse_interval_s": 0.01})
     await box.engine("e0", greedy_engine({"tokens": 2}))
     await box.engine("e1", greedy_engine({}))
@@ -178,7 +178,7 @@ async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
     assert text_of(received) == TEXT and b": version v1" in received
 
 
-def test_continuation_of_more_than_tokens_is_not_possible() -> None:
+def test_continuation_requires_plain_greedy_text() -> None:
     for more in (
         {"temperature": 0.7},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
@@ -190,7 +190,7 @@ def test_continuation_of_more_than_tokens_is_not_possible() -> None:
         assert continuation_of("chat.completions", chat(**{"stream": True, "temperature": 0, **more})) is None
 
 
-def test_continuation_of_a_thought_is_not_possible() -> None:
+def test_continuation_during_reasoning_is_refused() -> None:
     for deltas, resumes in (
         ([{"role": "assistant", "content": ""}], False),
         ([{"reasoning_content": "Let me see"}], False),

@@ -1,4 +1,4 @@
-"""What a scrape of /metrics answers, and traces as a collector gets them."""
+"""The answer of /metrics, and traces as a collector receives them."""
 
 import json
 import random
@@ -27,7 +27,7 @@ def values(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-async def test_series_by_model_version_and_key_class(box: Box) -> None:
+async def test_metrics_have_series_by_model_version_and_key_class(box: Box) -> None:
     await box.ask("POST", "/v1/chat/completions", chat(stream=True))
     await box.ask("POST", "/v1/chat/completions", chat(), key="sk-test-inference")
     text = (await box.ask("GET", "/metrics")).body
@@ -45,7 +45,7 @@ async def test_series_by_model_version_and_key_class(box: Box) -> None:
     assert b"sk-test" not in text and b"key_all" not in text
 
 
-async def test_joins_the_controller_and_answers_without_it(box: Box) -> None:
+async def test_metrics_include_controller_and_work_without_it(box: Box) -> None:
     assert values((await box.ask("GET", "/metrics")).body)["appliance_controller_up", ()] == 0
 
     async def control(request: UpstreamRequest, reply: Reply) -> None:
@@ -59,7 +59,7 @@ async def test_joins_the_controller_and_answers_without_it(box: Box) -> None:
     assert found["appliance_controller_up", ()] == 1 and found["appliance_mode", ()] == 1
 
 
-async def test_traceparent_reaches_the_engine_only_if_well_formed(box: Box) -> None:
+async def test_traceparent_is_forwarded_only_if_well_formed(box: Box) -> None:
     trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: {trace}\r\n")
     assert box.engines["e0"].requests[-1].headers["traceparent"] == trace
@@ -68,7 +68,7 @@ async def test_traceparent_reaches_the_engine_only_if_well_formed(box: Box) -> N
         assert "traceparent" not in box.engines["e0"].requests[-1].headers
 
 
-def test_series_beyond_the_bound_begin_again() -> None:
+def test_metrics_reset_at_series_limit() -> None:
     metrics = Metrics()
     for version in range(3 * MOST_SERIES):
         named = SimpleNamespace(model="m", model_version=f"v{version}", caller=NOBODY)
@@ -78,7 +78,7 @@ def test_series_beyond_the_bound_begin_again() -> None:
     assert {dict(labels)["version"] for name, labels in values(text) if "version" in dict(labels)} == newest
 
 
-async def test_names_that_people_gave_keys_stand_in_no_line(start_box: Start, tmp_path: Path) -> None:
+async def test_access_log_masks_key_names(start_box: Start, tmp_path: Path) -> None:
     box, key = await start_box(log_path=str(tmp_path / "access.log")), "/admin/v1/keys/key_" + "a1" * 12
     for path in ("/admin/v1/keys/ann", "/v1/keys/key_ann", key, "/v1/files/keys"):
         await box.ask("GET", path, key=None)
@@ -94,7 +94,7 @@ def starts(count: int, *, rate: float, fixed_s: float = 0.03, jitter: float = 0.
 
 
 @pytest.mark.parametrize("rate", [500.0, 20_000.0])
-def test_the_rate_is_found_below_the_time_that_every_request_takes(rate):
+def test_prefill_rate_ignores_constant_request_time(rate):
     assert prefill_tokens_per_s(starts(48, rate=rate)) == pytest.approx(rate, rel=0.2)
 
 
@@ -121,7 +121,7 @@ async def held_then_died_once(box: Box, headers: str) -> None:
     await box.until(lambda: not box.state.exchanges)
 
 
-async def test_a_streamed_request_is_one_trace(start_box: Start, collector: Collector) -> None:
+async def test_streamed_request_makes_one_trace(start_box: Start, collector: Collector) -> None:
     box = await start_box(otlp_endpoint=collector.url)
     await held_then_died_once(box, f"traceparent: 00-{TRACE}-{PARENT}-01\r\n")
     await box.gateway.stop(0)
@@ -149,6 +149,6 @@ async def test_a_streamed_request_is_one_trace(start_box: Start, collector: Coll
         "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.usage.output_tokens": 2,
     }
-    # Each engine is told the attempt that it is, so that its own spans can go below it.
+    # Each engine gets the span of its attempt as parent of its own spans.
     sent = [request.headers["traceparent"] for request in box.engines["e0"].requests]
     assert sent == [f"00-{TRACE}-{span.span_id.hex()}-01" for span in attempts]

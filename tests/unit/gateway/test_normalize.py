@@ -1,4 +1,4 @@
-"""Requests in the forms that clients send become those that engines read."""
+"""Conversion of requests as clients send them to requests as engines read them."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ CASES = [(api, tool, name) for api, tools in SERVERS_OWN.items() for tool, name 
 
 
 def read(route: Route, **more: Any) -> Body:
-    """The body that an engine gets."""
+    """The body that an engine receives."""
     return check(route, **more).data
 
 
@@ -43,7 +43,7 @@ def read(route: Route, **more: Any) -> Body:
 
 
 @pytest.mark.parametrize(("api", "tool", "name"), CASES)
-def test_tools_of_servers_are_left_out_or_refused_alone(api: Route, tool: Body, name: str) -> None:
+def test_tools_run_by_servers_are_dropped_or_rejected(api: Route, tool: Body, name: str) -> None:
     found = check(api, tools=[tool, FUNCTION[api]])
     assert found.data["tools"] == [FUNCTION[api]]
     assert list(found.ignored) == [(IGNORED_TOOLS, name.encode())]
@@ -51,7 +51,7 @@ def test_tools_of_servers_are_left_out_or_refused_alone(api: Route, tool: Body, 
     assert (error.code, error.param) == ("unsupported_tool", "tools[0]") and f"'{name}'" in error.message
 
 
-def test_tools_functions_of_a_namespace_and_free_custom_tools_stay() -> None:
+def test_tools_of_namespace_and_freeform_tools_are_kept() -> None:
     custom = {"type": "custom", "name": "x"}
     space = {"type": "namespace", "name": "store", "tools": [{"type": "function", "name": "bell"}, custom]}
     free = {"type": "custom", "name": "note", "format": {"type": "text"}}
@@ -63,7 +63,7 @@ def test_tools_functions_of_a_namespace_and_free_custom_tools_stay() -> None:
     assert (error.code, error.param) == ("unsupported_tool", "tools[0]")
 
 
-def test_tools_empty_list_is_none() -> None:
+def test_tools_empty_list_is_removed() -> None:
     for api, more in (
         (CHAT, {"tools": [], "tool_choice": "auto"}),
         (RESPONSES, {"tools": [], "tool_choice": "none"}),
@@ -75,14 +75,14 @@ def test_tools_empty_list_is_none() -> None:
 
 
 @pytest.mark.parametrize("schema", [None, {}, {"type": "object"}])
-def test_tools_without_parameters_take_an_empty_object(schema: Any) -> None:
+def test_tools_without_parameters_get_empty_object_schema(schema: Any) -> None:
     bell = {"name": "bell", "parameters": schema}
     for body in (read(CHAT, tools=[{"type": "function", "function": bell}]), read(CHAT, functions=[bell])):
         assert body["tools"][0]["function"]["parameters"] == NOTHING
     assert read(RESPONSES, tools=[{"type": "function", **bell}])["tools"][0]["parameters"] == NOTHING
 
 
-def test_tools_allowed_are_the_only_ones() -> None:
+def test_allowed_tools_drop_all_other_tools() -> None:
     other = {"type": "function", "function": {"name": "bell", "parameters": SHELF}}
     chosen = {"mode": "required", "tools": [{"type": "function", "function": {"name": "bell"}}]}
     tools = [FUNCTION[CHAT], other]
@@ -97,7 +97,7 @@ def test_tools_allowed_are_the_only_ones() -> None:
     assert refusal(RESPONSES, tools=[FUNCTION[RESPONSES]], tool_choice=allowed).param == "tool_choice"
 
 
-def test_tools_schema_is_enforced_where_a_call_is_demanded() -> None:
+def test_tools_schema_is_enforced_only_for_required_calls() -> None:
     shelf = {"type": "function", "name": "shelf"}
     for api, choice, enforced in (
         (CHAT, "required", True),
@@ -121,13 +121,13 @@ def items(*given: Body) -> tuple[list[Body], list[str]]:
     return normalize_items(list(given), left_out), left_out
 
 
-def test_items_earlier_answer_has_all_of_its_texts() -> None:
+def test_items_assistant_message_joins_all_text_parts() -> None:
     parts = [{"type": "output_text", "text": "One. "}, {"type": "refusal", "refusal": "No."}]
     (made,), left_out = items({"type": "message", "role": "assistant", "content": parts})
     assert made == {"role": "assistant", "content": "One. No."} and not left_out
 
 
-def test_items_thought_is_read_from_its_summary_and_left_out_if_encrypted() -> None:
+def test_items_reasoning_keeps_summary_and_drops_encrypted() -> None:
     summary = [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]
     made, left_out = items(
         {"type": "reasoning", "summary": summary, "encrypted_content": "gAAA"},
@@ -137,7 +137,7 @@ def test_items_thought_is_read_from_its_summary_and_left_out_if_encrypted() -> N
     assert "encrypted_content" not in made[0] and left_out == ["reasoning"]
 
 
-def test_items_no_engine_knows_are_named_or_refused_by_place() -> None:
+def test_items_unsupported_are_reported_or_rejected_by_index() -> None:
     call = {"type": "web_search_call", "id": "w1", "action": {"type": "search", "query": "x"}}
     found = check(RESPONSES, input=[{"role": "user", "content": "Hi"}, call, call])
     assert list(found.ignored) == [(IGNORED_ITEMS, b"web_search_call")]
@@ -149,7 +149,7 @@ def test_items_no_engine_knows_are_named_or_refused_by_place() -> None:
 # --- fields
 
 
-def test_fields_unknown_to_engines_are_taken_out() -> None:
+def test_fields_unknown_to_engines_are_removed() -> None:
     included = ["web_search_call.action.sources", "reasoning.encrypted_content"]
     body = read(RESPONSES, client_metadata={"x-codex-installation-id": "0"}, include=included)
     assert body == {"model": "m", "input": "x", "include": ["reasoning.encrypted_content"]}
@@ -157,7 +157,7 @@ def test_fields_unknown_to_engines_are_taken_out() -> None:
     assert (greedy["temperature"], greedy["top_p"]) == (0, 1)
 
 
-def test_format_finds_the_schema_in_each_place() -> None:
+def test_format_reads_schema_from_each_field() -> None:
     for form in (
         {"type": "json_object", "schema": SHELF},
         {"type": "json_object", "json_schema": {"name": "a", "schema": SHELF}},
@@ -174,7 +174,7 @@ def test_format_finds_the_schema_in_each_place() -> None:
 # --- messages
 
 
-def test_blocks_of_documents_become_texts_and_those_of_other_servers_are_named() -> None:
+def test_blocks_documents_become_text_and_server_tools_are_reported() -> None:
     document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
     result = {"type": "search_result", "source": "https://x", "title": "W", "content": [{"type": "text", "text": "R"}]}
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}}
@@ -189,7 +189,7 @@ def test_blocks_of_documents_become_texts_and_those_of_other_servers_are_named()
 
 
 @pytest.mark.parametrize("content", [{"x": 1}, ["a"]])
-def test_messages_result_that_is_data_becomes_its_json(content: Any) -> None:
+def test_messages_structured_tool_result_becomes_json_text(content: Any) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     result = {"role": "tool", "tool_call_id": "a", "content": content}
     body = read(CHAT, messages=[{"role": "assistant", "content": None, "tool_calls": [call]}, result])
@@ -198,10 +198,10 @@ def test_messages_result_that_is_data_becomes_its_json(content: Any) -> None:
     assert check(CHAT, messages=[parts]).data["messages"] == [parts]
 
 
-# --- what a request counts, and whose conversation it is
+# --- charged tokens, and the conversation of a request
 
 
-def test_check_image_counts_as_an_image_not_by_its_bytes() -> None:
+def test_check_charges_image_independent_of_its_bytes() -> None:
     data = "A" * 400_000
     url, source = f"data:image/png;base64,{data}", {"type": "base64", "media_type": "image/png", "data": data}
     for api, part in (
@@ -217,13 +217,13 @@ SYSTEM = {"role": "system", "content": "You help. " * 2000}
 
 
 def turns(first: str, **more: Any) -> list[bytes]:
-    """The conversation of its first and of its third turn."""
+    """Conversation ids of the first and the third turn."""
     start = [SYSTEM, {"role": "user", "content": first}]
     grown = [*start, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     return [check(CHAT, messages=messages, **more).conversation for messages in (start, grown)]
 
 
-def test_check_conversation_is_the_same_as_it_grows_and_differs_by_its_whole_first_question() -> None:
+def test_check_conversation_id_depends_on_whole_first_question() -> None:
     long = "x" * 5000
     one, two = turns(f"{long} one"), turns(f"{long} two")
     assert one[0] == one[1] != two[0] == two[1]

@@ -1,4 +1,4 @@
-"""The gateway as the process that the box starts, asked by the unchanged `openai` client, and its end of the bus."""
+"""The gateway process as the box starts it, called by the unmodified `openai` client, and its side of the bus."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_ev
 
 
 class DummyBus:
-    """The controller's end."""
+    """The controller's side of the bus."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class DummyBus:
             await writer.drain()
 
     async def next(self, **wanted: Any) -> dict[str, Any]:
-        """The next message that has these values."""
+        """The next message with these values."""
         async with asyncio.timeout(60):
             while (message := await self.messages.get()) | wanted != message:
                 pass
@@ -77,7 +77,7 @@ async def bus(box: Box) -> AsyncIterator[DummyBus]:
     await bus.stop()
 
 
-async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyBus) -> None:
+async def test_bus_table_is_applied_and_acknowledged_at_once(box: Box, bus: DummyBus) -> None:
     box.models["n"] = {**box.models["m"], "version": "v9"}
     await bus.push({**box.table(), "generation": 77})
     report = await bus.next(generation=77)
@@ -85,7 +85,7 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     assert report["replicas"] == {"e0": 0}
 
 
-async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
+async def test_bus_reports_load_changes(box: Box, bus: DummyBus) -> None:
     go_on = asyncio.Event()
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
@@ -101,7 +101,7 @@ async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
     assert (await wire.response()).status == 200
 
 
-async def test_usage_is_sent_again_until_it_is_counted(box: Box, bus: DummyBus) -> None:
+async def test_bus_resends_usage_until_counted(box: Box, bus: DummyBus) -> None:
     await box.ask("POST", "/v1/chat/completions", chat())
     first = (await bus.next(type="usage"))["rows"]
     await bus.stop()
@@ -123,8 +123,8 @@ ACCESS_FIELDS = (
 )
 
 
-async def test_process_serves_the_sdk_and_logs_each_request(start_box: Start, tmp_path: Path) -> None:
-    box = await start_box(engine=answer_chat)  # for its sockets' folder, its engine and its table
+async def test_process_serves_openai_sdk_and_logs_each_request(start_box: Start, tmp_path: Path) -> None:
+    box = await start_box(engine=answer_chat)  # for the socket folder, the engine and the table
     bus = DummyBus(str(box.folder / "bus.sock"))
     await bus.start()
     log, config = tmp_path / "access.log", tmp_path / "gateway.json"
@@ -165,7 +165,7 @@ async def test_process_serves_the_sdk_and_logs_each_request(start_box: Start, tm
     assert (whole["prompt_tokens"], whole["completion_tokens"]) == (3, 2)
     assert 0 < whole["ttft_s"] <= whole["duration_s"] < 20 and 0 < streamed["ttft_s"] <= streamed["duration_s"]
     assert abs(datetime.fromisoformat(whole["time"]).timestamp() - time.time()) < 60
-    # The process's own log names the request whose stream broke.
+    # The gateway's log names the request with the broken stream.
     events = [json.loads(line) for line in (tmp_path / "stderr").read_text().splitlines()]
     broken = next(event for event in events if event["level"] == "warning")
     assert broken["process"] == "gateway" and broken["replica"] == "e0"
@@ -193,6 +193,6 @@ SOCKETS = {"controller_socket": "/c", "bus_socket": "/b"}
         ({**SOCKETS, "tls_cert_path": "x"}, "tls_cert_path and tls_key_path"),
     ],
 )
-def test_config_errors_name_the_key(data: dict[str, Any], where: str) -> None:
+def test_process_config_error_names_the_setting(data: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigInvalid, match=where):
         GatewayConfig.from_mapping(data)

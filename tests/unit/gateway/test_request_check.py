@@ -1,4 +1,4 @@
-"""Bodies that would hurt an engine never reach one: fields, sizes, counts, depth, media and forms of answers."""
+"""Checks that keep harmful bodies from engines: fields, sizes, counts, depth, media and answer schemas."""
 
 import copy
 import json
@@ -69,7 +69,7 @@ UNIQUE_FORMAT = {"type": "json_schema", "name": "a", "schema": UNIQUE}
 USER = {"role": "user", "content": "x"}
 
 
-async def test_check_bad_bytes_are_refused_and_no_engine_hears_of_them(box: Box) -> None:
+async def test_check_rejects_bad_bytes_before_any_engine(box: Box) -> None:
     head = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], '
     cases: tuple[tuple[bytes, str | None], ...] = (
         (b"{", None),
@@ -94,7 +94,7 @@ async def test_check_bad_bytes_are_refused_and_no_engine_hears_of_them(box: Box)
     assert (await wire.response()).status == 200
 
 
-async def test_check_bad_bodies_spend_the_rate_and_are_unread_beyond_it(box: Box) -> None:
+async def test_check_bad_bodies_count_toward_rate_limit(box: Box) -> None:
     box.limit(requests_per_minute=2)
     bodies = ((b"{", 400), (chat(), 200), (b"{", 429), (b'{"model":"nobody"}', 429), (b"[" * 100_000, 429))
     for body, status in bodies:
@@ -102,7 +102,7 @@ async def test_check_bad_bodies_spend_the_rate_and_are_unread_beyond_it(box: Box
 
 
 @pytest.mark.parametrize("depth", [LIMITS.json_depth, LIMITS.json_depth + 1])
-def test_check_depth_is_bounded_in_the_body_and_in_a_schema_as_text(depth: int) -> None:
+def test_check_limits_depth_of_body_and_schema_text(depth: int) -> None:
     def fields(levels: int) -> tuple[dict[str, Any], ...]:
         lists = "[" * levels + "]" * levels
         return {"logit_bias": {"x": json.loads(lists[2:-2])}}, {"structured_outputs": {"json": lists[1:-1]}}
@@ -115,13 +115,13 @@ def test_check_depth_is_bounded_in_the_body_and_in_a_schema_as_text(depth: int) 
 
 
 @pytest.mark.parametrize(("count", "end"), [(1 << 17, b"1]}"), (1 << 21, b"not JSON")])
-def test_check_many_arrays_are_refused_and_very_many_unparsed(count: int, end: bytes) -> None:
+def test_check_rejects_too_many_arrays(count: int, end: bytes) -> None:
     with pytest.raises(HttpError) as caught:
         check_body(CHAT, b'{"model":"m","messages":[' + b"[]," * count + end, LIMITS)
     assert caught.value.code == "too_many_values"
 
 
-def test_check_value_out_of_bounds_is_refused_by_name() -> None:
+def test_check_value_out_of_bounds_names_the_field() -> None:
     for route, fields, param in (
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [USER] * 2049}, "messages"),
@@ -170,7 +170,7 @@ def test_check_value_out_of_bounds_is_refused_by_name() -> None:
         assert refusal(route, **fields).param == param
 
 
-def test_check_unknown_and_refused_fields_are_refused_unless_they_ask_for_nothing() -> None:
+def test_check_rejects_unsupported_fields_unless_empty() -> None:
     for route in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS):
         assert check(route).model == "m"
         assert refusal(route, guided_grammar={}).param == "guided_grammar"
@@ -183,7 +183,7 @@ def test_check_unknown_and_refused_fields_are_refused_unless_they_ask_for_nothin
         assert refusal(RESPONSES, **{elsewhere: {"id": "x"}}).code == "unsupported_parameter"
 
 
-def test_fields_know_every_field_of_openais_sdk() -> None:
+def test_fields_include_every_field_of_openai_sdk() -> None:
     from openai.types import completion_create_params, embedding_create_params
     from openai.types.chat import completion_create_params as chat_params
     from openai.types.responses import input_token_count_params, response_create_params
@@ -251,7 +251,7 @@ GOOD: list[tuple[Route, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("route", "fields"), GOOD)
-def test_check_good_body_passes_and_none_with_an_odd_value_fails(route: Route, fields: dict[str, Any]) -> None:
+def test_check_accepts_good_body_and_never_crashes(route: Route, fields: dict[str, Any]) -> None:
     checked = check(route, **fields)
     assert checked.model == "m" and checked.stream is bool(fields.get("stream")) and checked.tokens > 0
     for place in places({name: value for name, value in fields.items() if len(str(value)) < 2000}):
@@ -266,7 +266,7 @@ def test_check_good_body_passes_and_none_with_an_odd_value_fails(route: Route, f
 
 
 def places(value: Any) -> Iterator[tuple[str | int, ...]]:
-    """Where a value has values, at any depth."""
+    """Paths of all nested values, at any depth."""
     for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
         yield (name,)
         if isinstance(inner, dict | list):
@@ -286,7 +286,7 @@ def changed(body: dict[str, Any], place: tuple[str | int, ...], value: Any) -> d
 # --- media and lengths
 
 
-def test_check_part_that_names_what_an_engine_keeps_is_refused() -> None:
+def test_check_rejects_media_part_with_uuid() -> None:
     for route, wrap in (
         (CHAT, lambda part: {"messages": [{"role": "user", "content": [part]}]}),
         (CHAT, lambda part: {"messages": [{"role": "user", "content": [part | {"image_url": None}]}]}),
@@ -294,14 +294,14 @@ def test_check_part_that_names_what_an_engine_keeps_is_refused() -> None:
         (EMBEDDINGS, lambda part: {"input": None, "messages": [{"role": "user", "content": [part]}]}),
         (RESPONSES, lambda part: {"input": [{"role": "user", "content": [part]}]}),
     ):
-        error = refusal(route, **wrap(IMAGE | {"uuid": "badge"}))  # a name under which vLLM caches it for all owners
+        error = refusal(route, **wrap(IMAGE | {"uuid": "badge"}))  # vLLM's cache key, shared by all owners
         assert (error.param, error.code) == ("uuid", "unsupported_parameter")
 
 
-# --- forms that an engine has to prepare
+# --- grammars that an engine has to compile
 
 
-def test_structure_keyword_not_enforced_is_refused_by_place() -> None:
+def test_structure_with_unenforced_keyword_names_its_path() -> None:
     for route, fields, param in (
         (CHAT, answer_schema(UNIQUE), "response_format.json_schema.schema.properties.a.uniqueItems"),
         (CHAT, {"structured_outputs": {"json": '{"items": {"not": {}}}'}}, "structured_outputs.json.items.not"),
@@ -316,7 +316,7 @@ def test_structure_keyword_not_enforced_is_refused_by_place() -> None:
         assert (error.param, error.code) == (param, "unsupported_schema_keyword")
 
 
-def test_structure_beyond_its_size_is_refused() -> None:
+def test_structure_over_size_limit_is_rejected() -> None:
     for route, fields, param in (
         (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": LONG, "strict": True}]}, "tools[0]"),
         (MESSAGES, {"tools": [{"name": "f", "input_schema": LONG}], "tool_choice": {"type": "any"}}, "tools[0]"),
@@ -330,7 +330,7 @@ def test_structure_beyond_its_size_is_refused() -> None:
         assert (error.param, error.code) == (param, "structure_too_complex")
 
 
-def test_structure_that_ends_an_engine_is_refused() -> None:
+def test_structure_that_would_crash_engine_is_rejected() -> None:
     for schema in (
         {"type": "array", "items": {"type": "string"}, "minItems": 2**31, "maxItems": 2**33},
         {"type": "array", "prefixItems": [{"type": "array", "maxItems": 900}] * 12},

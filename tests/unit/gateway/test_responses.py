@@ -1,4 +1,4 @@
-"""Stored answers of /v1/responses and of chat completions: their copies, and responses that continue earlier ones."""
+"""Stored answers of /v1/responses and chat completions, and responses that continue earlier responses."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ IMAGE = {"type": "input_image", "image_url": "http://a/b"}
 
 
 def answer(text: str = "hello", **more: Any) -> dict[str, Any]:
-    """As vLLM writes it: nothing is stored there, and nothing known of earlier responses."""
+    """A response as vLLM writes it, which stores nothing and knows no earlier response."""
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {
         "id": "resp_1a2b3c4d5e6f7a8b",
@@ -54,7 +54,7 @@ async def answer_response(request: UpstreamRequest, reply: Reply) -> None:
 
 
 class Controller:
-    """Stores copies; knows of the earlier items of one response."""
+    """A controller that stores copies and knows the earlier items of one response."""
 
     def __init__(self) -> None:
         self.copies: list[dict[str, Any]] = []
@@ -89,7 +89,7 @@ async def front(start_box: Start) -> Box:
 
 
 @pytest.mark.parametrize("given", ["hi", [{"role": "user", "content": "hi"}]])
-async def test_an_answer_is_stored_with_its_input_and_its_key(front: Box, given: Any) -> None:
+async def test_response_is_stored_with_input_and_key(front: Box, given: Any) -> None:
     response = await front.ask("POST", URL, {"model": "m", "input": given})
     said = json.loads(response.body)
     assert said["store"] is True and said["previous_response_id"] is None and said["error"] is None
@@ -101,7 +101,7 @@ async def test_an_answer_is_stored_with_its_input_and_its_key(front: Box, given:
 
 
 @pytest.mark.parametrize("size", [1, 7])
-async def test_a_streams_last_object_is_stored_whichever_way_its_bytes_come(front: Box, size: int) -> None:
+async def test_streamed_response_stores_last_object(front: Box, size: int) -> None:
     whole = b"".join(events())
     front.engines["e0"].script = sends(*(whole[at : at + size] for at in range(0, len(whole), size)))
     response = await front.ask("POST", URL, {"model": "m", "input": "hi", "stream": True})
@@ -115,7 +115,7 @@ async def test_a_streams_last_object_is_stored_whichever_way_its_bytes_come(fron
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_not_to_be_stored_is_not_and_the_object_says_so(start_box: Start, stream: bool) -> None:
+async def test_response_with_storing_off_reports_store_false(start_box: Start, stream: bool) -> None:
     for config, body in (({}, {"store": False}), ({"stores_responses": False}, {"store": True})):
         box = await start_box(**config, engine=answer_response)
         await box.control(Controller())
@@ -124,7 +124,7 @@ async def test_what_is_not_to_be_stored_is_not_and_the_object_says_so(start_box:
         assert not box.controller.requests
 
 
-async def test_copies_wait_for_the_controller_and_come_once(start_box: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stored_copies_are_retried_and_delivered_once(start_box: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "RETRY_S", 0.01)
     box = await start_box(engine=answer_response)
     for number in range(3):
@@ -139,7 +139,7 @@ async def test_copies_wait_for_the_controller_and_come_once(start_box: Start, mo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_engine_gets_the_whole_conversation_and_the_client_its_beginning(front: Box, stream: bool) -> None:
+async def test_response_with_previous_id_sends_whole_conversation_to_engine(front: Box, stream: bool) -> None:
     body = {"model": "m", "input": "and 3?", "previous_response_id": "resp_known", "stream": stream}
     response = await front.ask("POST", URL, body)
     assert response.status == 200
@@ -158,7 +158,7 @@ async def test_the_engine_gets_the_whole_conversation_and_the_client_its_beginni
     assert front.state.buffered_bytes == 0
 
 
-async def test_an_unknown_previous_response_is_openais_error_and_no_engine_hears_of_it(front: Box) -> None:
+async def test_response_with_unknown_previous_id_is_rejected(front: Box) -> None:
     wire = await front.connect()
     for _ in range(2):  # the connection stays usable
         await wire.send(request_bytes("POST", URL, {"model": "m", "input": "x", "previous_response_id": "../x?y&id=z"}))
@@ -170,7 +170,7 @@ async def test_an_unknown_previous_response_is_openais_error_and_no_engine_hears
     assert not front.engines["e0"].requests and front.state.buffered_bytes == 0
 
 
-async def test_limits_hold_for_the_joined_input(start_box: Start) -> None:
+async def test_response_limits_apply_to_joined_input(start_box: Start) -> None:
     box = await start_box(limits={"inference_body_bytes": 2000, "json_depth": 10}, engine=answer_response)
     script = Controller()
     await box.control(script)
@@ -185,7 +185,7 @@ async def test_limits_hold_for_the_joined_input(start_box: Start) -> None:
     assert not box.engines["e0"].requests and box.state.buffered_bytes == 0
 
 
-async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(front: Box) -> None:
+async def test_input_tokens_include_earlier_turns(front: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         assert request.target == "/v1/responses/render"
         await reply.json({"token_ids": list(range(100_000)), "model": "m"})
@@ -201,12 +201,12 @@ async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(fr
     assert [request.method for request in front.controller.requests] == ["GET"]
 
 
-async def test_in_background_is_the_controllers_business_after_the_gateways_checks(front: Box) -> None:
+async def test_background_response_is_checked_and_relayed_to_controller(front: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.json({"asked": request.json, "key": request.headers["x-appliance-key-id"]})
 
     front.controller.script = script
-    front.limit(tokens_per_minute=100)  # it is charged as the controller asks, not here too
+    front.limit(tokens_per_minute=100)  # charged when the controller sends it to an engine, not here
     body = {"model": "m", "input": "x", "background": True}
     wire = await front.connect()
     for _ in range(2):
@@ -229,7 +229,7 @@ async def completing(start_box: Start) -> Box:
     return box
 
 
-async def test_an_answer_is_stored_with_what_it_was_asked_with_and_passes_unchanged(completing: Box) -> None:
+async def test_chat_completion_is_stored_with_its_request(completing: Box) -> None:
     response = await completing.ask("POST", COMPLETIONS, chat(temperature=0.5, user="u", **KEPT))
     assert json.loads(response.body) == chat_answer()
     (copy,) = await stored(completing)
@@ -243,7 +243,7 @@ def part(delta: dict[str, Any], index: int = 0, **choice: Any) -> dict[str, Any]
 
 
 def call(arguments: str, index: int = 0, name: str = "") -> dict[str, Any]:
-    """A piece of a call; with its name the first one."""
+    """One delta of a tool call; the first delta has the name."""
     function = {"arguments": arguments, **({"name": name} if name else {})}
     first = {"id": f"call_{name}", "type": "function"} if name else {}
     return {"tool_calls": [{"index": index, **first, "function": function}]}
@@ -268,7 +268,7 @@ WIRE = b"".join(b"data: %b\n\n" % json.dumps(one).encode() for one in CHUNKS) + 
 
 
 @pytest.mark.parametrize("size", [1, 7])
-async def test_a_stream_is_stored_as_its_whole_answer_whichever_way_its_bytes_come(completing: Box, size: int) -> None:
+async def test_streamed_chat_is_stored_as_whole_completion(completing: Box, size: int) -> None:
     completing.engines["e0"].script = sends(*(WIRE[at : at + size] for at in range(0, len(WIRE), size)))
     asked = chat(stream=True, n=2, stream_options={"include_usage": True}, **KEPT)
     response = await completing.ask("POST", COMPLETIONS, asked)
@@ -296,7 +296,7 @@ async def test_a_stream_is_stored_as_its_whole_answer_whichever_way_its_bytes_co
     assert not completing.state.buffered_bytes, "what was gathered of a stream is accounted for until its end alone"
 
 
-async def test_a_stream_without_its_end_is_not_stored(completing: Box) -> None:
+async def test_incomplete_chat_stream_is_not_stored(completing: Box) -> None:
     completing.engines["e0"].script = sends(*chat_events("a", "b", done=False))
     await completing.ask("POST", COMPLETIONS, chat(stream=True, temperature=1, **KEPT))
     completing.engines["e0"].script = answer_chat
@@ -305,7 +305,7 @@ async def test_a_stream_without_its_end_is_not_stored(completing: Box) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"stored_response_bytes": 500}, {"response_copies_bytes": 0}])
-async def test_a_stream_beyond_the_limits_passes_and_is_not_stored(start_box: Start, limits: dict[str, int]) -> None:
+async def test_chat_stream_over_limits_is_not_stored(start_box: Start, limits: dict[str, int]) -> None:
     box = await start_box(limits=limits, engine=sends(*chat_events(*"abcdefgh" * 4)))
     controller = await box.control(Controller())
     response = await box.ask("POST", COMPLETIONS, chat(stream=True, **KEPT))

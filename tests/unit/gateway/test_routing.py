@@ -1,4 +1,4 @@
-"""Placement as a pure function of table and outstanding work, and the share of a canary."""
+"""Placement as a pure function of the table and outstanding work, and canary shares."""
 
 import time
 from asyncio import Future
@@ -40,7 +40,7 @@ def _router(*models: Model, max_inflight: int = 100) -> Router:
     return router
 
 
-def test_draining_paused_and_full_replicas_get_nothing() -> None:
+def test_choose_skips_draining_paused_and_full_replicas() -> None:
     router = _router(_model(a="open", b="draining"), max_inflight=2)
     first = router.choose(["m"], Work(), 0.0)
     second = router.choose(["m"], Work(), 0.0)
@@ -52,7 +52,7 @@ def test_draining_paused_and_full_replicas_get_nothing() -> None:
     assert router.choose(["m"], Work(), 10.3) is not None
 
 
-def test_a_replica_without_a_sign_of_life_takes_requests_only_where_it_is_the_last() -> None:
+def test_choose_uses_silent_replica_only_as_last_resort() -> None:
     silent, other = (Replica(key, f"/s/{key}", "v1", "open", key == "a") for key in "ab")
     router = _router(Model("m", "v1", "generate", (silent, other)), max_inflight=3)
     chosen = [router.choose(["m"], Work(tokens=10_000 * n), 0.0) for n in range(1, 4)]
@@ -61,7 +61,7 @@ def test_a_replica_without_a_sign_of_life_takes_requests_only_where_it_is_the_la
     assert last is not None and last.replica.id == "a"
 
 
-def test_replica_shared_by_models_counts_once_and_drains_only_when_all_rows_do() -> None:
+def test_replica_of_two_models_drains_when_both_drain() -> None:
     router = _router(_model("base", a="open"), _model("adapter", a="draining"))
     choice = router.choose(["base"], Work(tokens=10), 0.0)
     assert choice is not None and router.choose(["adapter"], Work(), 0.0) is None
@@ -69,7 +69,7 @@ def test_replica_shared_by_models_counts_once_and_drains_only_when_all_rows_do()
     assert router.end(choice) is False
 
 
-def test_choose_gives_batch_half_of_the_slots_that_people_leave() -> None:
+def test_choose_limits_batch_to_half_of_free_slots() -> None:
     router = _router(msgspec.structs.replace(_model(a="open"), slots=8))
     batch = [router.choose(["m"], Work(batch=True), 0.0) for _ in range(5)]
     assert batch[4] is None and all(batch[:4])
@@ -82,7 +82,7 @@ def test_choose_gives_batch_half_of_the_slots_that_people_leave() -> None:
     assert router.choose(["m"], Work(batch=True), 0.0) is None
 
 
-def test_priority_puts_an_owner_behind_what_it_has_on_the_replica_and_batch_behind_all() -> None:
+def test_priority_orders_owners_by_load_and_batch_last() -> None:
     router = _router(_model(a="open"))
 
     def priority(work: Work, now_s: float) -> int:
@@ -99,14 +99,14 @@ def test_priority_puts_an_owner_behind_what_it_has_on_the_replica_and_batch_behi
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5000)), max_size=60))
-def test_load_balances_and_returns_to_zero(requests: list[tuple[int, int]]) -> None:
+def test_router_balances_load_and_returns_to_zero(requests: list[tuple[int, int]]) -> None:
     router = _router(_model(a="open", b="open", c="open"))
     placed: list[Choice] = []
     for prefix, tokens in requests:
         before = [load.weight for load in router.loads.values()]
         choice = router.choose(["m"], Work("", tokens, tokens, beginning=prefix), 0.0)
         assert choice is not None
-        # Whoever was chosen stood within the bound of the least loaded before this request.
+        # The chosen replica was within the bound of the least loaded replica before this request.
         assert choice.load.weight - tokens - tokens // 16 - 1 <= min(before) * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS
         placed.append(choice)
     for choice in placed:
@@ -119,7 +119,7 @@ def ticket(model: str = "m", owner: str = "", tokens: int = 1) -> Ticket:
 
 
 def placed(items: list[Ticket], slots: int) -> list[Ticket]:
-    """The tickets that get a place on an engine with so many slots, in their order: at first one by one."""
+    """Tickets in the order in which they get the `slots` slots of an engine."""
     holds, router, order = Holds(len(items)), _router(_model(a="open"), max_inflight=slots), list[Ticket]()
     for item in items:
         item.place.set_result.side_effect = lambda _, item=item: order.append(item)  # type: ignore[attr-defined]
@@ -131,12 +131,12 @@ def placed(items: list[Ticket], slots: int) -> list[Ticket]:
     return order
 
 
-def test_place_passes_requests_whose_names_are_full() -> None:
+def test_place_skips_requests_for_full_models() -> None:
     elsewhere, base = ticket("not in the table"), ticket()
     assert placed([elsewhere, base], 2) == [base]
 
 
-def test_queue_removed_request_costs_its_owner_nothing() -> None:
+def test_queue_does_not_charge_owner_for_removed_request() -> None:
     holds, items = Holds(9), [ticket(owner=owner, tokens=9) for owner in "aab"]
     for item in items:
         holds.add(item)
@@ -144,7 +144,7 @@ def test_queue_removed_request_costs_its_owner_nothing() -> None:
     assert [*holds.queues["m", False]] == items[1:]
 
 
-def test_refuse_of_all_that_wait_takes_no_time() -> None:
+def test_queue_removes_4096_requests_quickly() -> None:
     holds, items = Holds(4096), [ticket(owner=str(n % 9)) for n in range(4096)]
     for item in items:
         holds.add(item)
@@ -155,7 +155,7 @@ def test_refuse_of_all_that_wait_takes_no_time() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=100))
-def test_backlogged_owners_are_never_further_apart_than_two_items(items: list[tuple[str, int]]) -> None:
+def test_queue_keeps_backlogged_owners_within_two_items(items: list[tuple[str, int]]) -> None:
     left = [ticket(owner=owner, tokens=weight) for owner, weight in items]
     had = dict.fromkeys("abc", 0)
     for item in placed(left, 100):
@@ -167,7 +167,7 @@ def test_backlogged_owners_are_never_further_apart_than_two_items(items: list[tu
 
 
 async def split(box: Box, share: float) -> None:
-    """ "m" v1 on e0, and its canary v2 on e1."""
+    """Serve "m" v1 on e0 and its canary v2 on e1."""
     for name in ("e0", "e1"):
         if name not in box.engines:
             await box.engine(name)
@@ -184,12 +184,12 @@ def asked(i: int) -> dict[str, Any]:
 
 
 def counted(box: Box) -> dict[str, tuple[int, int]]:
-    """Requests and errors of each version."""
+    """Request and error counts of each version."""
     versions = load_report(box.state)["canaries"]["m"]["versions"]
     return {name: (row["requests"], row["errors"]) for name, row in versions.items()}
 
 
-async def test_conversations_keep_their_version_and_the_header_names_it(start_box: Start) -> None:
+async def test_canary_keeps_version_within_a_conversation(start_box: Start) -> None:
     box = await start_box()
     await split(box, 0.3)
     versions = []
@@ -209,7 +209,7 @@ async def test_conversations_keep_their_version_and_the_header_names_it(start_bo
     assert sum(times["first_byte"].values()) == sum(times["duration"].values()) == new
 
 
-async def test_death_on_the_canary_is_answered_by_the_other_version_and_counts(start_box: Start) -> None:
+async def test_canary_engine_death_is_retried_and_counted(start_box: Start) -> None:
     box = await start_box()
     await split(box, 1.0)
     box.engines["e1"].script = dies
@@ -218,7 +218,7 @@ async def test_death_on_the_canary_is_answered_by_the_other_version_and_counts(s
     assert counted(box) == {"v2": (1, 1), "v1": (1, 0)}
 
 
-async def test_answers_of_400_and_500_are_errors_of_the_version_that_gave_them(start_box: Start) -> None:
+async def test_canary_counts_400_and_500_as_errors(start_box: Start) -> None:
     box = await start_box()
     await split(box, 1.0)
     for status in (200, 400, 500):
@@ -229,7 +229,7 @@ async def test_answers_of_400_and_500_are_errors_of_the_version_that_gave_them(s
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_canary_for_meets_the_share_over_conversations_and_over_keys(share: float) -> None:
+def test_canary_for_meets_share_over_conversations_and_keys(share: float) -> None:
     router = Router(max_inflight=10)
     canary = Canary("m@v2", share, 1.0)
     model = Model("m", "v1", "generate", canary=canary)
@@ -240,7 +240,7 @@ def test_canary_for_meets_the_share_over_conversations_and_over_keys(share: floa
         assert found / len(callers) == pytest.approx(share, rel=0.25)
 
 
-async def test_a_version_by_its_name(box: Box) -> None:
+async def test_request_by_version_name_reaches_that_version(box: Box) -> None:
     box.models["m@v1"] = {**box.models["m"], "pins": "m"}
     box.models["m"]["canary"] = None
     box.apply()

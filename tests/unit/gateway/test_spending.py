@@ -1,4 +1,4 @@
-"""What keys may spend and what they spent: limits by the minute, quotas, allowed models, and the sums of usage."""
+"""Spending of keys: limits per minute, quotas, allowed models and usage sums."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ async def engine_has(box: Box, number: int) -> None:
     await box.until(lambda: len(box.engines["e0"].requests) == number)
 
 
-async def test_requests_by_the_minute(box: Box) -> None:
+async def test_requests_over_rate_limit_are_refused(box: Box) -> None:
     box.limit(requests_per_minute=2, tokens_per_minute=100_000)
     first = await box.ask("POST", URL, chat())
     assert first.headers["x-ratelimit-limit-requests"] == "2"
@@ -37,7 +37,7 @@ async def test_requests_by_the_minute(box: Box) -> None:
     assert other.status == 200 and "x-ratelimit-limit-requests" not in other.headers
 
 
-async def test_a_used_up_quota_says_which_it_is_and_when_it_is_renewed(box: Box) -> None:
+async def test_used_up_quota_is_named_until_its_renewal(box: Box) -> None:
     box.limit(spent_until_s=time.time() + 3600, spent_quota="1,000 tokens a day")
     response = await box.ask("POST", URL, chat())
     assert response.status == 429 and response.error["code"] == "insufficient_quota"
@@ -47,7 +47,7 @@ async def test_a_used_up_quota_says_which_it_is_and_when_it_is_renewed(box: Box)
     assert (await box.ask("POST", URL, chat())).status == 200
 
 
-async def test_requests_that_are_open_take_no_more_than_a_quota(start_box: Start) -> None:
+async def test_open_requests_reserve_at_most_the_quota(start_box: Start) -> None:
     box = await start_box(engine=hangs)
     box.limit(quota=500)
     asked = chat(max_tokens=100, n=2)
@@ -64,10 +64,10 @@ async def test_requests_that_are_open_take_no_more_than_a_quota(start_box: Start
     wires[1].close()
     await box.until(lambda: use.requests == 0)
     await box.send("POST", URL, chat(max_tokens=4000))
-    await engine_has(box, 3)  # one alone goes, whatever it may take
+    await engine_has(box, 3)  # a single request may exceed the quota
 
 
-async def test_every_answer_is_counted_in_tokens(box: Box) -> None:
+async def test_usage_of_every_answer_is_charged(box: Box) -> None:
     assert (await box.ask("POST", URL, chat())).status == 200
     box.engines["e0"].script = greedy_engine({})
     for asks in (False, True):
@@ -80,7 +80,7 @@ async def test_every_answer_is_counted_in_tokens(box: Box) -> None:
     assert box.state.spending.take_sums() == []
 
 
-def test_usage_is_read_from_every_shape_and_not_from_text() -> None:
+def test_usage_is_parsed_from_every_api_shape() -> None:
     for body, expected in (
         (json.dumps(chat_answer()).encode(), (3, 2)),
         (json.dumps(chat_answer('"usage":{"prompt_tokens":9}')).encode(), (3, 2)),
@@ -93,8 +93,8 @@ def test_usage_is_read_from_every_shape_and_not_from_text() -> None:
         assert (tokens.prompt, tokens.completion) == expected
 
 
-async def test_usage_in_the_request_is_not_what_it_costs(box: Box) -> None:
-    """Events of /v1/responses repeat its tools, whose schemas may hold a `usage`."""
+async def test_usage_inside_tool_schema_is_not_charged(box: Box) -> None:
+    """Events of /v1/responses repeat the tools, and a tool schema may have a `usage`."""
     schema = {"type": "object", "properties": {"usage": {"input_tokens": 900_000, "output_tokens": 900_000}}}
     tools = [{"type": "function", "name": "f", "parameters": schema}]
     begun = {"object": "response", "status": "in_progress", "tools": tools, "usage": None}
@@ -107,12 +107,12 @@ async def test_usage_in_the_request_is_not_what_it_costs(box: Box) -> None:
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, 5)
 
 
-async def test_usage_of_an_answer_too_long_to_be_kept_is_charged(start_box: Start) -> None:
+async def test_usage_of_answer_over_buffer_limit_is_charged(start_box: Start) -> None:
     raw = orjson.dumps({"text": "w" * 3000, "usage": {"prompt_tokens": 30_000, "completion_tokens": 50_000}})
 
     async def answer(request: UpstreamRequest, reply: Reply) -> None:
         await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw))
-        for piece in (raw[:1500], raw[1500:-5], raw[-5:]):  # cut in the midst of a number
+        for piece in (raw[:1500], raw[1500:-5], raw[-5:]):  # cut in the middle of a number
             await reply.raw(piece)
             await asyncio.sleep(0.01)
 
@@ -134,7 +134,7 @@ def use_of(box: Box, key: str) -> OwnerUse:
     return box.state.spending.use_of(box.state.keys[digest(key)]).owner
 
 
-async def test_ten_keys_of_one_owner_have_no_more_than_one(start_box: Start) -> None:
+async def test_limits_are_shared_by_all_keys_of_owner(start_box: Start) -> None:
     box = await start_box(limits={"owner_requests": 2, "owner_body_bytes": 3000}, engine=hangs)
     for key in ("sk-test-inference", "sk-test-tuning"):
         box.limit(key, owner="ann", scopes=["inference"])
@@ -154,13 +154,13 @@ async def test_ten_keys_of_one_owner_have_no_more_than_one(start_box: Start) -> 
     large = await box.ask("POST", URL, chat(user="x" * 1000), key=second)
     assert large.status == 429 and "bytes" in large.error["message"]
     other = asyncio.ensure_future(box.ask("POST", URL, chat(user="x" * 1000)))
-    await engine_has(box, 3)  # another owner's goes through
+    await engine_has(box, 3)  # the request of another owner passes
     other.cancel()
     slow.close()
     await box.until(lambda: use_of(box, first).body_bytes == 0)
 
 
-async def test_cache_salt_is_the_owners_on_every_route(box: Box) -> None:
+async def test_cache_salt_is_set_per_owner_on_every_route(box: Box) -> None:
     box.serve("e", "e0", task="embed")
     bodies = {
         "/v1/chat/completions": chat(),

@@ -1,4 +1,4 @@
-"""The endpoint's certificate, and engines on other machines."""
+"""The certificate of the endpoint, and mutual TLS with engines on other machines."""
 
 import asyncio
 import datetime
@@ -28,7 +28,7 @@ from .conftest import Start, request_bytes
 
 
 def self_signed(folder: Path, *, days: int = 1, number: int = 1, key_of_another: bool = False) -> tuple[Path, Path]:
-    """cert.pem and key.pem in `folder`, replaced as a renewal does it: each a new file under the old name."""
+    """Write cert.pem and key.pem to `folder` as a renewal does: each a new file under the old name."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -56,7 +56,7 @@ DAY_S = 86400.0
 
 
 async def _serial(port: int) -> int:
-    """Of the certificate that a new connection is shown; it names no server."""
+    """Serial number of the certificate on a new connection without a server name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -65,7 +65,7 @@ async def _serial(port: int) -> int:
     return shown.serial_number
 
 
-async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start, tmp_path: Path) -> None:
+async def test_renewed_certificate_is_loaded_and_connections_stay_open(start_box: Start, tmp_path: Path) -> None:
     cert, key = self_signed(tmp_path, days=5, number=1)
     box = await start_box(tls_cert_path=str(cert), tls_key_path=str(key), sweep_s=1000.0)
     trusting = ssl.create_default_context(cafile=str(cert))
@@ -86,7 +86,7 @@ async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start,
 
 
 @pytest.mark.parametrize("broken", ["another key", "empty", "half a file"])
-async def test_a_broken_new_pair_is_said_and_the_old_one_stays(
+async def test_broken_certificate_renewal_is_reported_and_old_one_stays(
     start_box: Start, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cert, key = self_signed(tmp_path, days=90, number=1)
@@ -106,7 +106,7 @@ async def test_a_broken_new_pair_is_said_and_the_old_one_stays(
     assert await _serial(box.port) == 3 and load_report(box.state)["notes"] == []
 
 
-def test_a_pair_that_does_not_fit_ends_the_start(tmp_path: Path) -> None:
+def test_start_with_mismatched_certificate_and_key_fails(tmp_path: Path) -> None:
     cert, key = self_signed(tmp_path, key_of_another=True)
     with pytest.raises(ConfigInvalid, match="cannot be used"):
         Certificate(str(cert), str(key))
@@ -135,7 +135,7 @@ async def answers(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    """The URL of an engine on an invited machine; this process is the box."""
+    """URL of an engine on an invited machine; this process is the box."""
     home, away = box_in(tmp_path / "home"), BoxPaths.of(tmp_path / "away")
     away.data_dir.mkdir()
     invite(home, "n1", HOST).accept(away)
@@ -160,7 +160,7 @@ async def is_reached(address: str) -> bool:
         await engines.close()
 
 
-async def test_engine_on_another_machine_answers_its_own_box_alone(
+async def test_remote_engine_answers_only_its_own_box(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await is_reached(engine)
@@ -170,7 +170,7 @@ async def test_engine_on_another_machine_answers_its_own_box_alone(
             await is_reached(address)
 
 
-async def test_client_without_certificate_gets_no_answer(engine: str, tmp_path: Path) -> None:
+async def test_remote_engine_rejects_client_without_certificate(engine: str, tmp_path: Path) -> None:
     context = ssl.create_default_context(cafile=str(tmp_path / "home" / "ca" / "ca.pem"))
     with pytest.raises((OSError, asyncio.IncompleteReadError)):
         reader, writer = await asyncio.open_connection(HOST, int(engine.rpartition(":")[2]), ssl=context)

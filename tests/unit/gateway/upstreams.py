@@ -1,4 +1,4 @@
-"""An upstream for tests: speaks just enough HTTP/1.1 on a Unix socket and does what the test scripts it to do."""
+"""An upstream for tests: a minimal HTTP/1.1 server on a Unix socket with scripted answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UpstreamRequest:
 
 @dataclass
 class Reply:
-    """One response in the making."""
+    """A response under construction."""
 
     writer: asyncio.StreamWriter
 
@@ -55,7 +55,7 @@ Script = Callable[[UpstreamRequest, Reply], Awaitable[None]]
 
 
 class DummyUpstream:
-    """Runs `script` for every request but those for its health; keeps what it saw. alive: whether it says so."""
+    """Run `script` for every request except health probes; record the requests. alive: the answer to health probes."""
 
     def __init__(self, path: str, script: Script) -> None:
         self.path = path
@@ -107,7 +107,7 @@ class DummyUpstream:
 
 
 async def _closed(reader: asyncio.StreamReader) -> None:
-    """Returns when the peer is gone. A request is never pipelined here, so peeking loses nothing."""
+    """Return when the peer has disconnected. Requests are never pipelined here, so peeking loses nothing."""
     while not reader.at_eof() and reader.exception() is None and not reader._buffer:  # type: ignore[attr-defined]
         await asyncio.sleep(0.002)
 
@@ -133,7 +133,7 @@ async def _read_request(reader: asyncio.StreamReader) -> UpstreamRequest:
 
 
 def chat_events(*texts: str, done: bool = True) -> list[bytes]:
-    """SSE events of a chat completion stream as an engine writes them."""
+    """SSE events of a chat completion stream, as an engine writes them."""
     events = []
     for i, text in enumerate(texts):
         delta = {"role": "assistant", "content": text} if i == 0 else {"content": text}
@@ -155,8 +155,7 @@ def chat_answer(text: str = "hello") -> dict[str, Any]:
 
 
 def sends(*events: bytes, ends: bool = True, go_on: asyncio.Event | None = None) -> Script:
-    """An engine that answers with these parts of a stream. ends: else it says nothing more. go_on: awaited after the
-    first part."""
+    """Script of a stream with these parts. ends: False keeps it open. go_on: awaited after the first part."""
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.sse_head()
@@ -187,7 +186,7 @@ async def hangs(request: UpstreamRequest, reply: Reply) -> None:
 
 
 async def answer_chat(request: UpstreamRequest, reply: Reply) -> None:
-    """What an engine in good health does."""
+    """Answer as a healthy engine does."""
     if request.json.get("stream"):
         await sends(*chat_events("hel", "lo"))(request, reply)
     else:

@@ -1,4 +1,4 @@
-"""Dockerfiles, compose file and systemd unit: what they refer to exists, and all go through the install script."""
+"""Dockerfiles, compose file and systemd units: referenced files exist, and all use the install script."""
 
 import configparser
 import re
@@ -17,14 +17,14 @@ DOCKERFILES = sorted(IMAGES.glob("Dockerfile.*"))
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """(instruction, arguments) with continued lines joined and comments dropped."""
+    """Pairs (instruction, arguments), with continued lines joined and comments dropped."""
     text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M)
     lines = re.sub(r"\\\n", " ", text).splitlines()
     return [tuple(line.split(None, 1)) for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda p: p.name)
-def test_what_a_dockerfile_copies_exists_and_install_sh_does_the_rest(dockerfile):
+def test_dockerfile_copies_existing_files_and_runs_install_sh(dockerfile):
     build = dockerfile.suffix.removeprefix(".")
     steps = instructions(dockerfile)
     for name, arguments in steps:
@@ -40,7 +40,7 @@ def test_what_a_dockerfile_copies_exists_and_install_sh_does_the_rest(dockerfile
     assert steps[-2][0] == "ENTRYPOINT" and steps[-1][0] == "CMD" and '"up"' in steps[-1][1]
 
 
-def test_compose_builds_both_images_with_enough_shared_memory_and_on_loopback_only():
+def test_compose_images_have_shared_memory_and_loopback_ports():
     compose = yaml.safe_load((IMAGES / "compose.yaml").read_text())
     others = {name: service for name, service in compose["services"].items() if "build" not in service}
     assert set(compose["services"]) - set(others) == {"cpu", "cuda"}
@@ -56,7 +56,7 @@ def test_compose_builds_both_images_with_enough_shared_memory_and_on_loopback_on
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
 
 
-def test_the_unit_starts_the_console_script_that_the_project_declares():
+def test_systemd_unit_starts_declared_console_script():
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str
     unit.read(IMAGES / "appliance.service")
@@ -69,10 +69,10 @@ def test_the_unit_starts_the_console_script_that_the_project_declares():
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
 @pytest.mark.parametrize(("unit", "most"), [("appliance", 30)])
-def test_systemd_finds_a_unit_hardened_and_knows_each_of_its_lines(unit: str, most: int, tmp_path: Path):
+def test_systemd_unit_is_valid_and_hardened(unit: str, most: int, tmp_path: Path):
     """most: ten times systemd's exposure level, from 0 (nothing is open) to 100."""
     known = tmp_path / f"{unit}.service"
-    # The one thing that it may miss here: what is installed elsewhere.
+    # `verify` requires an existing program, and the appliance is not installed here.
     known.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", (IMAGES / known.name).read_text(), flags=re.M))
     told = subprocess.run(["systemd-analyze", "verify", known], capture_output=True, text=True)
     assert (told.returncode, told.stderr) == (0, "")
@@ -81,12 +81,12 @@ def test_systemd_finds_a_unit_hardened_and_knows_each_of_its_lines(unit: str, mo
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_locks_pin_everything_without_urls_and_agree_with_what_is_asked_for():
+def test_locks_pin_hashes_and_match_requested_versions():
     named = {}
     for build in ("cpu", "cuda", "test"):
         text = re.sub(r" \\\n", " ", (IMAGES / "requirements" / f"{build}.txt").read_text())
         pins = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
-        # Every one with the SHA-256 of each of its files: what pip's --require-hashes wants.
+        # pip's --require-hashes needs the SHA-256 of each file of a package.
         form = r"([a-z0-9._-]+)(\[[a-z,-]+\])?==\S+( ;[^\\]*?)?( +--hash=sha256:[0-9a-f]{64})+$"
         named[build] = {match[1] for pin in pins if (match := re.match(form, pin))}
         assert not [pin for pin in pins if not re.match(form, pin)]
@@ -101,7 +101,7 @@ def test_locks_pin_everything_without_urls_and_agree_with_what_is_asked_for():
     assert not named["test"] & named["cpu"] & named["cuda"]
 
 
-def test_make_clean_leaves_an_environment_that_is_not_of_this_tree(tmp_path: Path):
+def test_make_clean_keeps_environment_outside_the_tree(tmp_path: Path):
     shown = subprocess.run(
         ["make", "-n", "clean", f"VENV={tmp_path}"], cwd=PROJECT, capture_output=True, text=True, check=True
     ).stdout

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: each overlay as kustomize renders it, held strictly against the schemas of Kubernetes."""
+"""The Kubernetes manifests: each overlay, rendered as by kustomize, validates strictly against Kubernetes schemas."""
 
 import tomllib
 from pathlib import Path
@@ -25,7 +25,7 @@ def settings(folder: str) -> dict[str, Any]:
 
 
 def rendered(overlay: str) -> list[dict[str, Any]]:
-    """What kustomize makes of it, as far as these use it: resources, names of images, and patches of a path."""
+    """Render an overlay with the used subset of kustomize: resources, image names, and JSON patches."""
     found = [one for name in settings("box")["resources"] for one in documents(KUBERNETES / "box" / name)]
     told = settings(overlay)
     assert told["resources"] == ["../box"]
@@ -55,7 +55,7 @@ def pod(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_field_is_one_that_kubernetes_has(overlay: str):
+def test_manifest_validates_against_kubernetes_schemas(overlay: str):
     found = rendered(overlay)
     assert {one["kind"] for one in found} == {"StatefulSet", "Service", "NetworkPolicy", "PodDisruptionBudget"}
     for one in found:
@@ -66,23 +66,23 @@ def test_every_field_is_one_that_kubernetes_has(overlay: str):
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_pod_is_closed_and_has_what_a_box_needs(overlay: str):
+def test_pod_is_restricted_and_has_required_mounts(overlay: str):
     spec = pod(rendered(overlay))
     (box,) = spec["containers"]
-    # What the Pod Security Standard "restricted" asks for.
+    # Requirements of the Pod Security Standard "restricted".
     assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["seccompProfile"]["type"] != "Unconfined"
     assert box["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    # The image makes this user, and its process writes to these places alone.
+    # The image creates this user, and the process writes only to these paths.
     assert "--uid 1000" in (KUBERNETES.parent / f"Dockerfile.{overlay}").read_text()
     assert spec["securityContext"]["runAsUser"] == 1000
     written = {mount["mountPath"] for mount in box["volumeMounts"] if not mount.get("readOnly")}
     assert written == {"/data", "/dev/shm", "/tmp"}
     assert "livenessProbe" not in box
-    # A Service called `appliance` would set APPLIANCE_PORT to tcp://10.0.0.1:8000, which is no port.
+    # A Service named `appliance` would set APPLIANCE_PORT to tcp://10.0.0.1:8000, which is not a port number.
     assert spec["enableServiceLinks"] is False
     (shm,) = [volume["emptyDir"] for volume in spec["volumes"] if volume["name"] == "shm"]
     assert shm["medium"] == "Memory"
@@ -92,7 +92,7 @@ def test_the_pod_is_closed_and_has_what_a_box_needs(overlay: str):
     assert limits.get("nvidia.com/gpu") == (8 if overlay == "cuda" else None)
 
 
-def test_the_box_reads_the_settings_that_are_mounted():
+def test_mounted_settings_are_loaded_by_the_box():
     (generated,) = settings("box")["configMapGenerator"]
     assert generated["files"] == ["appliance.toml"]
     (box,) = pod(rendered("cpu"))["containers"]

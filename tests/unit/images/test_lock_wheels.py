@@ -1,4 +1,4 @@
-"""The CUDA lock installs on every Python that the appliance supports; and the extras of the wheel."""
+"""The CUDA lock has wheels for every supported Python; and the extras of the appliance's wheel."""
 
 import os
 import re
@@ -16,7 +16,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = PROJECT / "images" / "requirements"
 CUDA = (REQUIREMENTS / "cuda.txt").read_text()
 PYTHONS = ("3.11", "3.12", "3.13")
-# Pure Python, built by pip: without a wheel for any Python.
+# Pure Python source distributions without wheels; pip builds them.
 BUILT_FROM_SOURCE = {"deepspeed", "rouge-score"}
 
 
@@ -25,22 +25,24 @@ def pinned(name: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def test_cudas_python_packages_are_of_one_version():
-    """cuda-python 12 was a full wheel, without a build for 3.13, whose files are those of cuda-bindings; from 13 on it
-    only names the cuda-bindings of its own version."""
+def test_cuda_python_packages_have_one_version():
+    """cuda-python 12 contains the files of cuda-bindings and has no wheel for 3.13; from 13 it only depends on
+    cuda-bindings.
+    """
     assert pinned("cuda-python")[0] >= 13
     assert pinned("cuda-python")[:2] == pinned("cuda-bindings")[:2]
 
 
-def test_cuda_has_what_models_that_read_pictures_import():
-    """The classes of Qwen2.5-VL, Qwen3-VL and Qwen3.5 (of text alone too) in vLLM import torchvision, and no engine of
-    theirs starts without it. For CPUs there is no build of it beside torch's."""
+def test_cuda_lock_includes_torchvision_for_vision_models():
+    """vLLM's classes of Qwen2.5-VL, Qwen3-VL and Qwen3.5 (also text-only) import torchvision.
+
+    No CPU build of torchvision matches the locked torch."""
     assert re.search(r"^torchvision==[\d.]+ \\$", CUDA, re.MULTILINE), "held back by a marker, or not there"
 
 
 @pytest.fixture(scope="module")
 def uv(tmp_path_factory) -> Path:
-    """uv reads metadata alone, where pip took some gigabytes of wheels."""
+    """Run uv, which downloads only metadata; pip would download gigabytes of wheels."""
     found = shutil.which("uv")
     if found:
         return Path(found)
@@ -50,7 +52,7 @@ def uv(tmp_path_factory) -> Path:
 
 
 def _for(python: str, block: str) -> bool:
-    """Whether a block of the lock is a requirement, and of this Python on Linux."""
+    """Whether a block of the lock is a requirement for this Python on Linux."""
     line = block.partition("\\")[0]
     if "==" not in line:
         return False
@@ -68,8 +70,8 @@ def _for(python: str, block: str) -> bool:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("python", PYTHONS)
-def test_every_wheel_exists_for_every_python(python, tmp_path, uv):
-    """Asks the registry: that of pip's settings, which uv does not read."""
+def test_cuda_lock_has_wheels_for_every_python(python, tmp_path, uv):
+    """Query the package index of pip's settings, which uv does not read."""
     lock = tmp_path / "cuda.txt"
     blocks = re.split(r"(?m)^(?=[a-zA-Z])", CUDA)
     kept = [block for block in blocks if block.partition("==")[0] not in BUILT_FROM_SOURCE]
@@ -97,8 +99,8 @@ def torch_of(extra):
     return next(one.specifier for one in map(Requirement, extra) if one.name == "torch")
 
 
-def test_the_extra_for_gpus_never_takes_the_build_for_processors(extras):
-    """pip holds 2.13.0+cpu for a 2.13.0, and for a newer one, wherever an index has both."""
+def test_cuda_extra_rejects_cpu_build_of_torch(extras):
+    """pip accepts 2.13.0+cpu for 2.13.0 and prefers it if an index has both."""
     cpu, cuda = torch_of(extras["cpu"]), torch_of(extras["cuda"])
     version = next(iter(cpu)).version
     plain = version.partition("+")[0]

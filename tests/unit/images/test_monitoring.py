@@ -1,4 +1,4 @@
-"""Rules and dashboard of images/monitoring; tests/e2e/test_box.py looks for their series on a real box."""
+"""Rules and dashboard of images/monitoring; tests/e2e/test_box.py checks their series on a real box."""
 
 import re
 import subprocess
@@ -10,12 +10,12 @@ from tests.tools.monitored import MONITORING
 from tests.unit.cli.test_tree import is_command
 
 
-def test_the_dashboard_is_what_its_list_of_panels_says():
+def test_dashboard_json_matches_its_generator():
     written = subprocess.run([sys.executable, MONITORING / "dashboard.py"], capture_output=True, text=True, check=True)
     assert written.stdout == (MONITORING / "dashboard.json").read_text(), "python images/monitoring/dashboard.py"
 
 
-def test_every_alert_says_who_gets_up_and_what_to_do_by_commands_that_are_there():
+def test_alerts_have_severity_and_remedies_with_existing_commands():
     groups = yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"]
     alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
     assert len(alerts) > 15

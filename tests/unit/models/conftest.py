@@ -1,5 +1,4 @@
-"""Imports try a folder in two processes. Here templates are tried in the test's own, and the one that imports torch is
-not started (tests/integration/train/test_checkpoint_trial.py has it)."""
+"""Imports without trial processes: templates are tried here, and test_checkpoint_trial.py tests the stubbed trial."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +26,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own_process() -> None:
-    """For a test whose templates are tried in a process of their own."""
+    """Request this to try templates in a separate process."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,7 @@ def templates_tried_here(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 
 @pytest.fixture(autouse=True)
 def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Set what the comparison with the architecture finds; nothing unless a test says otherwise."""
+    """Set the findings of the comparison with the architecture; by default there are none."""
     says = found()
 
     def told(**changes: Any) -> None:

@@ -1,4 +1,4 @@
-"""What `train.convert.checkpoint_trial` says of a checkpoint, for tests that do not run it."""
+"""Reports of `train.convert.checkpoint_trial` for tests that do not run it."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ TOKENIZER: dict[str, Any] = {
 
 
 def found(**changes: Any) -> dict[str, Any]:
-    """Nothing to remark on, but for `changes`: keys of the tensors or of the tokenizer."""
+    """A report without findings except `changes`: keys of TENSORS or TOKENIZER."""
     assert changes.keys() <= TENSORS.keys() | TOKENIZER.keys()
     parts = {"tensors": TENSORS, "tokenizer": TOKENIZER}
     return {name: {key: changes.get(key, value) for key, value in part.items()} for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""A hub on loopback: the part of the Hugging Face protocol that a download uses.
+"""A hub on loopback with the part of the Hugging Face protocol that downloads use.
 
 Listing with checksums, HEAD with X-Repo-Commit/ETag/X-Linked-Etag, GET. It can misbehave on purpose.
 """
@@ -16,7 +16,7 @@ LARGE = (".safetensors",)
 
 @dataclass
 class Hub:
-    """`files` of one repository; `requests` records (method, path)."""
+    """State of a hub: `files` of one repository; `requests` records (method, path)."""
 
     repository: str
     files: dict[str, bytes]
@@ -48,7 +48,7 @@ class Hub:
 
 
 class Server:
-    """`with Server(hub) as endpoint:` serves until the end of the block."""
+    """A server for `with Server(hub) as endpoint:`, which stops at the end of the block."""
 
     def __init__(self, hub: Hub):
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))

@@ -1,4 +1,4 @@
-"""Adapters as peft writes them: what is taken, and what is refused by which name."""
+"""Import of adapters in peft's format: accepted files, and the name in each refusal."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def take(library: ModelLibrary, tmp_path: Path):
     return take
 
 
-def test_an_adapter_is_found_by_its_files_and_names_its_base(library, tmp_path):
+def test_find_adapter_detects_adapter_files_and_base(library, tmp_path):
     directory = write(tmp_path / "my lora")
     assert library.find_adapter(str(directory)) == ("my-lora", "org/source", None)
     assert library.find_adapter(str(directory), name="x") == ("x", "org/source", None)
@@ -56,7 +56,7 @@ def test_an_adapter_is_found_by_its_files_and_names_its_base(library, tmp_path):
         library.import_model(directory)
 
 
-def test_it_becomes_a_sealed_adapter_version_without_pickles_and_tokenizer(take, tmp_path):
+def test_import_adapter_seals_version_without_pickles_and_tokenizer(take, tmp_path):
     directory = write(tmp_path / "a")
     for name in ("tokenizer.json", "optimizer.pt", "adapter_model.bin"):
         (directory / name).write_text("{}")
@@ -68,7 +68,7 @@ def test_it_becomes_a_sealed_adapter_version_without_pickles_and_tokenizer(take,
     ]
     manifest = Manifest.read(taken.path)
     assert manifest.name == ("adapter", "mine", "v1")
-    # What engines compare with the weights that they serve (serve.vllm.adapters).
+    # Engines compare these with the base that they serve (serve.vllm.adapters).
     assert (manifest.meta["base"], manifest.meta["base_version"]) == ("source", "v1")
     assert taken.info["adapter"] == {"rank": 4, "trained_on": "org/source"}
     assert taken.params == 4 * (HIDDEN + 16)
@@ -89,7 +89,7 @@ def test_it_becomes_a_sealed_adapter_version_without_pickles_and_tokenizer(take,
         ({"alpha_pattern": {"up_proj": "4"}}, "alpha_pattern is"),
     ],
 )
-def test_kinds_that_engines_do_not_serve_are_refused_by_name(take, tmp_path, config, words):
+def test_import_adapter_rejects_kinds_unsupported_by_engines(take, tmp_path, config, words):
     with pytest.raises(AdapterRefused, match=words):
         take(write(tmp_path / "a", **config))
     assert not list((tmp_path / "models").glob("mine/*")) and not list((tmp_path / "models/.staging").iterdir())
@@ -108,12 +108,12 @@ def test_kinds_that_engines_do_not_serve_are_refused_by_name(take, tmp_path, con
         (factors(rank=48), "rank 48"),
     ],
 )
-def test_factors_that_do_not_fit_the_base_are_refused_by_name(take, tmp_path, tensors, words):
+def test_import_adapter_rejects_factors_that_mismatch_base(take, tmp_path, tensors, words):
     with pytest.raises(AdapterRefused, match=words):
         take(write(tmp_path / "a", tensors))
 
 
-def test_import_adapter_refuses_factors_that_are_not_numbers_by_name(take, tmp_path):
+def test_import_adapter_rejects_non_finite_factors(take, tmp_path):
     broken = factors()
     broken[f"{MODULE}.lora_B.weight"][2, 1] = np.nan
     with pytest.raises(NotACheckpoint) as refused:
@@ -121,7 +121,7 @@ def test_import_adapter_refuses_factors_that_are_not_numbers_by_name(take, tmp_p
     assert refused.value.file == f"{MODULE}.lora_B.weight"
 
 
-def test_pickles_missing_weights_and_bases_without_adapters_are_refused(take, tmp_path):
+def test_import_adapter_rejects_pickles_missing_weights_and_zero_rank(take, tmp_path):
     pickled = write(tmp_path / "p")
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
     with pytest.raises(PickleRefused, match="adapter_model.bin"):
@@ -137,7 +137,7 @@ def test_pickles_missing_weights_and_bases_without_adapters_are_refused(take, tm
         take(broken)
 
 
-def test_an_adapters_directory_with_the_bases_config_is_an_adapter(library, take, tmp_path):
+def test_find_adapter_accepts_folder_with_base_config(library, take, tmp_path):
     directory = write(tmp_path / "lora-out")
     checkpoints.write(directory, template="{{ messages[0].content }}")
     (directory / "model.safetensors").unlink()
@@ -147,14 +147,14 @@ def test_an_adapters_directory_with_the_bases_config_is_an_adapter(library, take
     assert len(taken.warnings) == 1, "its own chat template stays behind"
 
 
-def test_a_whole_model_beside_an_adapter_is_imported_alone(library, tmp_path):
+def test_import_model_ignores_adapter_in_same_folder(library, tmp_path):
     directory = checkpoints.write(write(tmp_path / "merged"))
     assert library.find_adapter(str(directory)) is None
     taken = library.import_model(directory)
     assert not (taken.path / "adapter_config.json").exists() and len(taken.warnings) == 1
 
 
-def test_an_adapters_weights_without_their_config_are_no_model(library, tmp_path):
+def test_import_model_rejects_adapter_weights_without_config(library, tmp_path):
     directory = write(tmp_path / "lora-out")
     checkpoints.write(directory)
     for name in ("model.safetensors", "adapter_config.json"):

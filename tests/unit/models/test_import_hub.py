@@ -1,4 +1,4 @@
-"""Downloads against a hub on loopback: resume, checksums, refusals; offline unless allowed."""
+"""Downloads from a hub on loopback: resume, checksums, refusals; offline by default."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def fetched(served: Hub) -> set[str]:
     return {path.partition(f"/resolve/{COMMIT}/")[2] for method, path in served.requests if method == "GET"}
 
 
-def test_a_repository_comes_in_under_its_name_with_only_what_is_needed(tmp_path, served, content):
+def test_import_hub_downloads_only_needed_files(tmp_path, served, content):
     state, endpoint = served
     library = library_at(tmp_path, endpoint)
     heard = []
@@ -77,7 +77,7 @@ def test_import_hub_removes_partial_files_of_a_killed_download(tmp_path, served,
 
 
 @pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "config.json"])
-def test_bytes_other_than_announced_are_refused_and_not_kept(tmp_path, served, content, name):
+def test_import_hub_rejects_and_deletes_corrupt_download(tmp_path, served, content, name):
     state, endpoint = served
     library = library_at(tmp_path, endpoint)
     state.lies[name] = content[name][:-1] + bytes([content[name][-1] ^ 1])
@@ -88,12 +88,12 @@ def test_bytes_other_than_announced_are_refused_and_not_kept(tmp_path, served, c
     assert library.import_model(REPOSITORY).version == "v1"
 
 
-def test_offline_is_the_default_and_says_how_to_change_it(tmp_path):
+def test_import_hub_offline_error_names_the_setting(tmp_path):
     with pytest.raises(HubDisallowed, match=r"offline by default.*hub_offline = false.*\[box\].*hub_endpoint"):
         ModelLibrary(tmp_path / "models").import_model(REPOSITORY)
 
 
-def test_gated_missing_and_unreachable_are_told_apart(tmp_path, served):
+def test_import_hub_distinguishes_gated_missing_and_unreachable(tmp_path, served):
     state, endpoint = served
     library = library_at(tmp_path, endpoint)
     with pytest.raises(HubNotFound, match="does not exist"):
@@ -107,7 +107,7 @@ def test_gated_missing_and_unreachable_are_told_apart(tmp_path, served):
         library_at(tmp_path, "http://127.0.0.1:1").import_model(REPOSITORY)
 
 
-def test_pickles_are_refused_before_they_are_downloaded(tmp_path, served):
+def test_import_hub_rejects_pickles_before_download(tmp_path, served):
     state, endpoint = served
     for name in [n for n in state.files if n.endswith(".safetensors")]:
         del state.files[name]
@@ -124,7 +124,7 @@ def adapter_on_hub(tmp_path: Path, **more: bytes) -> Hub:
     return Hub(REPOSITORY, {path.name: path.read_bytes() for path in directory.iterdir()} | more)
 
 
-def test_an_adapter_is_found_by_its_configuration_alone_and_comes_in_at_that_commit(tmp_path):
+def test_find_adapter_on_hub_reads_only_its_config(tmp_path):
     served = adapter_on_hub(tmp_path, **{"README.md": b"#", "tokenizer.json": b"{}", "adapter_model.bin": b"\x80"})
     base = ModelLibrary(tmp_path / "models").import_model(checkpoints.write(tmp_path / "source"))
     with Server(served) as endpoint:
@@ -134,7 +134,7 @@ def test_an_adapter_is_found_by_its_configuration_alone_and_comes_in_at_that_com
         assert library.find_adapter(REPOSITORY, name="mine", revision=COMMIT) == ("mine", "org/source", COMMIT)
         based_on = {"base": "source", "base_version": "v1", "base_path": base.path, "rank_limit": 32}
         taken = library.import_adapter(REPOSITORY, name="mine", revision=COMMIT, **based_on)
-        with pytest.raises(NotACheckpoint):  # what imports whole models does not take it for one
+        with pytest.raises(NotACheckpoint):  # import_model rejects an adapter
             library.import_model(REPOSITORY)
     taken_files = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert {path.name for path in taken.path.iterdir()} == taken_files | {"manifest.json"}
@@ -142,14 +142,14 @@ def test_an_adapter_is_found_by_its_configuration_alone_and_comes_in_at_that_com
     assert fetched(served) == taken_files | {""}
 
 
-def test_a_whole_model_on_a_hub_is_no_adapter(tmp_path, served):
+def test_find_adapter_on_hub_ignores_whole_model(tmp_path, served):
     state, endpoint = served
-    state.files["adapter_config.json"] = b"{}"  # left there by whoever trained it
+    state.files["adapter_config.json"] = b"{}"  # left over from training
     assert library_at(tmp_path, endpoint).find_adapter(REPOSITORY) is None
     assert library_at(tmp_path, endpoint).import_model(REPOSITORY).version == "v1"
 
 
 @pytest.mark.parametrize("source", ["org/../../etc", "http://x/y", "-rf"])
-def test_strange_sources_are_neither_path_nor_repository(tmp_path, source):
+def test_import_rejects_source_that_is_neither_path_nor_repository(tmp_path, source):
     with pytest.raises(SourceNotFound, match="neither"):
         library_at(tmp_path, "http://127.0.0.1:1").import_model(source)

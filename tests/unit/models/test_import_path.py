@@ -1,4 +1,4 @@
-"""Checkpoint directories coming in: what is taken, what is refused and by which name; nothing half-done shows."""
+"""Import of checkpoint directories: accepted files, named refusals, and no partial results."""
 
 import json
 import os
@@ -25,14 +25,14 @@ from weights.tiers.copies import verify
 
 
 def nothing_there(tmp_path: Path) -> bool:
-    """No version, no staging directory."""
+    """Whether there is neither a version nor a staging directory."""
     models = tmp_path / "models"
     return (
         not models.exists() or not [p for p in models.rglob("*") if p.is_file()] and not any(models.glob(".staging/*"))
     )
 
 
-def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tmp_path):
+def test_import_path_creates_version_1_with_identical_weights(library, source, tmp_path):
     (source / "README.md").write_text("# mine")
     (source / "modeling_evil.py").write_text("import os")
     (source / "pytorch_model.bin").write_bytes(b"\x80\x04")
@@ -51,7 +51,7 @@ def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tm
     assert done == total > 0 and unit == "bytes" and heard == sorted(heard, key=lambda h: h[0])
 
 
-def test_the_number_of_a_deleted_version_never_comes_again(library, source, tmp_path):
+def test_import_path_never_reuses_deleted_version_number(library, source, tmp_path):
     first = library.import_model(source, name="one")
     library.remove("one", first.version)
     assert not checkpoints.stored(tmp_path)
@@ -61,7 +61,7 @@ def test_the_number_of_a_deleted_version_never_comes_again(library, source, tmp_
     assert library.import_model(source, name="one").version == "v3"
 
 
-def test_the_layout_of_a_hub_cache_is_followed(library, tmp_path):
+def test_import_path_follows_links_of_hub_cache(library, tmp_path):
     real = checkpoints.write(tmp_path / "real")
     snapshot = tmp_path / "models--org--m" / "snapshots" / "abc"
     blobs = tmp_path / "models--org--m" / "blobs"
@@ -75,23 +75,23 @@ def test_the_layout_of_a_hub_cache_is_followed(library, tmp_path):
     assert verify(taken.path).tensors == len(checkpoints.tensors())
 
 
-def test_a_missing_chat_template_is_reported_not_refused(library, tmp_path):
+def test_import_path_without_chat_template_warns(library, tmp_path):
     taken = library.import_model(checkpoints.write(tmp_path / "base", template=None))
     assert taken.info["chat_template"] is False and "no chat template" in taken.warnings[0]
 
 
-def test_import_refuses_template_that_takes_too_much_memory(library, tmp_path, own_process):
+def test_import_path_rejects_template_over_memory_limit(library, tmp_path, own_process):
     with pytest.raises(TemplateRefused, match="memory"):
         library.import_model(checkpoints.write(tmp_path / "source", template="{{ 'x'.ljust(3000000000) }}"))
 
 
-def test_a_template_that_dislikes_the_trial_only_warns(library, tmp_path):
+def test_import_path_with_template_that_fails_trial_warns(library, tmp_path):
     template = "{{ raise_exception('roles must be a and b') }}"
     taken = library.import_model(checkpoints.write(tmp_path / "source", template=template))
     assert "roles must be a and b" in taken.warnings[0]
 
 
-def test_import_path_without_the_token_of_its_tool_parser_warns(library, tmp_path):
+def test_import_path_without_tool_parser_token_warns(library, tmp_path):
     source = checkpoints.write(tmp_path / "source", template=checkpoints.TEMPLATE + "{{ tools or '' }}")
     taken = library.import_model(source)
     assert taken.info["tool_parser"] is None
@@ -99,12 +99,12 @@ def test_import_path_without_the_token_of_its_tool_parser_warns(library, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a b", "x" * 129, "ft:starter:me:x"])
-def test_bad_names_are_refused(library, source, name):
+def test_import_path_rejects_invalid_names(library, source, name):
     with pytest.raises(InvalidModelName, match="--name"):
         library.import_model(source, name=name)
 
 
-def test_files_and_missing_paths_are_told_apart(library, source, tmp_path):
+def test_import_path_distinguishes_file_and_missing_path(library, source, tmp_path):
     with pytest.raises(SourceNotFound, match="is a file"):
         library.import_model(str(source / "config.json"))
     with pytest.raises(SourceNotFound, match="does not exist"):
@@ -116,7 +116,7 @@ def test_files_and_missing_paths_are_told_apart(library, source, tmp_path):
         library.import_model(tmp_path / "empty")
 
 
-def test_a_cancelled_import_leaves_nothing(library, source, tmp_path):
+def test_import_path_when_cancelled_leaves_nothing(library, source, tmp_path):
     class Cancelled(Exception):
         pass
 
@@ -129,9 +129,9 @@ def test_a_cancelled_import_leaves_nothing(library, source, tmp_path):
     assert nothing_there(tmp_path)
 
 
-def test_what_a_dead_process_left_is_swept_and_a_living_ones_kept(library, source, tmp_path):
+def test_import_path_sweeps_staging_of_dead_processes(library, source, tmp_path):
     staging = tmp_path / "models" / ".staging"
-    dead = staging / f"{2**22 + 5}-{'a' * 32}"  # above the largest pid there can be
+    dead = staging / f"{2**22 + 5}-{'a' * 32}"  # above the largest possible pid
     alive = staging / f"{os.getpid()}-{'b' * 32}"
     for folder in (dead, alive):
         folder.mkdir(parents=True)
@@ -140,7 +140,7 @@ def test_what_a_dead_process_left_is_swept_and_a_living_ones_kept(library, sourc
     assert not dead.exists() and alive.exists()
 
 
-def test_too_little_disk_says_how_much(library, source, monkeypatch):
+def test_import_path_without_disk_space_names_required_bytes(library, source, monkeypatch):
     import appliance.models.library as module
 
     usage = module.shutil.disk_usage(source)
@@ -152,9 +152,9 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
 _SECRET = "/etc/passwd"
 _TOKENIZER, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 _OF_TOOLS = {"chat_template": {"default": "{{ messages }}", "tool_use": "{% if %}"}}
-# Templates that know no tools are served with a way to show them, by whose words a template can tell the two.
+# Templates without tools get a tool prompt when served; this template detects its variables.
 _TELLS_THEM_APART = "{% if holder is defined %}{{ messages.__class__.__mro__ }}{% endif %}{{ messages[0].content }}"
-# (file, its content, error, what the error says)
+# (file, content, error, message)
 REFUSED = [
     ("config.json", "[]", NotACheckpoint, "config.json"),
     ("config.json", "[" * 100_000, NotACheckpoint, "config.json"),
@@ -183,7 +183,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("file", "content", "error", "says"), REFUSED, ids=[f"{row[0]}-{row[3]}" for row in REFUSED])
-def test_import_path_refuses_a_hostile_file(library, source, tmp_path, file, content, error, says):
+def test_import_path_rejects_hostile_file(library, source, tmp_path, file, content, error, says):
     (source / file).write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(error, match=says):
         library.import_model(source)
@@ -218,21 +218,21 @@ def _without_a_shard(source: Path) -> None:
         ),
         (lambda source: (source / "tokenizer.json").unlink(), MissingTokenizer, "copy the tokenizer files"),
         (
-            lambda source: checkpoints.write(source, shards=2),  # transformers takes the one file, engines the shards
+            lambda source: checkpoints.write(source, shards=2),  # transformers reads one file, engines the shards
             NotACheckpoint,
             r"model-00001-of-00002\.safetensors.* model\.safetensors too",
         ),
     ],
 )
-def test_import_path_refuses_a_folder_with_wrong_files(library, source, tmp_path, change, error, says):
+def test_import_path_rejects_folder_with_wrong_files(library, source, tmp_path, change, error, says):
     change(source)
     with pytest.raises(error, match=says):
         library.import_model(source)
     assert nothing_there(tmp_path)
 
 
-def test_an_engine_reads_the_config_that_was_checked(library, source):
-    """vLLM takes a directory with weights of this name, and params.json, for one in Mistral's format."""
+def test_import_path_drops_params_json_of_mistral_format(library, source):
+    """vLLM treats a directory with params.json and weights of this name as Mistral's format."""
     (source / "model.safetensors").rename(source / "consolidated.safetensors")
     weights = dict.fromkeys(checkpoints.tensors(), "consolidated.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
@@ -240,10 +240,10 @@ def test_an_engine_reads_the_config_that_was_checked(library, source):
     assert not (library.import_model(source).path / "params.json").exists()
 
 
-def test_what_tokenizers_were_saved_with_comes_in(library, source):
+def test_import_path_accepts_saved_tokenizer_attributes(library, source):
     said = {
         "tokenizer_class": "LlamaTokenizerFast",
-        "tokenizer_file": "/home/somebody/tokenizer.json",  # transformers reads the checkpoint's own in its place
+        "tokenizer_file": "/home/somebody/tokenizer.json",  # transformers reads the checkpoint's file instead
         "special_tokens_map_file": "/home/somebody/special_tokens_map.json",
         "name_or_path": "/home/somebody/model",
         "vocab_file": None,
@@ -263,7 +263,7 @@ def test_what_tokenizers_were_saved_with_comes_in(library, source):
     assert library.import_model(source).version == "v1"
 
 
-def test_a_trial_that_the_kernel_ended_says_so(library, source, monkeypatch, own_process):
+def test_import_path_reports_trial_killed_from_outside(library, source, monkeypatch, own_process):
     run = subprocess.Popen
     killed = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGKILL})"]
     monkeypatch.setattr("appliance.models.trial.subprocess.Popen", lambda _, **how: run(killed, **how))

@@ -1,4 +1,4 @@
-"""What is put right in the copy of a checkpoint, and what refuses it, by the tensor's or the token's name."""
+"""Repairs in the copy of a checkpoint, and refusals that name the tensor or token."""
 
 import json
 
@@ -27,7 +27,7 @@ def stored(taken, file):
         ({"unconvertible": ["model.layers.0.mlp.experts.down_proj"]}, "model.layers.0.mlp.experts.down_proj"),
     ],
 )
-def test_import_refuses_tensors_that_do_not_fit_by_name(library, source, tmp_path, compared, found, names):
+def test_import_rejects_mismatched_tensors_by_name(library, source, tmp_path, compared, found, names):
     compared(**found)
     with pytest.raises(NotACheckpoint) as refused:
         library.import_model(source)
@@ -36,7 +36,7 @@ def test_import_refuses_tensors_that_do_not_fit_by_name(library, source, tmp_pat
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_import_refuses_numbers_that_are_not_finite_by_the_name_of_the_tensor(library, source, compared, value, dtype):
+def test_import_rejects_non_finite_tensor_by_name(library, source, compared, value, dtype):
     compared()
     broken = {name: tensor.astype(dtype) for name, tensor in checkpoints.tensors().items()}
     save_file(broken, source / "model.safetensors", metadata={"format": "pt"})
@@ -48,25 +48,25 @@ def test_import_refuses_numbers_that_are_not_finite_by_the_name_of_the_tensor(li
     assert refused.value.file == HEAD
 
 
-def test_import_takes_an_unknown_architecture_with_a_warning(library, source, compared):
+def test_import_of_unknown_architecture_warns(library, source, compared):
     compared(unchecked="transformers does not know it", unknown=["x"])
     assert len(library.import_model(source).warnings) == 1
 
 
-def test_import_renames_what_a_wrapper_named(library, source, compared):
+def test_import_renames_tensors_of_a_wrapper(library, source, compared):
     compared(renamed={EMBEDDING: "embed.weight"})
     taken = library.import_model(source)
     assert "embed.weight" in load_file(taken.path / "model.safetensors") and len(taken.warnings) == 1
     assert verify(taken.path).tensors == len(checkpoints.tensors())
 
 
-def test_import_lets_a_head_of_its_own_win_over_tied_embeddings(library, source, compared):
+def test_import_unties_embeddings_if_head_differs(library, source, compared):
     compared(tied=[[HEAD, EMBEDDING]])
     taken = library.import_model(source)
     assert stored(taken, "config.json")["tie_word_embeddings"] is False and len(taken.warnings) == 1
 
 
-def test_import_keeps_a_head_tied_that_is_the_embedding(library, source, compared):
+def test_import_keeps_tied_head_equal_to_embedding(library, source, compared):
     tensors = checkpoints.tensors()
     save_file(tensors | {HEAD: tensors[EMBEDDING]}, source / "model.safetensors", metadata={"format": "pt"})
     compared(tied=[[HEAD, EMBEDDING]])
@@ -74,14 +74,14 @@ def test_import_keeps_a_head_tied_that_is_the_embedding(library, source, compare
     assert "tie_word_embeddings" not in stored(taken, "config.json") and not taken.warnings
 
 
-def test_import_refuses_a_head_of_its_own_that_engines_would_ignore(library, tmp_path, compared):
+def test_import_rejects_separate_head_ignored_by_engines(library, tmp_path, compared):
     source = checkpoints.write(tmp_path / "source", config={"architectures": ["Gemma2ForCausalLM"]})
     compared(tied=[[HEAD, EMBEDDING]])
     with pytest.raises(NotACheckpoint, match=HEAD):
         library.import_model(source)
 
 
-def test_import_drops_a_quantisation_of_which_nothing_is_left(library, tmp_path, compared):
+def test_import_drops_quantisation_config_of_plain_weights(library, tmp_path, compared):
     source = checkpoints.write(tmp_path / "source", config={"quantization_config": {"quant_method": "bitsandbytes"}})
     compared(plain=True)
     taken = library.import_model(source)
@@ -89,7 +89,7 @@ def test_import_drops_a_quantisation_of_which_nothing_is_left(library, tmp_path,
     assert taken.info["quantization"] is None and len(taken.warnings) == 1
 
 
-def test_import_has_tokenizer_json_read_as_it_is_written(library, source, compared):
+def test_import_sets_tokenizer_class_that_matches_tokenizer_json(library, source, compared):
     compared(differs="Hello world", mended=True)
     taken = library.import_model(source)
     assert stored(taken, "tokenizer_config.json")["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -104,20 +104,20 @@ def test_import_has_tokenizer_json_read_as_it_is_written(library, source, compar
         {"beyond": [["assistant: ", 40]], "special": {}},
     ],
 )
-def test_import_refuses_a_needed_token_beyond_the_embedding(library, source, compared, found):
+def test_import_rejects_special_token_beyond_embedding(library, source, compared, found):
     compared(**found)
     with pytest.raises(TokenizerRefused):
         library.import_model(source)
 
 
-def test_import_pads_with_the_end_of_text_where_the_pad_token_has_no_row(library, source, compared):
+def test_import_replaces_pad_token_without_embedding_row(library, source, compared):
     special = {"eos_token": ["</s>", 2], "pad_token": ["<pad>", 40]}
     compared(beyond=[["<pad>", 40], ["<more>", 41]], special=special)
     taken = library.import_model(source)
     assert stored(taken, "tokenizer_config.json")["pad_token"] == "</s>" and len(taken.warnings) == 2
 
 
-def test_import_makes_the_end_of_turn_an_end_for_engines(library, tmp_path, compared):
+def test_import_adds_end_of_turn_to_eos_tokens(library, tmp_path, compared):
     template = checkpoints.TEMPLATE.replace("</s>", "<|im_end|>")
     source = checkpoints.write(tmp_path / "source", config={"eos_token_id": 2}, template=template)
     compared(added={"</s>": 2, "<|im_end|>": 7})

@@ -1,4 +1,4 @@
-"""A preload that uses an instruction which the machine refuses."""
+"""A preload that dies of SIGILL, as by an unsupported instruction."""
 
 import os
 import signal

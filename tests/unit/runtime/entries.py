@@ -1,4 +1,4 @@
-"""Entry functions that the tests fork from a warm parent; importing this module is the preload."""
+"""Entry functions for children of a warm parent; the import of this module is the preload."""
 
 import concurrent.futures
 import os
@@ -54,7 +54,7 @@ def says_and_ends(lifeline, args):
 
 
 def starting(lifeline, args):
-    """Never comes to `serve`, as an engine that loads for a long time."""
+    """Entry that never reaches `serve`, like an engine that loads for a long time."""
     lifeline.emit("forked", grandchild=_fork_sleeper())
     time.sleep(3600)
     return 0

@@ -1,4 +1,4 @@
-"""Tasks that outlive their exceptions; their pauses pass at once and are noted."""
+"""Background tasks that restart after exceptions; pauses are recorded and take no time."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ async def test_failing_task_is_logged_and_restarted_after_longer_pauses(slept, b
     with caplog.at_level(logging.ERROR):
         await background.keep("tidying", fails_eight_times)
     assert begun == 9 and slept == [1, 2, 4, 8, 16, 32, 60, 60] and slept[-1] == PAUSES_S[1]
-    assert background.degraded() == []  # it came to its end
+    assert background.degraded() == []  # it finished without an error
     first = caplog.records[0]
     assert "tidying failed, time 1 in a row" in first.message
     assert first.exc_info is not None and first.exc_info[0] is KeyError
@@ -85,7 +85,7 @@ async def test_task_is_degraded_until_it_runs_steadily(slept, background, monkey
     await task
 
 
-async def test_rounds_resume_after_failures_and_a_good_one_heals(slept, background):
+async def test_rounds_resume_after_failures_until_one_succeeds(slept, background):
     rounds, seen = 0, []
     enough = asyncio.Event()
 
@@ -102,5 +102,5 @@ async def test_rounds_resume_after_failures_and_a_good_one_heals(slept, backgrou
     background.keep_every("house", once, 60.0)
     await enough.wait()
     await background.stop()
-    # A failed round is tried again after the pause alone, then the rhythm goes on.
+    # A failed round is retried after the pause, then the interval applies again.
     assert slept == [60, 60, 1, 2, 60] and seen == [[], [], [1], [2], []]

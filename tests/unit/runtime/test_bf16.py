@@ -1,4 +1,4 @@
-"""Which processors compute in bfloat16 and quantised layers, by the text that the kernel shows of them."""
+"""CPU support for bfloat16 and quantised layers, read from /proc/cpuinfo."""
 
 import pytest
 
@@ -15,7 +15,7 @@ GRAVITON2 = "processor\t: 0\nFeatures\t: fp asimd\n"
     ("cpuinfo", "bf16", "lacks"),
     [(ZEN3, False, "AVX-512"), (ZEN4, True, ""), (GRAVITON3, True, ""), (GRAVITON2, False, "")],
 )
-def test_cpu_flags_tell_what_it_computes(monkeypatch, tmp_path, cpuinfo, bf16, lacks):
+def test_cpu_flags_determine_supported_dtypes(monkeypatch, tmp_path, cpuinfo, bf16, lacks):
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     monkeypatch.setattr(kind, "_CPUINFO", tmp_path / "cpuinfo")
     kind.host_features.cache_clear()

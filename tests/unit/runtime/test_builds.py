@@ -1,4 +1,4 @@
-"""Which devices the installed build of vLLM serves, for builds that this environment does not have."""
+"""Devices supported by each build of vLLM, for builds that are not installed here."""
 
 import importlib.metadata
 
@@ -31,7 +31,7 @@ OTHER_TORCH = r"torchvision 0\.28\.0 .*2\.13\.0\+cpu.*pip uninstall torchvision"
         (8, 2, CPU | {"torch": "2.13.0", "torchvision": "0.28.0"}, None),
     ],
 )
-def test_check_build_takes_only_devices_that_it_serves(monkeypatch, gpus, setting, versions, refused):
+def test_check_build_accepts_only_supported_devices(monkeypatch, gpus, setting, versions, refused):
     def version(package):
         try:
             return versions[package.replace("-", "_")]

@@ -1,4 +1,4 @@
-"""What kinds of devices set up for the processes that compute on them."""
+"""Setup by each kind of device for the processes that compute on it."""
 
 import os
 import sys
@@ -9,15 +9,14 @@ from runtime.devices.kinds import ACCELERATORS, FORK_ENVIRONMENT, accelerator, b
 from tests.devices_support.nvml import eight_h100
 
 
-def test_processes_see_their_devices_as_the_driver_numbers_them():
+def test_visibility_numbers_devices_like_the_driver():
     shown = {"CUDA_VISIBLE_DEVICES": "5,2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_SOCKET_IFNAME": "lo"}
     assert kind_of("cuda").visibility([5, 2]) == shown and kind_of("cpu").visibility([5]) == {}
 
 
 @pytest.mark.parametrize("loaded", [True, False], ids=["pynvml too", "other handles alone"])
-def test_a_parent_closes_nvml_whoever_opened_it(monkeypatch, loaded):
-    """torch.cuda.is_available(), which Triton asks at its import, starts NVML by a handle of its own and never ends
-    it; the driver resets no GPU whose file is open."""
+def test_before_fork_closes_nvml_opened_by_any_library(monkeypatch, loaded):
+    """Triton's import calls torch.cuda.is_available(), which opens NVML for good and so blocks a GPU reset."""
     machine = eight_h100()
     machine.users, machine.loaded = 3, loaded
     machine.install(monkeypatch)
@@ -27,8 +26,8 @@ def test_a_parent_closes_nvml_whoever_opened_it(monkeypatch, loaded):
     assert machine.users == 1, "a rank asks NVML for free memory"
 
 
-def test_a_worker_compiles_kernels_with_all_processors(monkeypatch):
-    """What keeps compilers from running in a parent that forks had a worker compile its own one after the other."""
+def test_worker_compiles_kernels_on_all_cpus(monkeypatch):
+    """The setting against compilers in a forking parent must not slow compilation in a worker."""
     monkeypatch.setattr(sys, "path", [])
     for name, value in FORK_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -38,7 +37,7 @@ def test_a_worker_compiles_kernels_with_all_processors(monkeypatch):
     assert "HUMMING_DISABLE_PARALLEL_BUILD" not in os.environ
 
 
-def test_accelerator_is_found_by_the_words_of_a_drivers_name():
+def test_accelerator_is_matched_by_words_of_driver_name():
     for key, name in (("rtx-a6000", "NVIDIA RTX A6000"), ("rtx-6000-ada", "NVIDIA RTX 6000 Ada Generation")):
         assert accelerator(name) is ACCELERATORS[key]
     for name in ("Quadro RTX 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "NVIDIA GeForce RTX 4090 D"):

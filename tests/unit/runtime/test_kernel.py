@@ -1,4 +1,4 @@
-"""When a process group counts as dead, by what the kernel gives back then."""
+"""A process group counts as dead only after the kernel has released its resources."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from runtime.logs import tail
 from runtime.processes.kernel import group_alive, group_pids
 
-# A process whose first thread has ended while another still holds a lock, as one holds a GPU.
+# A process whose main thread has ended while another thread holds a lock, like a GPU.
 HEADLESS = """
 import ctypes, fcntl, os, sys, threading
 os.setsid()
@@ -34,7 +34,7 @@ def is_held(path: Path) -> bool:
         return False
 
 
-def test_a_process_lives_until_its_last_thread_has_ended(tmp_path):
+def test_group_alive_until_last_thread_ends(tmp_path):
     lock = tmp_path / "device"
     command = [sys.executable, "-S", "-c", HEADLESS, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -50,7 +50,7 @@ def test_a_process_lives_until_its_last_thread_has_ended(tmp_path):
         assert not is_held(lock) and group_pids(process.pid) == []
 
 
-def test_tail_begins_with_a_whole_line_after_what_was_there_before(tmp_path):
+def test_tail_returns_whole_lines_after_offset(tmp_path):
     log = tmp_path / "l.log"
     log.write_text("of an earlier engine\n")
     begin = log.stat().st_size

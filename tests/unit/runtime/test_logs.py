@@ -1,4 +1,4 @@
-"""Log lines as processes really write them."""
+"""Log lines as real processes write them."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def written() -> list[dict]:
     return [json.loads(line) for line in done.stderr.splitlines()]
 
 
-def test_one_object_a_line_with_the_ids_that_apply():
+def test_log_line_is_json_with_context_ids():
     first, library, wrong = written()
     assert datetime.fromisoformat(first.pop("time")).tzinfo is not None
     assert first == {
@@ -54,7 +54,7 @@ def test_one_object_a_line_with_the_ids_that_apply():
     assert wrong["level"] == "error" and "ZeroDivisionError" in wrong["exception"]
 
 
-async def test_a_forked_process_writes_its_end_as_a_line(warm, tmp_path):  # noqa: F811
+async def test_forked_process_logs_its_error_as_json_line(warm, tmp_path):  # noqa: F811
     child = await Child.spawn(warm, f"{ENTRY}:crash", {}, log_path=tmp_path / "child.log", name="child")
     await child.closed()
     (line,) = map(json.loads, (tmp_path / "child.log").read_text().splitlines())

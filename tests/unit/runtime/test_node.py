@@ -1,4 +1,4 @@
-"""The node agent keeps its warm parents alive, and their children do not need them."""
+"""The node agent restarts its warm parents; their children survive without them."""
 
 import asyncio
 import contextlib
@@ -20,15 +20,15 @@ def spec(folder, preload=ENTRY):
 
 
 def warm_pid(folder):
-    """The pid of the warm parent that serves this folder, None while there is none."""
+    """The pid of the warm parent of this folder, or None."""
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             if str(folder / "w.sock") in child.cmdline():
                 return child.pid
     return None
 
 
-async def test_a_killed_warm_parent_comes_back_and_its_child_lives_on(tmp_path):
+async def test_killed_warm_parent_restarts_and_its_child_survives(tmp_path):
     agent = NodeAgent([spec(tmp_path)])
     await agent.start()
     await agent.wait_warm("t", 60)
@@ -55,8 +55,8 @@ async def test_a_killed_warm_parent_comes_back_and_its_child_lives_on(tmp_path):
         ("tests.unit.runtime.ends_by_sigill", ["SIGILL", "about to compute"]),
     ],
 )
-async def test_wait_warm_of_a_parent_that_dies_at_import_raises_at_once(tmp_path, preload, how):
-    """With how it ended and the last line of its log in the first line, which is what `status` shows."""
+async def test_wait_warm_raises_at_once_if_import_kills_parent(tmp_path, preload, how):
+    """`status` shows only the first line, so it has the exit status and the last log line."""
     agent = NodeAgent([spec(tmp_path, preload)])
     await agent.start()
     with pytest.raises(WarmParentError) as refused:

@@ -1,4 +1,4 @@
-"""Which processors a process is bound to, and that a forked one is, with all it starts."""
+"""CPU affinity near a device, also for forked processes and their children."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ SOCKETS, ALL = ["0-1,2-3", "4-7"], set(range(8))
 
 
 def node_tree(root: Path, cpulists: list[str]) -> Path:
-    """Like /sys/devices/system/node."""
+    """Create a folder like /sys/devices/system/node."""
     for node, cpulist in enumerate(cpulists):
         (root / f"node{node}").mkdir(parents=True)
         (root / f"node{node}" / "cpulist").write_text(f"{cpulist}\n")
@@ -25,18 +25,18 @@ def node_tree(root: Path, cpulists: list[str]) -> Path:
     ("nodes", "cpulists", "allowed", "expected"),
     [
         ([1], SOCKETS, ALL, {4, 5, 6, 7}),
-        ([0, 1], SOCKETS, ALL, None),  # over both sockets: all of them, as it is
-        ([1], SOCKETS, {2, 3, 4}, {4}),  # a container's share of the machine
-        ([1], SOCKETS, {0, 1}, None),  # none of it near the device: far is better than nowhere
+        ([0, 1], SOCKETS, ALL, None),  # on both sockets: keep all CPUs
+        ([1], SOCKETS, {2, 3, 4}, {4}),  # the CPUs of a container
+        ([1], SOCKETS, {0, 1}, None),  # no allowed CPU near the device: keep the far ones
         ([1], ["0-6", "7"], ALL, {7}),
-        ([1], ["0-7", ""], ALL, None),  # a node without processors
+        ([1], ["0-7", ""], ALL, None),  # a node without CPUs
         ([0], ["0-7"], ALL, None),
         ([None], SOCKETS, ALL, None),
         ([], SOCKETS, ALL, None),
         ([7], SOCKETS, ALL, None),
     ],
 )
-def test_bind_near_takes_the_nodes_processors(tmp_path, monkeypatch, nodes, cpulists, allowed, expected):
+def test_bind_near_selects_cpus_of_the_node(tmp_path, monkeypatch, nodes, cpulists, allowed, expected):
     bound = []
     monkeypatch.setattr(kernel, "NUMA_NODES", node_tree(tmp_path, cpulists))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed))
@@ -45,7 +45,7 @@ def test_bind_near_takes_the_nodes_processors(tmp_path, monkeypatch, nodes, cpul
     assert bound == ([] if expected is None else [expected])
 
 
-async def test_a_forked_process_and_what_it_forks_run_beside_its_device(tmp_path):
+async def test_forked_process_and_its_children_run_near_device(tmp_path):
     everything = os.sched_getaffinity(0)
     if len(everything) < 2:
         pytest.skip("a machine with one processor has nothing to choose from")

@@ -1,4 +1,4 @@
-"""The order in which the kernel is to kill."""
+"""The order in which the kernel kills processes when memory runs out."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ def score(pid: int | str) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
-def test_a_whole_group_gets_its_place_and_what_it_forks_inherits_it():
+def test_oom_score_applies_to_group_and_its_forks():
     parent = subprocess.Popen([sys.executable, "-c", TWO], stdout=subprocess.PIPE, start_new_session=True)
     try:
         child = int(parent.stdout.readline())
@@ -22,7 +22,7 @@ def test_a_whole_group_gets_its_place_and_what_it_forks_inherits_it():
         assert (score(parent.pid), score(child)) == (150, 150)
         group_dies_as(DiesAs.ASLEEP, parent.pid)
         assert (score(parent.pid), score(child)) == (250, 250)
-        group_dies_as(DiesAs.ENGINE, parent.pid)  # a wake: down again, to where it may go without privilege
+        group_dies_as(DiesAs.ENGINE, parent.pid)  # a wake lowers the score again, as far as allowed without privilege
         assert (score(parent.pid), score(child)) == (150, 150)
     finally:
         os.killpg(parent.pid, 9)

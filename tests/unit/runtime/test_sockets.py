@@ -1,4 +1,4 @@
-"""Sockets are for their owner alone from the first moment, and making one changes nothing for other threads."""
+"""Sockets are private from their creation, without a change of the process-wide umask."""
 
 import os
 import stat
@@ -15,13 +15,13 @@ def open_umask():
     os.umask(before)
 
 
-def test_a_socket_is_its_owners_alone_whatever_the_umask(tmp_path, open_umask):
+def test_private_socket_is_owner_only_under_any_umask(tmp_path, open_umask):
     with private_socket(tmp_path / "s") as made:
         made.listen()
         assert stat.S_IMODE(os.stat(tmp_path / "s").st_mode) == 0o600
 
 
-def test_a_path_that_is_taken_is_an_error_and_leaves_nothing_open(tmp_path):
+def test_private_socket_on_taken_path_raises_and_closes(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     with private_socket(tmp_path / "s"):
         with pytest.raises(OSError):

@@ -42,7 +42,7 @@ async def spawn(warm, tmp_path, entry="echo", **kw):
     )
 
 
-async def test_forks_a_process_that_has_the_preload_already(warm, tmp_path):
+async def test_spawn_forks_process_with_preloaded_modules(warm, tmp_path):
     child = await spawn(warm, tmp_path, env={"SPAWN_TEST": "yes"})
     answer = await child.call("echo", a=[1, "ü"])
     assert answer["pid"] == child.pid != os.getpid()
@@ -59,11 +59,11 @@ async def test_forks_a_process_that_has_the_preload_already(warm, tmp_path):
     assert not child.alive
 
 
-async def test_what_a_child_said_last_is_read_although_a_call_to_it_came_too_late(warm, tmp_path):
+async def test_child_last_event_is_read_after_failed_call(warm, tmp_path):
     child = await spawn(warm, tmp_path, "says_and_ends")
-    while os.path.exists(f"/proc/{child.pid}"):  # nothing is read meanwhile
+    while os.path.exists(f"/proc/{child.pid}"):  # this loop reads nothing meanwhile
         time.sleep(0.01)
-    time.sleep(0.1)  # until its warm parent has closed the lifeline
+    time.sleep(0.1)  # until the warm parent has closed the lifeline
     with pytest.raises(ChildDied):
         await child.call("ping")
     assert (await child.next_event())["event"] == "done"
@@ -72,7 +72,7 @@ async def test_what_a_child_said_last_is_read_although_a_call_to_it_came_too_lat
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGILL, signal.SIGSEGV, 3], ids=str)
-async def test_how_a_child_ended_is_known_to_its_supervisor(warm, tmp_path, by):
+async def test_child_exit_status_is_known_to_supervisor(warm, tmp_path, by):
     child = await spawn(warm, tmp_path)
     if isinstance(by, signal.Signals):
         os.kill(child.pid, by)
@@ -85,7 +85,7 @@ async def test_how_a_child_ended_is_known_to_its_supervisor(warm, tmp_path, by):
     assert expected in child.how_it_ended()
 
 
-async def test_exceptions_futures_and_events_travel(warm, tmp_path):
+async def test_child_sends_exceptions_futures_and_events(warm, tmp_path):
     child = await spawn(warm, tmp_path)
     with pytest.raises(ChildError, match="ValueError: no good") as caught:
         await child.call("fail", message="no good")
@@ -101,7 +101,7 @@ async def test_exceptions_futures_and_events_travel(warm, tmp_path):
     assert await child.next_event() is None
 
 
-async def test_kill_takes_the_whole_group_and_pending_calls_fail(warm, tmp_path):
+async def test_kill_ends_whole_group_and_fails_pending_calls(warm, tmp_path):
     child = await spawn(warm, tmp_path)
     grandchild = await child.call("fork")
     assert sorted(group_pids(child.pid)) == sorted([child.pid, grandchild])
@@ -114,7 +114,7 @@ async def test_kill_takes_the_whole_group_and_pending_calls_fail(warm, tmp_path)
     assert group_pids(child.pid) == []
 
 
-async def test_a_child_killed_from_outside_is_noticed_though_its_own_child_lives(warm, tmp_path):
+async def test_child_death_is_noticed_while_grandchild_lives(warm, tmp_path):
     child = await spawn(warm, tmp_path)
     await child.call("fork")
     os.kill(child.pid, signal.SIGKILL)
@@ -128,7 +128,7 @@ async def test_a_child_killed_from_outside_is_noticed_though_its_own_child_lives
     [("echo", "await c.call('fork')"), ("starting", "(await c.next_event())['grandchild']")],
     ids=["that answers", "that is still starting"],
 )
-def test_a_child_dies_with_its_supervisor(warm, tmp_path, entry, grandchild):
+def test_child_dies_with_its_supervisor(warm, tmp_path, entry, grandchild):
     script = (
         "import asyncio, os, sys\n"
         "from runtime.processes.child import Child\n"
@@ -153,7 +153,7 @@ def test_a_child_dies_with_its_supervisor(warm, tmp_path, entry, grandchild):
     assert group_pids(pid) == []
 
 
-async def test_no_warm_parent_is_a_named_error(tmp_path):
+async def test_spawn_without_warm_parent_raises_named_error(tmp_path):
     with pytest.raises(WarmParentError, match="did not fork"):
         await spawn(tmp_path / "absent.sock", tmp_path)
 
@@ -168,10 +168,10 @@ async def test_warm_parent_with_a_silent_client_still_forks(warm, tmp_path):
         assert await child.stop(10)
 
 
-async def test_status_of_a_child_killed_within_a_large_frame_is_known(warm, tmp_path):
+async def test_child_killed_within_large_frame_has_exit_status(warm, tmp_path):
     child = await spawn(warm, tmp_path)
     await child.call("flood")
-    time.sleep(0.3)  # it fills the socket, from which this loop reads nothing
+    time.sleep(0.3)  # the child fills the socket, which this loop does not read
     os.kill(child.pid, signal.SIGKILL)
     time.sleep(0.3)
     await asyncio.wait_for(child.closed(), 60)
@@ -182,7 +182,7 @@ async def test_status_of_a_child_killed_within_a_large_frame_is_known(warm, tmp_
     ("end", "starved"),
     [("kill", True), ("killed long after", False), ("killed by us", False), ("exit", False), ("core killed", True)],
 )
-async def test_starved_is_who_was_killed_while_the_kernel_counted_a_kill(warm, tmp_path, monkeypatch, end, starved):
+async def test_child_is_starved_only_if_killed_during_oom_kill(warm, tmp_path, monkeypatch, end, starved):
     monkeypatch.setattr("runtime.processes.child.KILLS_EVERY_S", 0.01 if end == "killed long after" else 3600.0)
     child = await spawn(warm, tmp_path)
     counted = []
@@ -203,7 +203,7 @@ async def test_starved_is_who_was_killed_while_the_kernel_counted_a_kill(warm, t
     assert child.starved == starved
 
 
-async def test_child_death_is_noticed_after_its_parent_was_replaced(tmp_path, monkeypatch):
+async def test_child_death_is_noticed_after_parent_restart(tmp_path, monkeypatch):
     monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 0)
     first = start_parent(tmp_path)
     child = await spawn(tmp_path / "warm.sock", tmp_path)
@@ -216,7 +216,7 @@ async def test_child_death_is_noticed_after_its_parent_was_replaced(tmp_path, mo
 
 
 async def test_child_death_is_noticed_while_later_children_live(warm, tmp_path):
-    """A fork inherits the parent's end of every earlier lifeline."""
+    """A fork inherits the parent's end of all earlier lifelines."""
     first, second = await spawn(warm, tmp_path), await spawn(warm, tmp_path)
     os.kill(first.pid, signal.SIGKILL)
     await asyncio.wait_for(first.closed(), 60)

@@ -1,7 +1,7 @@
-"""A world of fake devices, engines and groups that survives the death of the loop that moves it.
+"""Fake devices, engines and job groups that survive the death of the scheduler loop.
 
-It checks, at every verb, what the real world would not forgive: two holders of a device, an engine put to sleep
-while it has requests. A violation is an AssertionError, never an EffectFailed.
+Every verb checks the invariants: one holder per device, and no engine sleeps while it has requests. A violation raises
+AssertionError, never EffectFailed.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from scheduler.handover.effects import Box, GroupEnded, GroupView
 
 
 def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Runs the test on a loop whose time jumps from timer to timer, and begins at 1,000 s."""
+    """Run the test on a loop in virtual time, which starts at 1,000 s and jumps from timer to timer."""
 
     @functools.wraps(test)
     def run(*args: Any, **named: Any) -> None:
@@ -44,7 +44,7 @@ SECONDS = {
 
 
 class Crash(BaseException):
-    """The controller is killed here. Not an Exception: nothing may catch it on the way."""
+    """Kill of the controller. A BaseException, so that no handler of Exception catches it."""
 
 
 def box_of(count: int, nodes: int = 1) -> tuple[Device, ...]:
@@ -53,8 +53,9 @@ def box_of(count: int, nodes: int = 1) -> tuple[Device, ...]:
 
 @dataclass
 class World:
-    """The truth: devices and processes. Shared by the loops that come and go. answering: engines that were opened and
-    neither drained nor died since: to stop one would cut requests off."""
+    """The actual devices and processes, shared by successive loops.
+
+    answering: open engines, which were neither drained nor died since; stopping one would abort requests."""
 
     devices: tuple[Device, ...]
     replicas: dict[str, ReplicaView] = field(default_factory=dict)
@@ -68,7 +69,7 @@ class World:
 
     @property
     def held(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """The devices on which an engine is awake or a group has ranks, by (kind, id)."""
+        """Devices with an awake engine or ranks of a group, by (kind, id)."""
         engines = {("replica", r.id): r.devices for r in self.replicas.values() if r.awake}
         return engines | {("job", g.job_id): g.devices for g in self.groups.values()}
 
@@ -79,8 +80,10 @@ class World:
 
 
 class FakeEffects:
-    """The verbs on a `World`, taking virtual time. `hook(when, verb, target)` is called "before" the effect begins,
-    "in" (after it took place, before its time is over) and "after"; it may raise EffectFailed or Crash."""
+    """The verbs on a `World`, which take virtual time.
+
+    `hook(when, verb, target)` is called "before" the effect, "in" the middle of its time (right after the effect) and
+    "after" its time; it may raise EffectFailed or Crash."""
 
     def __init__(self, world: World, hook: Callable[[str, str, str], None] = lambda when, verb, target: None):
         self.world, self.hook = world, hook
@@ -101,7 +104,7 @@ class FakeEffects:
             raise
 
     def finish_orphans(self) -> None:
-        """What the dead controller had asked for happens all the same."""
+        """Apply the effects that the dead controller had requested."""
         for effect in self.not_yet.values():
             with contextlib.suppress(EffectFailed):
                 effect()
@@ -124,12 +127,12 @@ class FakeEffects:
             await asyncio.sleep(self.seconds[verb] / 2)
             self._hook("after", verb, target)
         except asyncio.CancelledError:
-            if self.alive:  # what a living controller cancels does not happen after its next look
+            if self.alive:  # a living controller undoes a cancelled verb
                 self.not_yet.pop(target, None)
             raise
         except EffectFailed:
             if verb == "open_replica":
-                self.world.answering.discard(target)  # nobody was told that it is open
+                self.world.answering.discard(target)  # no gateway learned that it is open
             raise
         finally:
             self.under_way.discard(target)
@@ -142,7 +145,7 @@ class FakeEffects:
         return replica
 
     def _are_there(self, devices: tuple[str, ...]) -> None:
-        """A device may have gone with its node."""
+        """Fail if a device disappeared with its node."""
         if not set(devices) <= {d.id for d in self.world.devices}:
             raise EffectFailed("a device is gone with its node")
 
@@ -227,15 +230,15 @@ class FakeEffects:
         await self.hint.wait()
         self.hint.clear()
 
-    # --- things that happen by themselves
+    # --- external events
 
     def processes(self) -> list[tuple[str, str]]:
-        """(kind, id) of the engines and groups that live, in an order that is the same in every run."""
+        """Pairs (kind, id) of the living engines and groups, in a reproducible order."""
         engines = [("replica", r.id) for r in self.world.replicas.values() if r.state != "dead"]
         return sorted([*engines, *(("job", g.job_id) for g in self.world.groups.values() if g.ended is None)])
 
     def kill(self, kind: str, holder_id: str) -> None:
-        """kill -9 of an engine, or of a rank, which ends its group."""
+        """Kill an engine, or a rank and thereby its group."""
         if kind == "replica":
             self.kill_replica(holder_id)
         else:
@@ -253,7 +256,7 @@ class FakeEffects:
         self.hint.set()
 
     def lose_node(self, node: str) -> None:
-        """Its devices, engines and ranks are gone at once; a group across nodes keeps the ranks that are left."""
+        """Remove devices, engines and ranks of a node; a group across nodes keeps its other ranks."""
         world, gone = self.world, {d.id for d in self.world.devices if d.node == node}
         self.gone = tuple(d for d in world.devices if d.id in gone)
         world.devices = tuple(d for d in world.devices if d.id not in gone)
@@ -274,7 +277,7 @@ class FakeEffects:
 
 
 class Handle:
-    """The handle of an actor: `handle.METHOD.remote(...)` calls the method of `body`, a coroutine function."""
+    """An actor handle: `handle.METHOD.remote(...)` calls the coroutine method of `body`."""
 
     def __init__(self, body: Any):
         self._body = body

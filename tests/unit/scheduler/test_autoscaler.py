@@ -1,4 +1,4 @@
-"""How many replicas are kept awake, and for how long: from the traffic alone, and enough for the target."""
+"""Number of awake replicas and their idle time, derived from traffic and latency targets."""
 
 import math
 import random
@@ -38,7 +38,7 @@ def poisson(rng: random.Random, mean: float) -> int:
 def lived(
     work_per_s: Callable[[float], float], minutes: float, seed: int = 0, *, late_share: float = 0.01
 ) -> list[Standby]:
-    """Requests of 0.05 replica-seconds each, at this rate of work; the choice after every minute."""
+    """The choice after every minute of traffic at rate `work`, in requests of 0.05 replica-seconds each."""
     config = CONFIG.model_copy(update={"late_requests_share": late_share})
     found = StandbyLearner(config, Bounds(8, 1, 8, 2.0))
     rng, chosen = random.Random(seed), []
@@ -52,12 +52,12 @@ def lived(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_flat_load_gets_what_it_needs_and_no_more(seed: int) -> None:
+def test_autoscaler_flat_load_gets_3_to_4_replicas(seed: int) -> None:
     chosen = lived(lambda t: 2.4, 15, seed)
     assert {c.replicas for c in chosen[5:]} <= {3, 4}, "2.4 devices of work: two would drown, five idle"
 
 
-def test_bursts_too_quick_to_react_to_are_met_on_standby() -> None:
+def test_autoscaler_short_bursts_raise_standby() -> None:
     def bursts(t: float) -> float:
         return 8.0 if t % 60 < 2 else 0.1
 
@@ -67,7 +67,7 @@ def test_bursts_too_quick_to_react_to_are_met_on_standby() -> None:
     assert lenient[-1].replicas < chosen[-1].replicas, "where they may be late, training has the devices"
 
 
-def test_time_per_token_above_its_target_asks_for_more() -> None:
+def test_autoscaler_tpot_above_target_adds_replicas() -> None:
     model = DeploymentView(
         "m",
         "v1",
@@ -89,7 +89,7 @@ def test_time_per_token_above_its_target_asks_for_more() -> None:
 MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=8, target_inflight=10)
 
 
-def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
+def test_autoscaler_load_counts_kv_cache_of_long_prompts() -> None:
     long = replace(MODEL, kv_tokens=100_000, demand=Demand(inflight=4, prompt_tokens=250_000, waiting_tokens=50_000))
     assert autoscaler.load(long, CONFIG) == 2.0
     assert autoscaler.wanted_now(long, 0.0, CONFIG) == 2
@@ -98,7 +98,7 @@ def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
     assert autoscaler.load(replace(long, kv_tokens=None), CONFIG) == 0.4, "by their number where nobody knows the cache"
 
 
-def test_slots_rank_first_replicas_by_turn_and_further_ones_by_name() -> None:
+def test_slots_rank_first_replicas_by_waiting_time_then_name() -> None:
     now_s, asked = 1000.0, Demand(inflight=1)
 
     def model(name: str, **changes: Any) -> DeploymentView:
@@ -132,7 +132,7 @@ BUSY = DeploymentView("m", "v1", max_replicas=4, target_inflight=10, demand=Dema
 
 
 def asleep_after_s(model: DeploymentView) -> float:
-    """Seconds after its last request at which no replica is asked for any more; looked at every second."""
+    """Seconds from the last request until no replica is requested, in steps of a second."""
     hysteresis, _ = required(model, Hysteresis(), LAST_S, CONFIG, switch_device_s=SWITCH_DEVICE_S)
     assert hysteresis.replicas == 3
     quiet = replace(model, demand=Demand(last_request_s=LAST_S))
@@ -143,13 +143,13 @@ def asleep_after_s(model: DeploymentView) -> float:
     raise AssertionError("it never slept")
 
 
-def test_an_operators_number_is_obeyed_while_others_want_the_devices() -> None:
+def test_autoscaler_obeys_configured_idle_sleep() -> None:
     for own_s in (5.0, 60.0, 600.0, 1500.0):
         assert asleep_after_s(replace(BUSY, idle_sleep_s=own_s)) == own_s
 
 
 def held_for_s(pause_s: float | None) -> float:
-    """How long devices that serving no longer needs are held under `auto`, beside a job of six devices."""
+    """How long `auto` keeps devices that serving no longer needs, next to a job on six devices."""
     devices = tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8))
     job = JobView("j", tuple(range(1, 9)), phase="running", devices=tuple(d.id for d in devices[2:]), pause_s=pause_s)
     model = DeploymentView("m", "v1", max_replicas=8, target_inflight=10, demand=Demand(5, last_request_s=1000.0))
@@ -164,7 +164,7 @@ def held_for_s(pause_s: float | None) -> float:
     return 400.0
 
 
-def test_spare_devices_are_held_for_what_the_running_job_really_pays() -> None:
+def test_autoscaler_keeps_spare_devices_by_measured_job_pause() -> None:
     assert held_for_s(None) == pytest.approx(2 * CONFIG.job_pause_s * 6, abs=1.5)
     assert held_for_s(1.0) == pytest.approx(12.0, abs=1.5)
     assert held_for_s(20.0) == pytest.approx(240.0, abs=1.5)

@@ -1,4 +1,4 @@
-"""Devices of machines that this one is not: how they are discovered, and when one is cordoned by its readings."""
+"""Devices of simulated machines: discovery, and cordons by health readings."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from scheduler.devices.health import DeviceReadings, failing
 from tests.devices_support.nvml import GIB, Machine, eight_h100, four_4090
 
 
-def test_a_machine_without_a_driver_gets_eight_logical_devices(monkeypatch):
+def test_discover_without_driver_returns_8_logical_devices(monkeypatch):
     def no_driver():
         raise pynvml.NVMLError_LibraryNotFound()
 
@@ -28,7 +28,7 @@ def test_a_machine_without_a_driver_gets_eight_logical_devices(monkeypatch):
     assert all(d.memory_bytes > 0 for d in devices)
 
 
-def test_eight_h100_behind_a_switch_are_named_with_memory_and_peers(monkeypatch):
+def test_discover_8_h100_returns_memory_and_peers(monkeypatch):
     machine = eight_h100().install(monkeypatch)
     devices = discovery.discover_devices("auto")
     first = devices[0]
@@ -39,7 +39,7 @@ def test_eight_h100_behind_a_switch_are_named_with_memory_and_peers(monkeypatch)
     assert machine.users == 0, "NVML stays open in no process that only looked"
 
 
-def test_device_memory_excludes_the_drivers_reserve(monkeypatch):
+def test_device_memory_excludes_driver_reserve(monkeypatch):
     four_4090().install(monkeypatch)
     assert {device.memory_bytes for device in discovery.discover_devices("auto")} == {24_217 * 2**20}
     ask = pynvml.nvmlDeviceGetMemoryInfo
@@ -53,7 +53,7 @@ def test_device_memory_excludes_the_drivers_reserve(monkeypatch):
     assert {device.memory_bytes for device in discovery.discover_devices("auto")} == {24_564 * 2**20}
 
 
-def test_wsl2_gpus_are_refused(monkeypatch):
+def test_discover_on_wsl2_is_refused(monkeypatch):
     machine = replace(four_4090(), control=False).install(monkeypatch)
     with pytest.raises(DevicesRefused, match=r"4 NVIDIA GPUs \(NVIDIA GeForce RTX 4090\).*WSL2.*\[box\] devices"):
         discovery.discover_devices("auto")
@@ -62,7 +62,7 @@ def test_wsl2_gpus_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("where", ["handle_error", "error"])
 @pytest.mark.parametrize("error", [pynvml.NVMLError_GpuIsLost(), pynvml.NVMLError_Unknown()], ids=["lost", "unknown"])
-def test_a_gpu_that_does_not_answer_takes_no_other_with_it(monkeypatch, where, error):
+def test_discover_marks_only_unresponsive_gpu_unfit(monkeypatch, where, error):
     machine = eight_h100()
     setattr(machine.gpus[3], where, error)
     machine.install(monkeypatch)
@@ -74,7 +74,7 @@ def test_a_gpu_that_does_not_answer_takes_no_other_with_it(monkeypatch, where, e
     assert machine.users == 0
 
 
-def test_mig_and_exclusive_mode_are_said_with_the_remedy(monkeypatch):
+def test_discover_names_remedy_for_mig_and_exclusive_mode(monkeypatch):
     machine = eight_h100()
     machine.gpus[1].mig = True
     machine.gpus[2].mode = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
@@ -87,7 +87,7 @@ def test_mig_and_exclusive_mode_are_said_with_the_remedy(monkeypatch):
     assert "exclusive process" in unfit["n0/2"] and "-c DEFAULT" in unfit["n0/2"]
 
 
-def test_a_gpu_that_computes_no_bfloat16_is_no_device(monkeypatch):
+def test_discover_skips_gpu_without_bfloat16(monkeypatch):
     small = {"name": "NVIDIA T400 4GB", "memory_bytes": 4 * GIB, "capability": (7, 5), "datacentre": False}
     machine = eight_h100()
     machine.gpus[2] = replace(machine.gpus[2], **small)
@@ -110,7 +110,7 @@ def test_a_gpu_that_computes_no_bfloat16_is_no_device(monkeypatch):
     ],
     ids=["updated under way", "unknown", "all lost"],
 )
-def test_a_machine_whose_gpus_cannot_be_used_is_refused_in_words(monkeypatch, machine, says):
+def test_discover_without_usable_gpu_explains_refusal(monkeypatch, machine, says):
     machine.install(monkeypatch)
     with pytest.raises(DevicesRefused, match=says):
         discovery.discover_devices("auto")
@@ -150,13 +150,13 @@ def test_only_hardware_xids_are_faults(xid, says):
     assert says in fault and (str(xid) in fault) is bool(says)
 
 
-def test_memory_errors_count_from_where_the_watch_began():
+def test_memory_errors_count_from_start_of_monitoring():
     assert judged(at(1, ecc_uncorrected=3), at(6, ecc_uncorrected=3)) == {}
     assert judged(at(1, ecc_uncorrected=3), at(6, ecc_uncorrected=4)) == {"n0/0": "had 1 uncorrected memory error"}
     assert judged(at(1), at(6, ecc_uncorrected=9)) == {}, "no earlier count to compare with"
 
 
-def test_heat_must_last():
+def test_only_lasting_heat_is_a_fault():
     hot = [at(second, temperature_c=90, slowdown_c=87) for second in range(0, 31, 5)]
     assert judged(*hot[:-1]) == {}
     assert judged(*hot) == {"n0/0": "was at 90 °C for 30 s, over its 87 °C"}
@@ -170,7 +170,7 @@ def test_heat_must_last():
     [({0}, 300, {"n0/0"}), ({0}, 295, set()), ({0, 1}, 300, set()), ({0, 1, 2}, 300, set())],
     ids=["one", "not yet", "half of them", "most"],
 )
-def test_slow_devices_are_cordoned_if_they_are_few(slow, lasts_s, cordoned):
+def test_slow_devices_are_cordoned_only_if_few(slow, lasts_s, cordoned):
     def history(device: int) -> tuple[Reading, ...]:
         why = ("power_brake",) if device in slow else ("power_cap",)
         return tuple(Reading(f"n0/{device}", float(at_s), throttled=why) for at_s in range(0, lasts_s + 1, 5))
@@ -178,7 +178,7 @@ def test_slow_devices_are_cordoned_if_they_are_few(slow, lasts_s, cordoned):
     assert set(failing({f"n0/{device}": history(device) for device in range(4)}, CONFIG)) == cordoned
 
 
-def test_readings_have_all_that_the_driver_reports(monkeypatch):
+def test_readings_include_all_driver_values(monkeypatch):
     machine = Machine([eight_h100().gpus[0], four_4090().gpus[1]]).install(monkeypatch)
     readings = readings_of(2)
     first, second = readings.read()
@@ -201,7 +201,7 @@ def test_readings_have_all_that_the_driver_reports(monkeypatch):
     }
 
 
-def test_slowdown_temperature_follows_from_the_reported_margin(monkeypatch):
+def test_slowdown_temperature_is_computed_from_margin(monkeypatch):
     machine = eight_h100()
     gpu = machine.gpus[0]
     gpu.margin_c = 44
@@ -215,10 +215,10 @@ def test_slowdown_temperature_follows_from_the_reported_margin(monkeypatch):
     assert [(one.temperature_c, one.slowdown_c, one.lost) for one in read()] == [(88, None, "")]
 
 
-def test_skipped_gpu_is_closed_and_no_xid_of_others_is_lost(monkeypatch):
-    """`nvidia-smi --gpu-reset` refuses a GPU that any process has open, a monitoring one too."""
+def test_readings_skip_closes_gpu_and_keeps_other_xids(monkeypatch):
+    """`nvidia-smi --gpu-reset` refuses a GPU that any process has open, even for monitoring."""
     machine = eight_h100().install(monkeypatch)
-    pynvml.nvmlInit()  # by a library of this process, such as torch
+    pynvml.nvmlInit()  # as a library of this process does, such as torch
     readings = readings_of(8)
     assert len(readings.read()) == 8 and machine.opened == set(range(8))
     machine.xids = [(5, 79), (3, 79)]
@@ -237,7 +237,7 @@ async def test_two_concurrent_reads_are_both_complete(monkeypatch):
     assert [len(found) for found in await asyncio.gather(readings.look(), readings.look())] == [8, 8]
 
 
-async def test_hanging_driver_takes_one_thread_for_all_reads(monkeypatch):
+async def test_readings_hanging_driver_blocks_only_one_thread(monkeypatch):
     machine = eight_h100().install(monkeypatch)
     readings = readings_of(8)
     assert len(await readings.look()) == 8

@@ -1,4 +1,4 @@
-"""How long to wait, and who is to blame: the counting alone."""
+"""Counting of failures: retry delays and blame."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def failures() -> Failures:
     return Failures(SchedulerConfig())
 
 
-def test_an_echo_of_a_death_is_no_second_one(failures: Failures) -> None:
+def test_failures_within_a_second_count_once(failures: Failures) -> None:
     first = failures.model_failed("m", "v1", "its engine died", 100.0)
     for at in (100.0, 100.2, 100.9):
         assert failures.model_failed("m", "v1", "drain: the engine died", at) is first
@@ -21,7 +21,7 @@ def test_an_echo_of_a_death_is_no_second_one(failures: Failures) -> None:
     assert (first.count, first.not_before_s) == (2, 103.5)
 
 
-def test_only_its_own_failures_without_progress_end_a_job(failures: Failures) -> None:
+def test_job_is_hopeless_after_own_failures_without_progress(failures: Failures) -> None:
     now_s = 0.0
     for step, blame, over in [
         (0, "own", False),
@@ -38,7 +38,7 @@ def test_only_its_own_failures_without_progress_end_a_job(failures: Failures) ->
     assert failures.hopeless(failures.job_failed("k", 0, "no such column", 0.0, blame="input"))
 
 
-def test_what_lived_longer_than_it_had_waited_is_tried_soon(failures: Failures) -> None:
+def test_failure_wait_resets_after_long_life(failures: Failures) -> None:
     now_s = 0.0
     for _ in range(6):
         failure = failures.model_failed("m", "v1", "x", now_s)
@@ -50,7 +50,7 @@ def test_what_lived_longer_than_it_had_waited_is_tried_soon(failures: Failures) 
     assert (failure.wait_s, failure.count) == (1.0, 1)
 
 
-def test_free_memory_ends_the_wait_of_what_it_killed_and_of_nothing_else(failures: Failures) -> None:
+def test_retry_memory_ends_wait_of_memory_failures_only(failures: Failures) -> None:
     for model, blame in [("a", "own"), ("b", "memory"), ("c", "outside")]:
         failures.model_failed(model, "v1", "x", 100.0, blame=blame)
     failures.retry("memory")
@@ -74,6 +74,6 @@ SERVED, NOW = Build("v1", 1, "old"), Build("v1", 1, "new")
         (None, NOW, False),
     ],
 )
-def test_settings_are_at_fault_where_all_else_served(served: Build | None, failed: Build, goes_back: bool) -> None:
+def test_settings_are_blamed_if_only_they_changed(served: Build | None, failed: Build, goes_back: bool) -> None:
     deployment = DeploymentView("m", "v1", settings="new", served=served)
     assert reverts_to(deployment, failed) == (served if goes_back else None)

@@ -1,4 +1,4 @@
-"""The loop on a fake world in virtual time: what fails, dies, or is taken back, and when the loop gives up."""
+"""The scheduler loop on a fake world in virtual time: failures, deaths, reverted moves and giving up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in
 
 
 class Rig:
-    """World, effects, store, journal and a running loop."""
+    """A running loop with its world, effects, store and journal."""
 
     def __init__(self, store: FakeStore, devices: int = 4, asked: dict[str, Any] | None = None, **config: float):
         self.world, self.store, self.journal = World(box_of(devices)), store, MemoryJournal()
@@ -67,7 +67,7 @@ def failing(verb: str, when: str = "in", blame: Blame = "own") -> Callable[[str,
 
 
 @in_virtual_time
-async def test_an_engine_killed_ten_times_in_a_row_comes_back_within_seconds_each_time() -> None:
+async def test_loop_restarts_engine_killed_10_times_within_seconds() -> None:
     async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
         await rig.settle()
         for _ in range(10):
@@ -83,7 +83,7 @@ async def test_an_engine_killed_ten_times_in_a_row_comes_back_within_seconds_eac
 
 
 @in_virtual_time
-async def test_what_is_changed_is_tried_at_once() -> None:
+async def test_loop_retries_at_once_after_a_change() -> None:
     changes = {
         "version": lambda rig: rig.store.deployments.update(m=replace(MODEL, version="v2")),
         "configuration": lambda rig: rig.loop.reset_failures("m"),
@@ -105,10 +105,10 @@ async def test_what_is_changed_is_tried_at_once() -> None:
 @pytest.mark.parametrize("heard", [True, False], ids=["told", "only seen"])
 @pytest.mark.parametrize("apart_s", [0.0, 0.01, 0.05, 0.06, 0.3, 1.0, 1.2, 2.0])
 @in_virtual_time
-async def test_an_engine_and_its_supervisor_that_die_within_a_second_are_replaced(
+async def test_loop_replaces_engine_that_dies_with_its_supervisor(
     apart_s: float, heard: bool, supervisor_first: bool
 ) -> None:
-    """The death of a supervisor takes the engine out of sight: at first as a dead one of no model, then altogether."""
+    """After the death of its supervisor, an engine is first reported dead without a model, then not at all."""
     async with Rig(FakeStore(Policy("split", train_devices=2), (JOB,), (MODEL,))) as rig:
         await rig.settle()
         (engine,) = rig.world.replicas.values()
@@ -131,8 +131,8 @@ async def test_an_engine_and_its_supervisor_that_die_within_a_second_are_replace
 
 
 @in_virtual_time
-async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
-    """It is told of as it was when it last answered, which may be long ago."""
+async def test_observe_keeps_last_state_of_silent_supervisor() -> None:
+    """The view of a silent supervisor may be old, so the last known state counts."""
     async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
         await rig.settle()
         done, observe = len(rig.world.verbs_done), rig.effects.observe
@@ -148,8 +148,8 @@ async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
 
 
 @in_virtual_time
-async def test_observe_fails_while_an_unknown_engine_does_not_answer() -> None:
-    """The controller reads the box once before its loop does: a second reading does not wait for a silent engine."""
+async def test_observe_fails_while_unknown_engine_is_silent() -> None:
+    """The controller observes before its loop starts; the second observation does not wait for a silent engine."""
     world = World(box_of(1), {"r": ReplicaView("r", "", "", "dead", (), answered=False)})
     state = ClusterState(FakeEffects(world), virtual_time.now_s, SchedulerConfig(), FakeStore())
     assert not await state.observe({}) and not state.box.devices
@@ -158,7 +158,7 @@ async def test_observe_fails_while_an_unknown_engine_does_not_answer() -> None:
 
 
 @in_virtual_time
-async def test_observe_counts_the_death_of_a_moving_engine_once_its_move_has_ended() -> None:
+async def test_observe_counts_engine_death_after_its_move() -> None:
     world = World(box_of(1), {"r": ReplicaView("r", "m", "v1", "open", ("n0/0",))})
     effects = FakeEffects(world)
     state = ClusterState(effects, virtual_time.now_s, SchedulerConfig(), FakeStore())
@@ -172,7 +172,7 @@ async def test_observe_counts_the_death_of_a_moving_engine_once_its_move_has_end
 
 
 @in_virtual_time
-async def test_job_that_finishes_while_it_is_suspended_and_observed_does_not_start_again() -> None:
+async def test_job_finishing_during_suspend_does_not_restart() -> None:
     async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
         await rig.settle()
         observe = rig.effects.observe
@@ -195,7 +195,7 @@ async def test_job_that_finishes_while_it_is_suspended_and_observed_does_not_sta
         assert [verb for verb, _ in rig.world.verbs_done].count("start_group") == 1
 
 
-def test_moves_start_an_engine_without_waiting_for_a_group_that_has_left_its_devices() -> None:
+def test_moves_start_engine_without_waiting_for_ended_group() -> None:
     box = Box.of(box_of(1), (), [GroupView("j1", (), ended=GroupEnded("succeeded"))])
     wanted = Allocation((ReplicaView("r", "m", "v1", "open", ("n0/0",)),))
     found = moves(box, wanted)
@@ -208,7 +208,7 @@ def test_moves_start_an_engine_without_waiting_for_a_group_that_has_left_its_dev
 
 
 @in_virtual_time
-async def test_a_refused_version_gets_new_engines_one_after_the_other() -> None:
+async def test_loop_replaces_engines_one_by_one_after_refused_swap() -> None:
     two = replace(MODEL, min_replicas=2, max_replicas=2)
     async with Rig(FakeStore(Policy("serve"), (), (two,)), devices=3) as rig:
         await rig.settle()
@@ -228,7 +228,7 @@ async def test_a_refused_version_gets_new_engines_one_after_the_other() -> None:
 
 
 @in_virtual_time
-async def test_a_suspend_that_keeps_failing_ends_by_force_from_the_last_snapshot() -> None:
+async def test_loop_stops_group_by_force_after_failed_suspends() -> None:
     async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,))) as rig:
         await rig.settle()
         rig.effects.hook = failing("suspend_group", "before")
@@ -243,7 +243,7 @@ async def test_a_suspend_that_keeps_failing_ends_by_force_from_the_last_snapshot
 
 
 @in_virtual_time
-async def test_a_hung_step_ends_at_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+async def test_loop_ends_hung_step_at_its_time_limit(caplog: pytest.LogCaptureFixture) -> None:
     async with Rig(FakeStore(Policy("serve"), (), (MODEL,)), start_replica_timeout_s=60) as rig:
         rig.effects.seconds["start_replica"] = 10_000.0
         began_s = rig.now_s
@@ -258,7 +258,7 @@ async def test_a_hung_step_ends_at_its_limit(caplog: pytest.LogCaptureFixture) -
 
 
 @in_virtual_time
-async def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_that_it_refuses() -> None:
+async def test_engine_start_waits_for_memory_without_blocking_others() -> None:
     admitted: dict[str, bool] = {}
     store = FakeStore(
         Policy("serve"),
@@ -274,7 +274,7 @@ async def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_t
 
 
 @in_virtual_time
-async def test_of_an_engine_that_no_memory_is_enough_for_who_asks_is_told_and_nobody_gives_up_devices() -> None:
+async def test_engine_too_large_for_machine_is_reported_and_takes_no_devices() -> None:
     store = FakeStore(Policy("auto"), jobs=(JOB,), deployments=(replace(MODEL, min_replicas=1),))
     booked: list[str] = []
     asked = {
@@ -294,7 +294,7 @@ SET_UP = replace(MODEL, settings="old", served=Build())
 
 
 def no_engine_starts(rig: Rig, settings: str, blame: Blame = "own", *, of_settings: bool = True) -> None:
-    """No engine starts with these settings."""
+    """Make every start of an engine with these settings fail."""
 
     def hook(when: str, verb: str, target: str) -> None:
         engine = rig.world.replicas.get(target)
@@ -315,7 +315,7 @@ def set_ups(rig: Rig) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @in_virtual_time
-async def test_settings_with_which_no_engine_starts_are_taken_back_at_once(replicas: int) -> None:
+async def test_loop_reverts_settings_with_which_no_engine_starts(replicas: int) -> None:
     set_up = replace(SET_UP, min_replicas=replicas, max_replicas=replicas)
     async with Rig(FakeStore(Policy("serve"), (), (set_up,))) as rig:
         await rig.settle()
@@ -335,7 +335,7 @@ async def test_settings_with_which_no_engine_starts_are_taken_back_at_once(repli
     [("memory", {}), ("outside", {}), ("own", {}), ("own", {"version": "v2"}), ("own", {"tensor_parallel": 2})],
 )
 @in_virtual_time
-async def test_settings_stay_where_something_else_may_be_at_fault(blame: Blame, changes: dict[str, object]) -> None:
+async def test_loop_keeps_settings_if_another_cause_is_possible(blame: Blame, changes: dict[str, object]) -> None:
     async with Rig(FakeStore(Policy("serve"), (), (SET_UP,))) as rig:
         await rig.settle()
         no_engine_starts(rig, "new", blame, of_settings=bool(changes))
@@ -344,13 +344,13 @@ async def test_settings_stay_where_something_else_may_be_at_fault(blame: Blame, 
         assert not rig.store.gone_back and rig.store.troubles["m"].blame == blame
 
 
-# --- moves that are taken back
+# --- reverted moves
 
 LONG_STREAM_S, START_S = 300.0, 500.0
 
 
 @in_virtual_time
-async def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
+async def test_drain_is_reverted_when_mode_flips_back() -> None:
     async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
         rig.effects.seconds["drain_replica"] = LONG_STREAM_S
         await rig.settle()
@@ -373,7 +373,7 @@ async def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
 
 
 @in_virtual_time
-async def test_requests_that_come_take_a_drain_back_under_auto() -> None:
+async def test_drain_is_reverted_by_new_requests_under_auto() -> None:
     model = DeploymentView("m", "v1", max_replicas=1)
     async with Rig(FakeStore(Policy("auto"), (replace(JOB, sizes=(4,)),), (model,))) as rig:
         rig.effects.seconds["drain_replica"] = LONG_STREAM_S
@@ -381,7 +381,7 @@ async def test_requests_that_come_take_a_drain_back_under_auto() -> None:
         await rig.settle()
         assert rig.states() == ["open"]
         rig.store.ask("m", now_s=rig.now_s)
-        await asyncio.sleep(120.0)  # longer than the model is kept without a request
+        await asyncio.sleep(120.0)  # longer than the idle limit of the model
         assert rig.loop.status()["replicas"][0]["state"] == "draining"
         rig.store.ask("m", inflight=1, now_s=rig.now_s)
         await rig.settle()
@@ -390,7 +390,7 @@ async def test_requests_that_come_take_a_drain_back_under_auto() -> None:
 
 @pytest.mark.parametrize("paused", [False, True])
 @in_virtual_time
-async def test_the_start_of_a_job_that_ended_or_was_paused_ends_at_once(paused: bool) -> None:
+async def test_job_start_is_cancelled_when_job_ends_or_pauses(paused: bool) -> None:
     async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
         rig.effects.seconds["start_group"] = START_S
         await asyncio.sleep(5.0)
@@ -407,7 +407,7 @@ async def test_the_start_of_a_job_that_ended_or_was_paused_ends_at_once(paused: 
 
 
 @in_virtual_time
-async def test_a_long_start_gives_way_when_its_devices_are_wanted_and_a_short_one_does_not() -> None:
+async def test_job_start_yields_devices_only_after_long_start() -> None:
     async with Rig(FakeStore(Policy("auto"), (JOB,), (replace(MODEL, min_replicas=0),))) as rig:
         rig.effects.seconds["start_group"] = START_S
         await asyncio.sleep(5.0)
@@ -424,7 +424,7 @@ async def test_a_long_start_gives_way_when_its_devices_are_wanted_and_a_short_on
 
 
 @in_virtual_time
-async def test_a_long_start_that_gives_way_again_and_again_comes_to_its_end() -> None:
+async def test_job_start_that_yielded_often_completes() -> None:
     job = replace(JOB, sizes=(4,))
     async with Rig(FakeStore(Policy("auto"), (job,), (replace(MODEL, min_replicas=0),))) as rig:
         rig.effects.seconds["start_group"] = 200.0

@@ -21,7 +21,7 @@ def at(text: str, zone: str = "Europe/Berlin") -> float:
     return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone)).timestamp()
 
 
-def test_the_latest_firing_holds() -> None:
+def test_schedule_latest_firing_window_applies() -> None:
     assert in_force(BERLIN, AUTO, 0.0, at("2026-03-02 21:59:59")).policy == SERVE
     night = in_force(BERLIN, AUTO, 0.0, at("2026-03-02 22:00:00"))
     assert night.policy == TRAIN and night.since_s == at("2026-03-02 22:00:00")
@@ -32,7 +32,7 @@ def test_the_latest_firing_holds() -> None:
 NIGHT = Window("0 22 * * *", TRAIN, "Europe/Berlin", until="0 6 * * *")
 
 
-def test_a_choice_made_inside_a_window_lasts_until_an_edge_of_any_window() -> None:
+def test_schedule_manual_mode_lasts_until_next_window_edge() -> None:
     set_s, noon = at("2026-03-02 23:00:00"), Window("0 1 * * *", SERVE, "Europe/Berlin", for_s=1800.0)
     held = in_force((NIGHT, noon), AUTO, set_s, at("2026-03-02 23:30:00"))
     assert (held.policy, held.window, held.overridden) == (AUTO, None, NIGHT)
@@ -42,7 +42,7 @@ def test_a_choice_made_inside_a_window_lasts_until_an_edge_of_any_window() -> No
     assert (resumed.window, resumed.since_s) == (NIGHT, at("2026-03-03 01:30:00"))
 
 
-def test_a_time_that_the_clocks_skip_or_repeat_fires_once() -> None:
+def test_window_at_skipped_or_repeated_time_fires_once() -> None:
     half_past_two = Window("30 2 * * *", TRAIN, "Europe/Berlin")
     assert half_past_two.next_s(at("2026-03-28 12:00")) == at("2026-03-29 03:00")
     assert half_past_two.next_s(at("2026-03-29 03:00")) == at("2026-03-30 02:30")
@@ -62,7 +62,7 @@ def test_a_time_that_the_clocks_skip_or_repeat_fires_once() -> None:
         ({"until": "6 o'clock"}, "expected five fields"),
     ],
 )
-def test_an_end_that_cannot_be_used(named: dict[str, Any], told: str) -> None:
+def test_window_with_invalid_end_is_rejected(named: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidSchedule, match=told):
         Window("0 22 * * *", TRAIN, **named)
 
@@ -74,7 +74,7 @@ class WindowStore(FakeStore):
         return replace(super().load(), windows=self.windows, policy_since_s=0.0)
 
 
-def test_the_loop_changes_mode_when_a_window_fires() -> None:
+def test_loop_changes_mode_when_window_fires() -> None:
     async def life() -> None:
         store = WindowStore(AUTO, (JobView("j", (1, 2)),), (DeploymentView("m", "v1", min_replicas=1),))
         store.windows = (Window("0 22 * * *", TRAIN), Window("0 6 * * *", SERVE))
@@ -91,7 +91,7 @@ def test_the_loop_changes_mode_when_a_window_fires() -> None:
 
 
 @in_virtual_time
-async def test_explain_says_what_would_happen_and_does_nothing() -> None:
+async def test_explain_describes_steps_without_executing_them() -> None:
     store = FakeStore(SERVE, (JobView("j", (1, 2)),), (DeploymentView("m", "v1", min_replicas=1),))
     async with Rig(store, devices=2) as rig:
         await rig.settle()

@@ -1,4 +1,4 @@
-"""Who gets what under each policy: no plan gives a device to two holders."""
+"""Allocation of devices under each policy; no device has two holders."""
 
 from collections import Counter
 from dataclasses import replace
@@ -66,14 +66,14 @@ M = DeploymentView("m", "v1", max_replicas=8)
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_a_floor_of_all_devices_or_more_keeps_what_there_is(policy: Policy, why: str, floor: int) -> None:
+def test_plan_serving_floor_of_all_devices_excludes_jobs(policy: Policy, why: str, floor: int) -> None:
     hot = replace(M, demand=Demand(held=1, last_request_s=999))
     a = planned(policy=replace(policy, serving_floor=floor), jobs=(job(),), deployments=(hot,))
     assert sizes(a) == {} and awake(a)["m"] >= 1
     assert a.waiting["j1"] == f"Needs 1 device: {why}."
 
 
-def test_auto_takes_idle_engines_when_a_job_waits() -> None:
+def test_plan_auto_takes_devices_of_idle_engines_for_jobs() -> None:
     replicas = tuple(opened(f"r{i}", i) for i in range(8))
     idle = replace(M, min_replicas=1, demand=Demand(last_request_s=100.0))
     a = planned(deployments=(idle,), replicas=replicas, jobs=(job(),))
@@ -82,7 +82,7 @@ def test_auto_takes_idle_engines_when_a_job_waits() -> None:
     assert not awake(planned(policy=Policy("train"), deployments=(M,), replicas=(opened("r0", 0),)))
 
 
-def test_shrinking_waits_and_uses_the_peak_meanwhile() -> None:
+def test_plan_shrinks_only_after_delay_to_peak_demand() -> None:
     hysteresis = {"m": Hysteresis(replicas=4)}
     low = replace(M, demand=Demand(inflight=2, last_request_s=1000.0))
     first = planned(deployments=(low,), jobs=(job(),), hysteresis=hysteresis)
@@ -95,8 +95,8 @@ def test_shrinking_waits_and_uses_the_peak_meanwhile() -> None:
     assert planned(5000.0, deployments=(limited,)).review_at_s == 5990.0, "when it sleeps at the latest"
 
 
-def test_who_is_ahead_has_a_name_for_the_same_owner_alone() -> None:
-    """The sentence stands in the job's events, which its owner reads."""
+def test_plan_names_jobs_ahead_only_to_their_owner() -> None:
+    """The owner of the job reads this sentence in the job's events."""
     bobs = job("z", priority=1, owner="bob", sizes=(8,))
     a = planned(jobs=(bobs, job("a", owner="alice"), job("b", owner="bob")))
     assert a.waiting == {
@@ -105,7 +105,7 @@ def test_who_is_ahead_has_a_name_for_the_same_owner_alone() -> None:
     }
 
 
-def test_a_sleeping_engine_wakes_where_it_sleeps() -> None:
+def test_plan_wakes_sleeping_engine_on_its_device() -> None:
     asleep, m = opened("r7", 5, state="asleep", version="v0"), replace(M, demand=Demand(held=1))
     (replica,) = planned(deployments=(m,), replicas=(asleep,), jobs=(job(),)).open_replicas
     assert (replica.id, replica.devices, replica.version) == ("r7", ("n0/5",), "v1"), "with the active version"
@@ -119,7 +119,7 @@ def test_a_sleeping_engine_wakes_where_it_sleeps() -> None:
 
 
 @pytest.mark.parametrize(("since_s", "started"), [(995.0, 0), (980.0, 1)])
-def test_plan_waits_for_an_engine_that_is_going_to_sleep(since_s: float, started: int) -> None:
+def test_plan_waits_for_engine_going_to_sleep(since_s: float, started: int) -> None:
     falling = opened("r7", 5, state="asleep", busy="leaving", since_s=since_s)
     a = planned(deployments=(replace(M, demand=Demand(held=1)),), replicas=(falling,))
     assert len(a.open_replicas) == started and (started or a.review_at_s == 1005.0)
@@ -129,8 +129,8 @@ def test_plan_waits_for_an_engine_that_is_going_to_sleep(since_s: float, started
     ("max_asleep", "kept"),
     [({}, {"r2", "r3"}), ({"n0": 3}, {"r2", "r3"}), ({"n0": 1}, {"r3"}), ({"n0": 0}, set()), ({"n1": 0}, {"r2", "r3"})],
 )
-def test_least_recently_used_sleepers_are_stopped(max_asleep: dict[str, int], kept: set[str]) -> None:
-    """What the host has memory for is a bound beside the configured one."""
+def test_plan_stops_least_recently_used_sleepers(max_asleep: dict[str, int], kept: set[str]) -> None:
+    """Host memory limits sleepers in addition to the configured limit."""
     config = CONFIG.model_copy(update={"max_resident_asleep": 2})
     replicas = tuple(opened(f"r{i}", i, state="asleep", model=f"m{i}") for i in range(4))
     models = tuple(DeploymentView(f"m{i}", "v1", demand=Demand(last_request_s=float(i))) for i in range(4))
@@ -138,7 +138,7 @@ def test_least_recently_used_sleepers_are_stopped(max_asleep: dict[str, int], ke
     assert {r.id for r in plan(plan_input, 1000.0, config).replicas} == kept
 
 
-def test_an_engine_with_other_settings_is_replaced_by_one_with_the_models() -> None:
+def test_plan_replaces_engine_with_outdated_settings() -> None:
     m = replace(M, min_replicas=1, max_replicas=1, demand=Demand(inflight=1), settings="new")
     (engine,) = planned(deployments=(m,), replicas=(opened("r0", 0), opened("r1", 1, state="asleep"))).replicas
     assert engine.id not in ("r0", "r1") and (engine.settings, engine.state) == ("new", "open")
@@ -149,7 +149,7 @@ def test_an_engine_with_other_settings_is_replaced_by_one_with_the_models() -> N
 HOME_AND_AWAY = (*box_of(2), *(replace(d, id=f"n1/{d.index}", node="n1") for d in box_of(3)))
 
 
-def test_a_job_bound_to_a_node_takes_what_that_node_has_and_engines_get_the_others() -> None:
+def test_plan_node_bound_job_leaves_other_nodes_to_engines() -> None:
     bound = job(nodes=("n0",))
     m = replace(M, min_replicas=3, max_replicas=8, demand=Demand(inflight=50))
     a = planned(policy=Policy("split", 4), devices=HOME_AND_AWAY, jobs=(bound,), deployments=(m,))
@@ -163,7 +163,7 @@ def test_a_job_bound_to_a_node_takes_what_that_node_has_and_engines_get_the_othe
         assert ("m" in a.notes) is (not engines)
 
 
-def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None:
+def test_plan_lends_devices_of_job_too_large_for_node() -> None:
     large = job(nodes=("n0",), sizes=(4, 8))
     m = replace(M, max_replicas=8, demand=Demand(inflight=50))
     a = planned(policy=Policy("train"), devices=HOME_AND_AWAY, jobs=(large,), deployments=(m,))
@@ -171,7 +171,7 @@ def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None
     assert awake(a) == {"m": 5}
 
 
-def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by() -> None:
+def test_plan_fragmented_job_moves_others_or_is_passed() -> None:
     both = ("n0", "n1")
     small = job("small", nodes=both, sizes=(1,), priority=1, phase="running", devices=("n0/0",))
     fixed = job("fixed", nodes=both, sizes=(2,), preemptible=False, phase="running", devices=("n1/0", "n1/1"))
@@ -190,13 +190,13 @@ S = DeploymentView("s", "v1", demand=Demand(held=1))
 
 
 @pytest.mark.parametrize("policy", [Policy("train"), Policy("split", 8), Policy("auto")])
-def test_job_runs_beside_the_engine_that_samples_for_it(policy: Policy) -> None:
+def test_plan_runs_job_alongside_its_sampling_engine(policy: Policy) -> None:
     for starved in (True, False):
         a = planned(policy=policy, jobs=(job(sampled_by="s", starved=starved),), deployments=(S,))
         assert sizes(a) == {"j1": 4} and awake(a) == {"s": 1}
 
 
-def test_job_leaves_devices_to_the_engine_of_its_samples_and_to_their_judge() -> None:
+def test_plan_reserves_devices_for_sampling_and_judge_engines() -> None:
     teacher = DeploymentView("t", "v1", demand=Demand(held=1))
     idle = replace(S, demand=Demand(last_request_s=999.0))
     mine = job(sizes=(1, 2), sampled_by="s", starved=True)
@@ -205,11 +205,11 @@ def test_job_leaves_devices_to_the_engine_of_its_samples_and_to_their_judge() ->
 
 
 @pytest.mark.parametrize("policy", [Policy("train"), Policy("auto")])
-def test_job_and_the_engine_that_samples_for_it_take_turns_on_one_device(policy: Policy) -> None:
+def test_plan_alternates_job_and_sampling_engine_on_one_device(policy: Policy) -> None:
     one, mine = box_of(1), job(sizes=(1,), sampled_by="s", phase="running", devices=("n0/0",))
     a = planned(policy=policy, devices=one, jobs=(replace(mine, starved=True),), deployments=(S,))
     assert sizes(a) == {} and awake(a) == {"s": 1} and a.waiting["j1"]
-    # Its samples are there: the engine is idle.
+    # The samples are complete: the engine is idle.
     idle = replace(S, demand=Demand(last_request_s=900.0), idle_limit_s=1.0)
     back = replace(mine, phase="suspended", devices=())
     engines = (opened("r1", 0, model="s"),)
@@ -217,7 +217,7 @@ def test_job_and_the_engine_that_samples_for_it_take_turns_on_one_device(policy:
     assert sizes(a) == {"j1": 1} and awake(a) == {}
 
 
-def test_two_models_take_turns_on_one_device_and_the_plan_is_looked_at_when_one_ends() -> None:
+def test_plan_alternates_two_models_on_one_device() -> None:
     asked, hysteresis = Demand(held=1), {"s": Hysteresis(replicas=1, waiting_since_s=985.0)}
     shared = {"devices": box_of(1), "deployments": (replace(M, demand=asked), S), "hysteresis": hysteresis}
     first, then = (planned(t, replicas=(opened("r0", 0, since_s=985.0),), **shared) for t in (1014.0, 1015.0))
@@ -232,17 +232,17 @@ def names(jobs: list[JobView], now_s: float = 100.0) -> list[str]:
     return [j.id for j in order(jobs, now_s)]
 
 
-def test_everybodys_first_job_before_anybodys_second() -> None:
+def test_queue_orders_first_jobs_of_all_owners_first() -> None:
     jobs = [queued(f"a{n}", n, "ann") for n in range(3)] + [queued("b0", 10, "bob"), queued("c0", 11, "cyd")]
     assert names(jobs) == ["a0", "b0", "c0", "a1", "a2"]
 
 
-def test_jobs_that_cannot_run_do_not_push_their_owners_next_back() -> None:
+def test_queue_ignores_paused_jobs_in_owner_turns() -> None:
     jobs = [queued("a0", 0, "ann", phase="paused"), queued("a1", 1, "ann"), queued("b0", 0.5, "bob")]
     assert names(jobs).index("a1") == 2 and names([replace(j, phase="wanted") for j in jobs])[-1] == "a1"
 
 
-def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
+def test_queue_job_becomes_urgent_near_its_deadline() -> None:
     pressed = queued("d", 50, deadline_s=1000.0, remaining_device_s=8 * 400.0)
     assert urgent_from_s(pressed) == 1000.0 - 1.5 * 400.0
     assert names([queued("x", 1), pressed], now_s=399.0) == ["x", "d"]
@@ -252,7 +252,7 @@ def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
     assert 400.0 in queue.reviews, "and the plan is looked at again by then"
 
 
-def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
+def test_positions_use_slurm_reason_codes() -> None:
     jobs = [
         JobView("running", (1, 2), devices=("n0/0",), phase="running", submitted_s=1.0),
         JobView("paused", phase="paused", submitted_s=2.0, priority=9),
@@ -267,7 +267,7 @@ def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
     assert [reason for _, reason in found] == reasons
 
 
-def test_a_job_that_leaves_keeps_no_devices_from_serving_though_it_must_not_be_preempted() -> None:
+def test_round_gives_devices_of_leaving_job_to_serving() -> None:
     leaves = JobView("j", devices=("n0/0", "n0/1"), phase="running", preemptible=False, busy="leaving")
     model = DeploymentView("m", "v1", max_replicas=2, demand=Demand(inflight=9, last_request_s=9.0))
     given = PlanInput(Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices))
@@ -280,7 +280,7 @@ def linked(pairs: list[tuple[int, int]], count: int = 8) -> list[Device]:
     return [Device(f"n0/{i}", "n0", i, "cuda", numa_node=i // 4, linked=peers[i]) for i in range(count)]
 
 
-def test_best_fit_over_nodes_and_numa_nodes_keeps_whole_ones_free() -> None:
+def test_free_devices_choose_tightest_node_and_numa_node() -> None:
     free = FreeDevices(box_of(8, nodes=3))
     free.take(["n1/0", "n1/1", "n1/2", "n1/3"])
     assert free.choose(4) == ("n1/4", "n1/5", "n1/6", "n1/7")
@@ -291,7 +291,7 @@ def test_best_fit_over_nodes_and_numa_nodes_keeps_whole_ones_free() -> None:
     assert free.choose(2) == ("n0/2", "n0/3"), "the tightest NUMA node that fits"
 
 
-def test_nvlink_bridges_win_over_numa() -> None:
+def test_free_devices_prefer_nvlink_over_numa() -> None:
     free = FreeDevices(linked([(0, 5), (1, 4), (2, 7), (3, 6)]))
     assert free.choose(2) == ("n0/0", "n0/5")
     free.take(["n0/0"])
@@ -300,13 +300,13 @@ def test_nvlink_bridges_win_over_numa() -> None:
     assert len({four & frozenset(p) for p in (("n0/1", "n0/4"), ("n0/2", "n0/7"), ("n0/3", "n0/6"))}) == 3
 
 
-def test_what_a_holder_has_is_taken_again() -> None:
+def test_free_devices_prefer_current_devices_of_holder() -> None:
     free = FreeDevices(box_of(8, nodes=2))
     assert free.choose(2, near=("n1/5", "n1/6", "n1/7", "n1/4")) == ("n1/4", "n1/5")
     assert set(free.choose(4, near=("n1/2", "n1/3")) or ()) >= {"n1/2", "n1/3"}
 
 
-def test_wholly_on_one_of_the_nodes_named() -> None:
+def test_free_devices_choose_within_one_named_node() -> None:
     free = FreeDevices(box_of(8, nodes=3))
     free.take([f"n0/{i}" for i in range(6)] + ["n1/0"])
     assert free.choose(2, nodes=("n1", "n2")) == ("n1/1", "n1/2"), "tighter than n2, and n0 is not named"

@@ -33,7 +33,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def tiers(store, tmp_path):
-    """A disk and a remote directory below `tmp_path`, with the rules of the defaults."""
+    """A disk tier and a remote tier below `tmp_path`, with default rules."""
     (tmp_path / "mount").mkdir()
     (tmp_path / "data").mkdir()
     config = WeightsConfig.model_validate({"disk": {"free_bytes": 0}, "remote": {"url": str(tmp_path / "mount")}})
@@ -67,7 +67,7 @@ def add_model(db):
 
 @pytest.fixture
 def add_adapter(db):
-    """Two published versions of an adapter on `base` `base_version`, the newer one active."""
+    """Add an adapter on `base` `base_version` with two published versions, the newer active."""
 
     def add(name, base="starter", base_version="v1", **columns):
         meta = {"adapter": {"base": base, "base_version": base_version, "rank": 8}}

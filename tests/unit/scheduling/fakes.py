@@ -1,4 +1,4 @@
-"""Stand-ins for the parts that the scheduler's view of the store and the routing table are built on."""
+"""Stand-ins for dependencies of the scheduler's state store and of the routing table."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ ENOUGH = SimpleNamespace(room_bytes=lambda: 1 << 60)
 
 
 def routing_of(bus: Any, db: Database, sizes: Any = UNKNOWN_SIZES) -> BusRouting:
-    """Routing whose keys nobody reads."""
+    """A routing table that publishes no keys."""
     return BusRouting(bus, db, sizes, SimpleNamespace(publish_keys=lambda: None))  # type: ignore[arg-type]
 
 
@@ -45,7 +45,7 @@ def states_of(
     job_sizes: Any = lambda row: (),
     starved: Any = lambda row: False,
 ) -> SqliteStateStore:
-    """Where there is memory for everything, unless `store` or `job_sizes` say otherwise."""
+    """A state store with enough memory, unless `store` or `job_sizes` limit it."""
     wishes, learning = SimpleNamespace(demands=lambda free_devices: demand), SimpleNamespace(learned=learned)
     enough = SimpleNamespace(
         waits_for=lambda row: "", job_nodes=lambda row: (HOME_NODE,), job_sizes=job_sizes, max_asleep=dict

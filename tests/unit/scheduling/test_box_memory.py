@@ -1,4 +1,4 @@
-"""The memory of home and of nodes that have joined, each with the same policy; no process is started."""
+"""Memory of the home node and of joined nodes under the same policy; starts no processes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ GB = 10**9
 
 
 class World:
-    """Home and a node n1 with as much memory as the test says; what is done on n1 is written down."""
+    """Home and a node n1 with the memory that the test sets; records the actions on n1."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -73,7 +73,7 @@ async def pass_by(box: BoxMemory, world: World, seconds: float) -> None:
 
 
 def given(db) -> list[tuple[str, str]]:
-    """Each item that was given up or taken back, in order; idle weights are not among them."""
+    """Items given up or taken back, in order, without idle weights."""
     return [(row.action, row.target) for row in AUDIT.page(db, after=None, limit=10).data][::-1]
 
 
@@ -140,7 +140,7 @@ async def test_missing_or_failing_node_delays_nothing(box, world, caplog):
     assert box.nodes() == {} and box.notes() == [] and box.max_asleep() == {}
 
 
-async def test_engines_that_start_count_before_their_memory_shows(box, world):
+async def test_book_engine_counts_starting_engines(box, world):
     world.home = replace(world.home, available=6 * GB)
     await box.look(world.status())
     assert [box.book_engine(model, "n0") for model in ("chat", "code", "third")] == [True, True, False]
@@ -149,7 +149,7 @@ async def test_engines_that_start_count_before_their_memory_shows(box, world):
     assert box.book_engine("third", "n0")
 
 
-def test_decide_releases_suspended_job_while_another_waits():
+def test_decide_resumes_suspended_job_while_another_waits():
     reading, waits = MemoryReading(24 * GB, 10 * GB), Holdings(job_wanted=20 * GB)
     state, action = decide(reading, waits, MemoryState(jobs=("small",)), 0.0, GB)
     assert action is None
@@ -157,8 +157,8 @@ def test_decide_releases_suspended_job_while_another_waits():
     assert action is not None and (action.back, action.job) == (True, "small")
 
 
-def test_decide_between_the_marks_moves_nothing():
-    """What is given back at the reserve comes back at half as much again: no to and fro in between."""
+def test_decide_between_thresholds_does_nothing():
+    """Memory is given up at the reserve and taken back at 1.5 times the reserve, to avoid oscillation."""
     state = MemoryState(jobs=("a",))
     for now_s in range(0, 600, 10):
         state, action = decide(MemoryReading(24 * GB, int(GB * 1.2)), Holdings(), state, now_s, GB)

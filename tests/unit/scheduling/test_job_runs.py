@@ -1,4 +1,4 @@
-"""What a job's ranks report while nobody listens is taken in before they start anew."""
+"""Runs of jobs: snapshots, checkpoints, base versions and policies."""
 
 import shutil
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ async def test_version_that_ranks_will_read_is_not_evicted(runs, flow, store, ad
     path = runs.newest_snapshot("ftjob-1")
     assert store.evict(10**9) == 0 and StoredVersion.read(path).manifest.meta["step"] == 53
     runs.taken("ftjob-1")
-    runs.taken("ftjob-1")  # stopping a start ends it too
+    runs.taken("ftjob-1")  # a stopped start releases it as well
     assert store.evict(10**9) > 0 and not path.exists()
 
 
@@ -61,7 +61,7 @@ def published(step):
 
 
 def steps(db):
-    """Of the checkpoints."""
+    """Steps of the checkpoints."""
     return [int(version.removeprefix("step-")) for _, _, version in models.checkpoint_names(db)]
 
 
@@ -87,7 +87,7 @@ async def test_publish_keeps_three_checkpoints_and_used_ones(runs, db, add_model
     assert not removed, "the bytes follow"
     await runs.tidy(unload, remove)
     assert removed == ["step-6"]
-    runs.on_event("ftjob-1", published(4))  # a world that went back to before it
+    runs.on_event("ftjob-1", published(4))  # after a rollback to an earlier step
     await runs.tidy(unload, remove)
     assert steps(db) == [2, 8, 10, 12] and removed[1:] == ["step-4"]
 
@@ -136,7 +136,7 @@ async def test_base_damaged_on_disk_is_loaded_from_the_next_tier(runs, flow, sto
     on_disk = tmp_path / "data" / "models" / "starter" / "v1"
     await runs.prepare("ftjob-1")
     assert runs.spec("ftjob-1", "cpu").base_path == str(on_disk), "whole, and there is no need to read it in"
-    runs._verified.clear()  # as a controller that was started anew
+    runs._verified.clear()  # as in a restarted controller
     damage(on_disk / "model.safetensors")
     await runs.prepare("ftjob-1")
     check(store, store.find("version", "starter", "v1"))
@@ -178,9 +178,9 @@ def left(store):
     return [stored.version for stored in store.list("adapter", OURS)]
 
 
-async def test_policies_of_a_running_job_keep_the_newest_written(trained, store):
+async def test_tidy_policies_of_running_job_keeps_newest_three(trained, store):
     write_policy(store, USERS, "step-1")
-    # A world that resumed from an earlier snapshot counts its steps from there.
+    # Ranks resumed from an earlier snapshot count steps from there.
     written = [f"step-{step}.old" for step in (8, 9)] + [f"step-{step}.new" for step in (2, 3, 4)]
     unloaded = []
 

@@ -1,4 +1,4 @@
-"""The routing table of adapters: their base's engines, as long as these serve the weights they were trained on."""
+"""The routing table, with adapters on engines that serve the base version they were trained on."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SOCKET = "/run/r1.sock"
 
 
 class RecordingBus:
-    """What gateways would be told, applied at once; `reported` is what they report."""
+    """A bus that applies tables at once; `reported` is the load report of the gateways."""
 
     def __init__(self):
         self.table, self.generation, self.reported = {}, 0, Report()
@@ -58,7 +58,7 @@ async def test_adapter_versions_have_names_on_base_engines(routing, bus, db):
 
 
 async def test_hanging_engine_is_avoided_also_after_a_restart(routing, bus):
-    routing.avoid("r1", True)  # known before its route is opened anew
+    routing.avoid("r1", True)  # reported before the route opens
     await routing.open("r1", "starter", "v1", SOCKET)
     assert bus.table["starter"]["replicas"][0]["avoid"] is True and routing.open_engines() == {}
     routing.avoid("r1", False)
@@ -187,7 +187,7 @@ async def test_failing_model_has_reason_and_next_try(bus, db, add_model, add_ada
 
 
 async def test_routing_table_has_the_owners_of_each_name(routing, bus, db):
-    """A model's versions, checkpoints and canary are for whom it is for; null: everybody, whoever comes later too."""
+    """Versions, checkpoints and the canary of a model have its owners; null: every owner, also future ones."""
     models.update(db, "ft:a", owner="alice")
     models.share(db, "ft:a", "bob")
     CANARIES.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))

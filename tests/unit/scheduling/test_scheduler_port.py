@@ -1,4 +1,4 @@
-"""The loop on the real store behind the port that the routes ask: modes, drains and who asked, without Ray."""
+"""The loop on the real store behind the scheduler port of the routes: modes, drains and requesters, without Ray."""
 
 import asyncio
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.unit.scheduling.fakes import states_of
 
 @pytest.fixture
 def scheduler_of(db):
-    """A Scheduler of these parts; for the others stand-ins that report next to nothing."""
+    """A Scheduler of these parts, with minimal stand-ins for the others."""
     host = {"short": "1 GB", "reserve_bytes": 5}
     nothing = {
         "effects": SimpleNamespace(resident_bytes=dict),
@@ -77,7 +77,7 @@ async def test_drains_and_modes_move_devices_in_the_callers_name(db, events, add
     await running
 
 
-async def test_convergence_of_a_model_that_fails_says_why(db, add_model, scheduler_of):
+async def test_convergence_of_failing_model_names_reason(db, add_model, scheduler_of):
     add_model()
     journal = SqliteJournal(db)
     step = StepRecord(0, "swap", "swap_replica", "r", "done", 1.0, 2.0, {"model": "starter", "error": "no memory"})
@@ -102,7 +102,7 @@ async def test_convergence_of_a_model_that_fails_says_why(db, add_model, schedul
 STEP = StepRecord(0, "free r1", "drain_replica", "r1", started_s=11.0)
 
 
-def test_journal_after_a_restart_knows_what_was_begun(tmp_path):
+def test_journal_after_restart_lists_unfinished_handovers(tmp_path):
     with Database(tmp_path / "a.db") as db:
         journal = SqliteJournal(db)
         assert journal.last_id() == 0

@@ -38,7 +38,7 @@ def states(db, events, refreshed):
     return states_of(db, events, 1, 2, routing=routing, demand=demand)
 
 
-def test_a_job_is_scheduled_once_validated_and_until_cancelled(states, add_model, add_job, db):
+def test_load_includes_jobs_from_validation_until_cancel(states, add_model, add_job, db):
     add_model()
     add_job("ftjob-new", phase="validating")
     add_job("ftjob-paused", wanted="pause")
@@ -53,7 +53,7 @@ def test_a_job_is_scheduled_once_validated_and_until_cancelled(states, add_model
     assert jobs.get(db, "ftjob-ends").phase == "running", "until its ranks are gone"
 
 
-def test_phases_follow_the_loop(states, add_job, db):
+def test_job_phases_follow_the_loop(states, add_job, db):
     add_job()
     states.job_running("ftjob-1", ("n0/0", "n0/1"))
     assert (jobs.get(db, "ftjob-1").phase, jobs.get(db, "ftjob-1").devices) == ("running", ["n0/0", "n0/1"])
@@ -79,7 +79,7 @@ def test_queued_job_has_events_for_waits_and_devices(states, add_job, db):
     assert "Needs 2 devices; 1 of" in waits and "n0/0, n0/1" in gets and jobs.get(db, "ftjob-1").reason == gets
 
 
-def test_a_succeeded_job_can_be_called_at_once(states, events, add_model, add_job, db, refreshed):
+def test_succeeded_job_is_callable_at_once(states, events, add_model, add_job, db, refreshed):
     add_model()
     add_job(phase="running")
     events.ingest("ftjob-1", PUBLISHED)
@@ -124,7 +124,7 @@ def test_adapters_of_old_base_versions_get_own_engines(states, add_model, add_ad
     assert views["starter@v1"].idle_limit_s and not views["starter@v1"].pinned
 
 
-def test_a_canary_gets_an_engine_while_it_runs(states, add_model, db):
+def test_load_adds_deployment_for_running_canary(states, add_model, db):
     add_model()
     rows.DEPLOYMENTS.update(db, "starter", tensor_parallel=2, pinned=1)
     models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/models/starter/v2"))
@@ -180,7 +180,7 @@ def test_job_host_bytes_has_each_allowed_size(add_job):
     assert job_host_bytes(row) == {1: 5, 2: 9} and job_host_bytes(add_job("ftjob-2", allowed_sizes=None)) == {1: 0}
 
 
-def test_job_keeps_its_sizes_while_the_box_has_memory_for_none_of_them(db, events, add_job):
+def test_job_sizes_are_limited_by_host_memory(db, events, add_job):
     add_job("ftjob-new", allowed_sizes=[1, 2])
     (view,) = states_of(db, events, job_sizes=lambda row: (1, 8)).load(free_devices=0).jobs
     assert view.sizes == (1,)
@@ -191,7 +191,7 @@ OPEN = {"starter": {"replicas": [{"id": "r1", "state": "open"}]}}
 
 
 class Asked(QueuedDemand):
-    """Demand of a box whose gateways report nothing."""
+    """Queued demand of a box without gateway reports."""
 
     def __init__(
         self, db: Database, folder: Path, lines: tuple[str, ...] = (), policies: Mapping[str, str] = NO_POLICIES
@@ -215,7 +215,7 @@ class Asked(QueuedDemand):
         ("train", False, False, 8, False),
     ],
 )
-async def test_lines_wake_a_model_only_where_nobody_is_in_the_way(
+async def test_batch_lines_wake_model_only_on_unneeded_devices(
     db, tmp_path, add_model, add_job, mode, has_job, others_ask, free, wakes
 ):
     write_mode(db, Mode(mode, 1))
@@ -228,7 +228,7 @@ async def test_lines_wake_a_model_only_where_nobody_is_in_the_way(
     assert asked.demands(free)("starter").held == wakes
 
 
-async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):
+async def test_batch_lines_wake_model_and_keep_it_awake(db, tmp_path):
     asked = Asked(db, tmp_path, lines=("adapter",))
     demand = asked.demands(1)
     assert demand("starter").held == 1, "an adapter, by its base's engines"
@@ -242,7 +242,7 @@ async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["reinforcement", "distillation"])
-async def test_running_job_keeps_the_model_it_asks_awake_in_every_mode(db, tmp_path, add_model, add_job, method):
+async def test_running_job_keeps_queried_model_awake_in_every_mode(db, tmp_path, add_model, add_job, method):
     add_model()
     job = add_job(phase="running", method=method)
     jobs.insert_judge(db, JobJudgeRow(job.id, {"teacher": "starter"}))
@@ -258,13 +258,13 @@ async def test_running_job_keeps_the_model_it_asks_awake_in_every_mode(db, tmp_p
     assert asked.demands(0)("starter") == Demand(), "its devices are wanted"
 
 
-RATE, PROMPT_TOKENS = 1000.0, 50  # 0.05 replica-seconds
+RATE, PROMPT_TOKENS = 1000.0, 50  # 0.05 replica-seconds per prompt
 BEGAN_S = 1000.0
 MODEL = DeploymentView("m", "v1", max_replicas=8, ttft_target_s=2.0)
 
 
 class Box:
-    """The gateway, the learner, and a clock."""
+    """A gateway, the learner and a clock."""
 
     def __init__(self) -> None:
         self.now_s, self.traffic, self.model = BEGAN_S, Traffic(("m", "adapter"), RATE), MODEL
@@ -277,7 +277,7 @@ class Box:
         return {"m": Counter({bucket(PROMPT_TOKENS, 1.0): self.arrived})}
 
     def live(self, minutes: float, work_per_s) -> DeploymentView:
-        """Requests at this rate of work (replica-seconds per second)."""
+        """Simulate requests at this rate of work (replica-seconds per second)."""
         due, end_s = 0.0, self.now_s + minutes * 60
         while self.now_s < end_s:
             self.now_s += LEARN_EVERY_S
@@ -295,7 +295,7 @@ def box() -> Box:
     return Box()
 
 
-def test_learned_bursts_raise_standby_and_flat_load_keeps_it_low(box):
+def test_learned_standby_rises_with_bursts_only(box):
     quiet = box.live(2, lambda t: 0.3)
     assert quiet.prefill_tokens_per_s == RATE and quiet.standby.replicas <= 2
     assert box.live(10, lambda t: 8.0 if t % 60 < 2 else 0.1).standby.replicas >= 4
@@ -303,7 +303,7 @@ def test_learned_bursts_raise_standby_and_flat_load_keeps_it_low(box):
     assert box.seen().standby.replicas <= 2, "with other bounds a new learner"
 
 
-def test_learned_without_rate_or_target_has_no_standby(box):
+def test_learned_standby_requires_rate_and_target(box):
     box.traffic = Traffic(("m",), None)
     unknown = box.live(1, lambda t: 3.0)
     assert unknown.standby is None and unknown.prefill_tokens_per_s is None
@@ -313,7 +313,7 @@ def test_learned_without_rate_or_target_has_no_standby(box):
     assert box.seen().standby is None
 
 
-def test_learned_standby_of_an_unlimited_model_simulates_few_numbers():
+def test_learned_standby_of_unlimited_model_simulates_few_counts():
     box = Box()
     box.model = DeploymentView("m", "v1", max_replicas=65536, ttft_target_s=2.0)
     box.live(0.1, lambda now_s: 0.1)

@@ -1,4 +1,4 @@
-"""Versions and snapshots on their way between the tiers and to engines: what arrives, what stays, what fails."""
+"""Flow of versions and snapshots between tiers and to engines: copies, retention and failures."""
 
 import asyncio
 import shutil
@@ -25,7 +25,7 @@ V1 = Name("version", "starter", "v1")
 
 @pytest.fixture
 def publish(db, store, add_model):
-    """Commits versions of `starter` to shared memory as publishing does."""
+    """Commit versions of `starter` to shared memory, as publishing does."""
     add_model(version="v0")
 
     def made(*versions):
@@ -63,7 +63,7 @@ def damage(path):
     path.write_bytes(raw)
 
 
-async def test_a_published_version_reaches_every_tier_once(flow, publish, db, tmp_path, tiers):
+async def test_flow_copies_published_version_to_every_tier_once(flow, publish, db, tmp_path, tiers):
     (stored,) = publish("v1")
     assert tiers.tiers_of(V1) == ["memory"]
     await passes(flow, "disk", "remote")
@@ -77,9 +77,7 @@ async def test_a_published_version_reaches_every_tier_once(flow, publish, db, tm
     assert status["versions"] == 1 and status["backlog"] == 0 and status["bytes"] > 0 and status["last_error"] is None
 
 
-async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_remote_tier(
-    flow, publish, db, store, tmp_path, caplog, tiers
-):
+async def test_in_memory_falls_back_to_remote_if_disk_is_damaged(flow, publish, db, store, tmp_path, caplog, tiers):
     (stored,) = publish("v1")
     models.activate(db, "starter", "v1")
     await passes(flow, "disk", "remote")
@@ -98,11 +96,11 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     verify(tmp_path / "data/models/starter/v1")
 
 
-async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, store, tmp_path, tiers):
+async def test_flow_with_lost_mount_continues_and_retries(flow, publish, store, tmp_path, tiers):
     publish("v1")
     await passes(flow, "disk", "remote")
     shutil.move(tmp_path / "mount", tmp_path / "elsewhere")
-    (tmp_path / "mount").mkdir()  # what is left of a mount point
+    (tmp_path / "mount").mkdir()  # the empty mount point
     publish("v2")
     await passes(flow, "disk", "remote")
     status = put_off(tiers, "remote")
@@ -114,14 +112,14 @@ async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, s
     assert tiers.tiers_of(Name("version", "starter", "v2")) == ["memory", "disk", "remote"]
 
 
-async def test_another_boxs_place_is_not_touched(flow, publish, db, tiers):
+async def test_flow_leaves_location_of_another_box_untouched(flow, publish, db, tiers):
     publish("v1")
     await passes(flow, "remote")
     await passes(TierFlow(db, tiers, owner="box-2"), "remote")
     assert "belongs to box 'box-1'" in put_off(tiers, "remote")["last_error"]
 
 
-async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, publish, store, tiers):
+async def test_flow_with_full_disk_still_copies_to_remote(flow, publish, store, tiers):
     (stored,) = publish("v1")
     disk = tiers.disk.copies
     disk._free_bytes = 1 << 60
@@ -134,7 +132,7 @@ async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, pu
     assert await flow.finish() and put_off(tiers, "disk")["backlog"] == 0
 
 
-async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publish, db, tmp_path, tiers):
+async def test_keep_rules_never_remove_needed_versions(flow, publish, db, tmp_path, tiers):
     publish(*(f"v{n}" for n in range(1, 7)))
     models.activate(db, "starter", "v1")
     await passes(flow, "disk", "remote")
@@ -147,7 +145,7 @@ async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publi
     assert versions(remote) == {"v1", "v5", "v6"}, "nothing goes to and fro"
 
 
-async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(flow, publish, db, store, tmp_path):
+async def test_forget_removes_version_when_tier_returns(flow, publish, db, store, tmp_path):
     (stored,) = publish("v1")
     await passes(flow, "disk", "remote")
     shutil.move(tmp_path / "mount", tmp_path / "elsewhere")
@@ -165,13 +163,13 @@ async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(fl
     assert [path.name for path in (tmp_path / "mount").rglob("*") if path.is_file()] == ["owner"]
 
 
-async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job, tiers):
+async def test_flow_copies_snapshots_and_removes_them_with_job(flow, store, db, add_job, tiers):
     add_job(phase="running")
     kept = [snapshot(store, step) for step in (1, 2, 3)]
     await passes(flow, "disk")
     for stored in kept:
         store.remove(stored)
-    await passes(flow, "remote")  # from the disk's objects: memory has it no more
+    await passes(flow, "remote")  # from disk: memory no longer has it
     newest = Name("snapshot", "ftjob-1", "step-3")
     assert tiers.tiers_of(newest) == ["disk", "remote"] and list(tiers.snapshots_of("ftjob-1")) == [newest]
     again = tiers.bring_in(newest)
@@ -183,7 +181,7 @@ async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job,
     assert not tiers.snapshots_of("ftjob-1") and put_off(tiers, "remote")["bytes"] == 0
 
 
-async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_path, tiers):
+async def test_bring_in_keeps_damaged_last_copy(flow, publish, store, tmp_path, tiers):
     publish("v1")
     await passes(flow, "disk")
     store.evict(1 << 40)
@@ -209,7 +207,7 @@ async def test_remove_leaves_a_version_with_readers_to_eviction(flow, publish, s
 
 @pytest.fixture
 async def provider(db, store, tiers, flow, add_model):
-    """Two models, both on disk and evicted from memory; the budget has room for one of them."""
+    """Two models on disk, evicted from memory, whose budget fits only one of them."""
     add_model()
     add_model("other")
     nbytes = write(store, "v1").nbytes
@@ -220,7 +218,7 @@ async def provider(db, store, tiers, flow, add_model):
     return VersionProvider(db, store, tiers, None, None, None)
 
 
-async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provider, store: WeightStore):
+async def test_in_memory_evicts_version_of_sleeping_engine(provider, store: WeightStore):
     first = await provider.in_memory("starter", "v1")
     assert store.evict(1 << 40) == 0, "the engine has not come to load it yet"
     provider.taken("starter", "v1")
@@ -233,7 +231,7 @@ async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provid
     assert again == first and store.evict(1 << 40) == 0
 
 
-async def test_it_is_held_until_all_engines_that_it_was_brought_in_for_have_it(provider, store: WeightStore):
+async def test_in_memory_is_leased_until_all_engines_took_it(provider, store: WeightStore):
     paths = await asyncio.gather(provider.in_memory("starter", "v1"), provider.in_memory("starter", "v1"))
     assert paths[0] == paths[1]
     provider.taken("starter", "v1")
@@ -259,7 +257,7 @@ async def source(db, store, tmp_path, tiers):
 
 @pytest.fixture
 async def only_remote(store, flow, add_model, add_adapter, tmp_path, tiers):
-    """An adapter whose copies in shared memory and on disk are gone."""
+    """An adapter that exists only in the remote tier."""
     add_model()
     add_adapter(TUNED.model)
     write(store, TUNED.version, model=TUNED.model, kind="adapter")
@@ -271,7 +269,7 @@ async def only_remote(store, flow, add_model, add_adapter, tmp_path, tiers):
     assert tiers.tiers_of(TUNED) == ["remote"]
 
 
-async def test_it_comes_back_from_the_tier_that_has_it_and_stays_while_the_engine_takes_it(source, only_remote, store):
+async def test_brought_in_adapter_is_leased_while_engine_loads(source, only_remote, store):
     async with brought_in(source, "ft:x@step-2", 10) as path:
         found = store.find(*TUNED)
         assert path == str(found.path)
@@ -280,7 +278,7 @@ async def test_it_comes_back_from_the_tier_that_has_it_and_stays_while_the_engin
             store.remove(found)
     await asyncio.sleep(0)
     while store.evict(1 << 40) == 0:
-        await asyncio.sleep(0.001)  # the box lets go when it sees the end of the connection
+        await asyncio.sleep(0.001)  # the box releases the lease when the connection ends
 
 
 @pytest.mark.parametrize(
@@ -292,7 +290,7 @@ async def test_it_comes_back_from_the_tier_that_has_it_and_stays_while_the_engin
         ("ft:x@step-1", "no tier has"),
     ],
 )
-async def test_what_no_tier_has_is_refused_with_the_reason(source, only_remote, asked, told):
+async def test_brought_in_unavailable_adapter_names_reason(source, only_remote, asked, told):
     with pytest.raises(AdapterUnavailable, match=told):
         async with brought_in(source, asked, 10):
             pass

@@ -1,4 +1,4 @@
-"""The order for one engine, as unit tests give it."""
+"""Engine specs for unit tests."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from serve.core.spec import ReplicaSpec
 
 
 def spec(**changes: Any) -> ReplicaSpec:
-    """An engine on one device of the host, but for `changes`."""
+    """Spec of an engine on one host device, with `changes`."""
     order: dict[str, Any] = {
         "replica_id": "r1",
         "model": "m",

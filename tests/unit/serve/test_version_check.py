@@ -1,4 +1,4 @@
-"""What a running engine must find in a version: the same model, and the token that training recorded."""
+"""Checks of a version by a running engine: the same model, and the token that training recorded."""
 
 import json
 
@@ -21,7 +21,7 @@ def pair(tmp_path):
     return tmp_path / "old", tmp_path / "new"
 
 
-def test_versions_that_differ_only_in_how_they_were_written_fit(pair):
+def test_check_same_model_ignores_writer_metadata(pair):
     (pair[1] / "config.json").write_text(
         json.dumps({"model_type": "llama", "rope_theta": 1e4, "transformers_version": "9"})
     )
@@ -41,13 +41,13 @@ def test_versions_that_differ_only_in_how_they_were_written_fit(pair):
         ("generation_config.json", '{"temperature": 0.1}', "generation_config.json: temperature"),
     ],
 )
-def test_what_a_running_engine_cannot_take_over_is_refused_by_name(pair, file, text, named):
+def test_check_same_model_names_incompatible_field(pair, file, text, named):
     (pair[1] / file).write_text(text)
     with pytest.raises(VersionMismatch, match=named):
         check_same_model(identity(pair[0]), pair[1])
 
 
-def test_the_chat_template_file_wins_over_the_tokenizers(pair):
+def test_chat_template_file_overrides_tokenizer_template(pair):
     assert read_chat_template(pair[0]) == "x"
     (pair[0] / "chat_template.jinja").write_text("y")
     assert read_chat_template(pair[0]) == "y"
@@ -64,7 +64,7 @@ def checked(answer, record=RECORD):
 
 
 @pytest.mark.parametrize("answer", [ANSWER, {7: -0.6, 9: -0.59}], ids=["equal", "near tie"])
-def test_check_of_the_recorded_token_verifies(answer):
+def test_check_of_recorded_token_verifies(answer):
     assert checked(answer) == {"token": 7, "logprob": answer[7], "verdict": "verified"}
 
 
@@ -82,13 +82,13 @@ def test_check_of_other_weights_raises(answer, record, error):
         checked(answer, record)
 
 
-def test_check_without_a_record_claims_nothing():
+def test_check_without_record_claims_nothing():
     assert checked(ANSWER, None) == {"verdict": "unrecorded"}
 
 
 @pytest.fixture
 def sealed(tmp_path):
-    """Path of a version with this `meta`."""
+    """Path of a sealed version with this `meta`."""
 
     def seal(meta):
         layout = Layout.plan([TensorSpec("w", "F32", (1,))])
@@ -101,10 +101,10 @@ def sealed(tmp_path):
 @pytest.mark.parametrize(
     ("meta", "record"), [({}, None), ({"fingerprint": {"prompt": [1, 2], "token": 7, "logprob": -0.5}}, RECORD)]
 )
-def test_recorded_token_is_what_the_manifest_has(tmp_path, sealed, meta, record):
+def test_recorded_token_is_read_from_manifest(tmp_path, sealed, meta, record):
     assert recorded_token(tmp_path) is None and recorded_token(sealed(meta)) == record
 
 
-def test_recorded_token_of_a_version_that_trained_to_nan_raises_without_numbers(sealed):
+def test_recorded_token_of_nan_version_raises_without_numbers(sealed):
     with pytest.raises(WithoutNumbers):
         recorded_token(sealed({"fingerprint": None}))

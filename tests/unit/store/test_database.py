@@ -1,4 +1,4 @@
-"""The database keeps what it acknowledged, knows its own schema, and pages lists without holes."""
+"""The database: durable transactions, schema checks, and complete paging."""
 
 import contextlib
 import hashlib
@@ -37,7 +37,7 @@ def file(number: int, purpose: str = "batch", expires_s: float | None = None) ->
     return FileRow(f"file-{number}", "n", purpose, 1, "0" * 64, "processed", 1.0, expires_s=expires_s)
 
 
-def test_new_database_is_private_durable_and_has_the_schema(db: Database, tmp_path: Path):
+def test_new_database_is_private_and_durable(db: Database, tmp_path: Path):
     assert stat.S_IMODE((tmp_path / "appliance.db").stat().st_mode) == 0o600
     assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
     assert db.execute("PRAGMA synchronous").fetchone()[0] == 2  # FULL
@@ -45,14 +45,14 @@ def test_new_database_is_private_durable_and_has_the_schema(db: Database, tmp_pa
 
 
 @pytest.mark.parametrize("change", ["ADD COLUMN colour TEXT", "DROP COLUMN loss"])
-def test_database_with_other_columns_is_refused(tmp_path: Path, change: str):
+def test_database_with_other_columns_is_rejected(tmp_path: Path, change: str):
     with Database(tmp_path / "a.db") as db:
         db.execute(f"ALTER TABLE jobs {change}")
     with pytest.raises(OtherSchema, match="jobs"):
         Database(tmp_path / "a.db")
 
 
-def test_database_of_another_program_is_refused_and_left_alone(tmp_path: Path):
+def test_database_of_another_program_is_rejected_unchanged(tmp_path: Path):
     with contextlib.closing(sqlite3.connect(tmp_path / "a.db")) as connection:
         connection.execute("CREATE TABLE songs (name TEXT)")
         with pytest.raises(DatabaseUnusable, match="another program"):
@@ -60,7 +60,7 @@ def test_database_of_another_program_is_refused_and_left_alone(tmp_path: Path):
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("songs",)]
 
 
-def test_declared_table_is_in_a_database_that_was_there_before(tmp_path: Path):
+def test_declared_table_is_added_to_existing_database(tmp_path: Path):
     @dataclass(frozen=True)
     class Gadget:
         id: str
@@ -80,14 +80,14 @@ def test_declared_table_is_in_a_database_that_was_there_before(tmp_path: Path):
         del TABLES["gadgets"]
 
 
-def test_a_file_that_is_no_database_is_named(tmp_path: Path):
+def test_file_that_is_not_a_database_is_named(tmp_path: Path):
     (tmp_path / "a.db").write_bytes(b"this is not a database, but it is long enough to look at" * 20)
     with pytest.raises(DatabaseUnusable, match="a.db cannot be used"):
         Database(tmp_path / "a.db")
 
 
 @pytest.mark.parametrize("fail", [RuntimeError, KeyboardInterrupt])
-def test_error_in_a_transaction_undoes_all_of_it_and_releases_the_lock(db: Database, fail: type[BaseException]):
+def test_transaction_error_rolls_back_and_releases_lock(db: Database, fail: type[BaseException]):
     with pytest.raises(fail), db.transaction():
         jobs.insert(db, job(1))
         with db.transaction():
@@ -98,7 +98,7 @@ def test_error_in_a_transaction_undoes_all_of_it_and_releases_the_lock(db: Datab
     assert [row.id for row in jobs.list_unfinished(db)] == ["ftjob-3"]
 
 
-def test_the_same_id_twice_and_unknown_rows_are_named(db: Database):
+def test_duplicate_id_and_unknown_row_raise(db: Database):
     jobs.insert(db, job(1))
     with pytest.raises(sqlite3.IntegrityError):
         jobs.insert(db, job(1))
@@ -108,7 +108,7 @@ def test_the_same_id_twice_and_unknown_rows_are_named(db: Database):
 
 @pytest.mark.parametrize("descending", [True, False])
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 100])
-def test_pages_put_together_are_the_whole_list_in_order(db: Database, descending: bool, limit: int):
+def test_pages_cover_whole_list_in_order(db: Database, descending: bool, limit: int):
     for number in range(7):
         files.insert(db, file(number))
     found, after = [], None
@@ -122,7 +122,7 @@ def test_pages_put_together_are_the_whole_list_in_order(db: Database, descending
     assert found == (expected[::-1] if descending else expected)
 
 
-def test_a_cursor_is_a_position_whatever_the_filter_but_must_exist(db: Database):
+def test_cursor_works_outside_filter_but_must_exist(db: Database):
     files.insert(db, file(1, "batch"))
     files.insert(db, file(2, "vision"))
     files.insert(db, file(3, "batch"))
@@ -132,14 +132,14 @@ def test_a_cursor_is_a_position_whatever_the_filter_but_must_exist(db: Database)
         files.page(db, viewer=None, purpose=None, after="file-9", limit=10, descending=True)
 
 
-def test_expired_files_are_invisible_before_they_are_swept(db: Database):
+def test_expired_files_are_invisible_before_sweep(db: Database):
     files.insert(db, file(1, expires_s=100.0))
     assert files.find(db, "file-1", viewer=None, now_s=99.0) is not None
     assert files.find(db, "file-1", viewer=None, now_s=100.0) is None
     assert files.page(db, viewer=None, purpose=None, after=None, limit=9, descending=True).data == []
 
 
-def test_a_key_is_256_bits_and_kept_only_as_its_hash(db: Database, tmp_path: Path):
+def test_key_has_256_bits_and_is_stored_as_hash(db: Database, tmp_path: Path):
     row, key = keys.create(db, "laptop", ["inference"])
     assert key.startswith("sk-appl-") and len(key) == len("sk-appl-") + 43
     assert row.sha256 == hashlib.sha256(key.encode()).hexdigest()
@@ -148,7 +148,7 @@ def test_a_key_is_256_bits_and_kept_only_as_its_hash(db: Database, tmp_path: Pat
     assert key[12:].encode() not in (tmp_path / "appliance.db").read_bytes()
 
 
-def test_live_name_of_a_key_is_taken_until_it_is_revoked(db: Database):
+def test_key_name_is_reusable_only_after_revocation(db: Database):
     first, key = keys.create(db, "ci", ["inference"])
     with pytest.raises(sqlite3.IntegrityError):
         keys.create(db, "ci", ["inference"])
@@ -161,7 +161,7 @@ def test_live_name_of_a_key_is_taken_until_it_is_revoked(db: Database):
         keys.revoke(db, "nobody")
 
 
-def test_phases_bring_their_times_and_a_finished_job_stays(db: Database):
+def test_set_phase_records_times_and_keeps_finished_jobs(db: Database):
     jobs.insert(db, job(1))
     jobs.set_phase(db, "ftjob-1", "queued")
     jobs.set_phase(db, "ftjob-1", "running", devices=["n0/0", "n0/1"])
@@ -180,7 +180,7 @@ def test_phases_bring_their_times_and_a_finished_job_stays(db: Database):
             jobs.set_phase(db, "ftjob-1", phase)  # type: ignore[arg-type]
 
 
-def test_a_cancelled_wish_cannot_be_taken_back(db: Database):
+def test_cancel_wish_is_final(db: Database):
     jobs.insert(db, job(1, phase="running"))
     assert jobs.set_wanted(db, "ftjob-1", "pause").wanted == "pause"
     assert jobs.set_wanted(db, "ftjob-1", "run").wanted == "run"
@@ -190,7 +190,7 @@ def test_a_cancelled_wish_cannot_be_taken_back(db: Database):
         jobs.set_wanted(db, "ftjob-1", "run")
 
 
-def test_a_step_run_again_replaces_its_metrics_but_not_its_validation(db: Database):
+def test_repeated_step_replaces_metrics_and_keeps_validation(db: Database):
     jobs.insert(db, job(1))
     jobs.upsert_metric(db, JobMetricRow("ftjob-1", 5, 1.0, loss=2.0, tokens_per_s=10.0))
     jobs.upsert_metric(db, JobMetricRow("ftjob-1", 5, 2.0, valid_loss=1.5))
@@ -210,13 +210,13 @@ def on_a_thread(work, *args):
         return pool.submit(work, *args).result(WAIT_S)
 
 
-def test_writers_of_many_threads_lose_nothing(db: Database):
+def test_concurrent_writers_lose_no_rows(db: Database):
     with ThreadPoolExecutor(8) as pool:
         numbers = list(pool.map(lambda _: box.increment(db, "starts"), range(200)))
     assert sorted(numbers) == list(range(1, 201))
 
 
-def test_emptied_log_and_file_have_no_deleted_text(tmp_path: Path):
+def test_emptied_log_and_file_contain_no_deleted_text(tmp_path: Path):
     with Database(tmp_path / "a.db") as db:
         box.put(db, "note", "a secret")
         db.execute("DELETE FROM box")
@@ -224,7 +224,7 @@ def test_emptied_log_and_file_have_no_deleted_text(tmp_path: Path):
         assert not any(b"a secret" in path.read_bytes() for path in tmp_path.iterdir())
 
 
-def test_full_disk_refuses_writes_and_takes_them_once_there_is_room(db: Database):
+def test_full_disk_rejects_writes_until_space_is_free(db: Database):
     size = db.value("PRAGMA page_count")
     db.execute(f"PRAGMA max_page_count = {size}")
     with pytest.raises(sqlite3.OperationalError, match="full"), db.transaction():
@@ -236,7 +236,7 @@ def test_full_disk_refuses_writes_and_takes_them_once_there_is_room(db: Database
     assert len(jobs.list_unfinished(db)) == 1
 
 
-def test_closed_database_refuses_all_threads(tmp_path: Path):
+def test_closed_database_rejects_all_threads(tmp_path: Path):
     db = Database(tmp_path / "a.db")
     db.close()
     with pytest.raises(sqlite3.ProgrammingError):

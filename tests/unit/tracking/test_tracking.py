@@ -1,4 +1,4 @@
-"""What a tracker gets of jobs: everything once, across restarts and failures, read beside the box's writer."""
+"""Export of jobs to a tracker: each point once, across restarts and failures, while the box writes."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ from appliance.tracking import Follower, Job, Point
 
 @dataclass
 class Heard:
-    """A tracker that remembers points once. refused: it fails for these jobs."""
+    """A tracker that records each point once. refused: jobs for which it fails."""
 
     refused: set[str] = field(default_factory=set)
     begun: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
         yield Box(db, tmp_path)
 
 
-def test_poll_sends_a_job_from_its_begin_to_its_end(box: Box, monkeypatch: pytest.MonkeyPatch):
+def test_poll_sends_job_from_begin_to_end(box: Box, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tracking, "EVENTS_AT_ONCE", 5)
     tracker = Heard()
     follower = box.follower(tracker)
@@ -119,7 +119,7 @@ def test_poll_sends_a_job_from_its_begin_to_its_end(box: Box, monkeypatch: pytes
     }
 
 
-def test_poll_sends_steps_repeated_after_a_sudden_end_once(box: Box):
+def test_poll_sends_repeated_steps_once(box: Box):
     job_id, tracker = box.start(1), Heard()
     follower = box.follower(tracker)
     box.step(job_id, 1, 2, 3)
@@ -131,7 +131,7 @@ def test_poll_sends_steps_repeated_after_a_sudden_end_once(box: Box):
     assert tracker.steps == [("train", 1), ("train", 2), ("train", 3), ("validation", 3), ("train", 4)]
 
 
-def test_poll_begins_a_refused_job_anew_and_holds_up_no_other(box: Box, capsys):
+def test_poll_retries_refused_job_without_blocking_others(box: Box, capsys):
     first, second = box.start(1), box.start(2)
     tracker = Heard(refused={first})
     follower = box.follower(tracker)
@@ -145,7 +145,7 @@ def test_poll_begins_a_refused_job_anew_and_holds_up_no_other(box: Box, capsys):
     follower.poll()
     assert [job.id for job in tracker.ended] == [second]
     with pytest.raises(RuntimeError, match="entity"):
-        follower.poll()  # no job can be sent: a new process is to try
+        follower.poll()  # with no accepted job the process ends, and a new one retries
     tracker.refused.clear()
     box.follower(tracker).poll()
     assert {job.id for job in tracker.ended} == {first, second} and len(tracker.seen) == 2
@@ -159,8 +159,8 @@ def test_poll_of_a_new_tracker_skips_ended_jobs(box: Box):
     assert tracker.begun == [running]
 
 
-def test_the_script_needs_the_standard_library_alone():
-    """Its interpreter need not be the box's own. -S: without any package that is installed."""
+def test_tracking_script_imports_only_standard_library():
+    """It may run in another interpreter. -S: without installed packages."""
     done = subprocess.run([sys.executable, "-I", "-S", "-c", "import runpy, sys; runpy.run_path(sys.argv[1])",
                            tracking.__file__], capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -176,7 +176,7 @@ def paths(tmp_path: Path) -> BoxPaths:
 
 
 @pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
-async def test_exporter_without_its_library_ends_with_the_reason(paths: BoxPaths, tracker):
+async def test_exporter_without_tracker_library_ends_with_reason(paths: BoxPaths, tracker):
     settings = TrackingSettings(mlflow_uri="http://127.0.0.1:9", wandb_mode="offline", python=sys.executable)
     with pytest.raises(ProcessEnded, match=f"{tracker}.*docs/tracking.md"):
         await run_exporter(tracker, settings, paths, {"PATH": os.environ["PATH"], "WANDB_MODE": "online"})
@@ -186,7 +186,7 @@ async def test_exporter_without_its_library_ends_with_the_reason(paths: BoxPaths
     ("text", "mode", "fault"),
     [("WANDB_API_KEY=k\n", 0o644, "open to other users"), ("# key\nAWS_SECRET_ACCESS_KEY=x\n", 0o600, "AWS_SECRET")],
 )
-async def test_an_unfit_credentials_file_ends_the_exporter_with_the_reason(paths, tmp_path, text, mode, fault):
+async def test_exporter_with_bad_credentials_file_ends_with_reason(paths, tmp_path, text, mode, fault):
     file = tmp_path / "secrets"
     file.write_text(text)
     file.chmod(mode)
@@ -195,7 +195,7 @@ async def test_an_unfit_credentials_file_ends_the_exporter_with_the_reason(paths
         await run_exporter("mlflow", settings, paths, {"PATH": os.environ["PATH"]})
 
 
-def test_nothing_is_sent_out_unasked_and_no_password_is_in_an_address(tmp_path: Path):
+def test_tracking_is_off_by_default_and_rejects_url_credentials(tmp_path: Path):
     assert TrackingSettings().trackers == ()
     file = tmp_path / "appliance.toml"
     file.write_text('[tracking]\nmlflow_uri = "https://me:secret@mlflow.example"\n')

@@ -1,4 +1,4 @@
-"""Tiny GGUF files, written with the `gguf` package as llama.cpp's converter writes a model of transformers."""
+"""Tiny GGUF files, written with the `gguf` package like llama.cpp's converter for transformers models."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ VOCABULARY = 64
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SHAPE = sizes(32, 64, 2, 4, 2, vocab_size=VOCABULARY, head_dim=8, max_position_embeddings=128, rms_norm_eps=1e-5)
 SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# transformers' name of a family: llama.cpp's, and what its configuration has besides.
+# transformers' family name -> (llama.cpp's name, extra configuration).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "mistral": ("llama", {"sliding_window": None}),
@@ -30,14 +30,13 @@ def model(family: str, **more: Any) -> Any:
     config = AutoConfig.for_model(family, **SHAPE | FAMILIES[family][1] | more)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in made.parameters():  # norms that are all one would hide a lost offset
+        for parameter in made.parameters():  # norms of all ones would hide a lost offset
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return made
 
 
 def write(path: Path, made: Any, family: str, blocks: int | None = None, **fields: Any) -> Path:
-    """blocks: those that have tensors, where the header says otherwise. fields: more string fields of the header, or
-    tensors."""
+    """Write a GGUF file. blocks: number of blocks with tensors. fields: more header strings or tensors."""
     arch = FAMILIES[family][0]
     config = made.config
     writer = gguf.GGUFWriter(path, arch)
@@ -71,7 +70,7 @@ def write(path: Path, made: Any, family: str, blocks: int | None = None, **field
         stem, _, suffix = name.rpartition(".")
         if arch == "llama" and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
-            # llama.cpp rotates neighbours, transformers halves.
+            # llama.cpp rotates neighbouring elements, transformers rotates halves.
             tensor = tensor.view(heads, 2, tensor.shape[0] // heads // 2, -1).transpose(1, 2).reshape(tensor.shape)
         if arch.startswith("gemma") and "norm" in stem:
             tensor = tensor + 1

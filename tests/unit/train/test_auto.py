@@ -27,7 +27,7 @@ PLACE = {"job_id": "j", "base_path": "b", "train_path": "t", "run_dir": "r", "sh
 
 @pytest.mark.parametrize("model", [SMALL, LARGE])
 @pytest.mark.parametrize("data", [GSM8K, DatasetStats(10, 900, 100)])
-def test_everything_auto_gives_a_spec(model, data):
+def test_resolve_of_all_auto_returns_valid_spec(model, data):
     auto = dict.fromkeys(("n_epochs", "batch_size", "learning_rate_multiplier"), "auto")
     spec = TrainSpec(**PLACE, **resolve(auto, data, model, 8), device_kind="cpu")
     assert TrainSpec.from_dict(json.loads(spec.to_json())) == spec
@@ -53,13 +53,13 @@ TOGETHER = {"sequence_parallel": 4, "max_length": 256}
         ({"lora_rank": "auto", "full": True} | MERGED, SMALL, {"full": True}),
         ({}, PACKED, {"full": False, "lora_publish": "adapter"}),
         ({}, dataclasses.replace(LARGE, adapter_max_rank=8), {"lora_rank": 8, "lora_publish": "adapter"}),
-        ({"micro_batch": 1024}, LARGE, {"batch_size": 8192}),  # beyond what may be given
+        ({"micro_batch": 1024}, LARGE, {"batch_size": 8192}),  # above the allowed maximum
         (TOGETHER, DENSE, TOGETHER),
         ({"tensor_parallel": 2}, CUTTABLE, {"tensor_parallel": 2, "full": False, "zero_stage": 1}),
         ({}, CUTTABLE, {"tensor_parallel": 1}),
     ],
 )
-def test_resolve_chooses_what_fits_what_is_given(given, model, expected):
+def test_resolve_fits_auto_values_to_given_values(given, model, expected):
     assert expected.items() <= resolve(given, GSM8K, model, 8).items()
 
 
@@ -96,19 +96,19 @@ def test_resolve_chooses_what_fits_what_is_given(given, model, expected):
         ({"sequence_parallel": 8}, "sequence_parallel", DENSE),  # heads
         ({"sequence_parallel": 3}, "sequence_parallel", DENSE),  # rows without packing
         ({"sequence_parallel": 2, "max_length": 63}, "sequence_parallel", DENSE),
-        ({"sequence_parallel": 2}, "sequence_parallel", SMALL),  # heads are not known
+        ({"sequence_parallel": 2}, "sequence_parallel", SMALL),  # unknown number of heads
         (TOGETHER | {"tensor_parallel": 2}, "sequence_parallel", CUT_DENSE),
-        ({"kernels": "liger"}, "kernels", SMALL),  # on a processor
+        ({"kernels": "liger"}, "kernels", SMALL),  # on a CPU
     ],
 )
-def test_resolve_refuses_with_the_name_of_the_parameter(given, param, model):
+def test_resolve_rejects_invalid_value_by_name(given, param, model):
     with pytest.raises(InvalidHyperparameter) as caught:
         resolve(given, GSM8K, model, 8)
     assert caught.value.param == param and caught.value.expected
 
 
 @pytest.mark.parametrize("micro_batch, devices, rows", [(1, 8, 64), (4, 8, 64), (4, 6, 64), (16, 8, 128), (4, 1, 64)])
-def test_resolve_micro_batch_changes_the_automatic_batch_only_to_share_it(micro_batch, devices, rows):
+def test_resolve_rounds_auto_batch_size_to_micro_batch(micro_batch, devices, rows):
     fields = resolve({"micro_batch": micro_batch}, DatasetStats(200_000, 120_000_000, 3000), LARGE, devices)
     assert fields["batch_size"] == rows
 
@@ -121,7 +121,7 @@ def test_allowed_sizes_share_whole_micro_batches():
 
 
 @pytest.mark.parametrize("field, value", [("zero_stage", "2"), ("colour", 1)])
-def test_spec_refuses_other_fields_and_types(field, value):
+def test_spec_rejects_unknown_fields_and_types(field, value):
     good = dataclasses.asdict(TrainSpec(**PLACE, device_kind="cpu"))
     with pytest.raises(InvalidSpec, match=field):
         TrainSpec.from_dict(good | {field: value})
@@ -131,7 +131,7 @@ TINY_DATA = DatasetStats(64, 3_245, 58)
 REAL = ModelStats(ModelShape(134_500_000), 8192, "cpu")
 
 
-def test_a_small_job_takes_idle_devices_without_another_step_or_another_token_in_one():
+def test_resolve_small_job_keeps_steps_and_tokens_on_more_devices():
     alone, wide = resolve({}, TINY_DATA, REAL, 1), resolve({}, TINY_DATA, REAL, 8)
     assert allowed_sizes(alone["batch_size"], 8) == [1] and allowed_sizes(wide["batch_size"], 8) == [1, 2]
     assert alone["batch_size"] * alone["max_length"] == wide["batch_size"] * wide["max_length"]
@@ -140,7 +140,7 @@ def test_a_small_job_takes_idle_devices_without_another_step_or_another_token_in
 
 
 @pytest.mark.parametrize("sequences", [1, 2])
-def test_a_plan_has_the_steps_of_the_run(sequences):
+def test_steps_of_plan_equal_steps_of_run(sequences):
     lengths = [280, 280, 150, 300, 90, 270, 260, 290, 40, 310] * 6
     data = DatasetStats(60, sequences * sum(lengths), 310, tuple(sequences * length for length in lengths))
     rows = Dpo().rows(data) if sequences == 2 else data
@@ -153,7 +153,7 @@ def test_a_plan_has_the_steps_of_the_run(sequences):
     assert steps(half, fields) == steps(rows, fields), "some examples stand for all"
 
 
-def test_rows_are_no_shorter_than_the_longest_example_and_as_asked_for():
+def test_resolve_max_length_fits_longest_example_unless_given():
     long = DatasetStats(64, 20_000, 700)
     assert resolve({}, long, REAL, 8)["max_length"] >= 700
     assert resolve({"max_length": 512}, TINY_DATA, REAL, 8)["max_length"] == 512
@@ -164,7 +164,7 @@ def test_rows_are_no_shorter_than_the_longest_example_and_as_asked_for():
 
 @pytest.mark.parametrize("model", [REAL, LARGE])
 @pytest.mark.parametrize("examples", [64, 1000, 50_000])
-def test_every_size_of_data_gets_steps_enough(model, examples):
+def test_resolve_gives_enough_steps_for_any_data_size(model, examples):
     data = DatasetStats(examples, 200 * examples, 400)
     fields = resolve({}, data, model, 8)
     assert steps(data, fields) >= LEAST_STEPS, fields
@@ -180,12 +180,12 @@ def test_every_size_of_data_gets_steps_enough(model, examples):
         (1e9, False, 1.5e-4, 1e-3),
     ],
 )
-def test_at_every_batch_rates_lie_within_what_is_published(parameters, full, lowest, highest):
+def test_peak_rate_lies_within_published_range(parameters, full, lowest, highest):
     for tokens in (100, 8192, 77_000, 10**6):
         assert lowest <= auto.peak_rate(parameters, tokens, full=full) <= highest
 
 
-def test_epochs_few_rows_are_seen_more_often():
+def test_epochs_increase_for_few_rows():
     for full in (True, False):
         passes = [auto.epochs(rows, full=full) for rows in (1, 12, 31, 60, 100, 150, 199, 200, 2000, 20_000)]
         assert passes == sorted(passes, reverse=True) and passes[-4:] == [5, 3, 2, 1]

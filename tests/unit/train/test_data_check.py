@@ -1,4 +1,4 @@
-"""What is in an uploaded file, and what is wrong with it."""
+"""The check of uploaded training files: contents, errors and conversion."""
 
 import json
 import tracemalloc
@@ -22,7 +22,7 @@ def chat(*messages, **extra):
     return {"messages": [{"role": role, "content": content} for role, content in messages], **extra}
 
 
-def test_lists_lines_with_reasons(tmp_path):
+def test_check_lists_bad_lines_with_reasons(tmp_path):
     path = write(
         tmp_path / "f.jsonl",
         GOOD,
@@ -47,7 +47,7 @@ def test_lists_lines_with_reasons(tmp_path):
         assert part in lines[line], (line, lines[line])
 
 
-def test_a_long_list_of_errors_is_bounded_but_counted(tmp_path):
+def test_check_limits_listed_and_counted_errors(tmp_path):
     for lines, counted in ((1000, 1000), (MAX_COUNTED_ERRORS + 5, MAX_COUNTED_ERRORS)):
         (tmp_path / "f.jsonl").write_bytes(b"1\n" * lines)
         report = check_training_file(tmp_path / "f.jsonl")
@@ -55,7 +55,7 @@ def test_a_long_list_of_errors_is_bounded_but_counted(tmp_path):
 
 
 @pytest.mark.parametrize("array", [False, True])
-def test_check_writes_examples_of_another_shape_as_chats(tmp_path, array):
+def test_check_converts_other_shapes_to_chats(tmp_path, array):
     record = {"instruction": "Add", "input": "1 2", "output": "3", "history": [["q", "a"]]}
     source = tmp_path / "in"
     source.write_text(json.dumps([record] * 12, indent=2) if array else "\n".join([json.dumps(record)] * 12))
@@ -93,7 +93,7 @@ def test_check_writes_examples_of_another_shape_as_chats(tmp_path, array):
         (b'{"data": [{"prompt": "a", "completion": "b"}]}', "jq -c '.data[]'"),
     ],
 )
-def test_hostile_files_are_refused_with_a_reason(tmp_path, monkeypatch, content, reason):
+def test_check_rejects_hostile_files_with_reason(tmp_path, monkeypatch, content, reason):
     if b"aaa" in content:
         monkeypatch.setattr("train.data.records.MAX_EXAMPLE_BYTES", 1000)
     (tmp_path / "f").write_bytes(content)
@@ -101,7 +101,7 @@ def test_hostile_files_are_refused_with_a_reason(tmp_path, monkeypatch, content,
     assert not report.ok and any(reason in why for _, why in report.errors), report.errors
 
 
-def test_check_holds_few_examples_at_a_time(tmp_path):
+def test_check_keeps_few_examples_in_memory(tmp_path):
     path = write(tmp_path / "f.jsonl", *[chat(("user", "x" * 400_000), ("assistant", "y"))] * 30)
     tracemalloc.start()
     assert check_training_file(path).n_examples == 30
@@ -110,31 +110,31 @@ def test_check_holds_few_examples_at_a_time(tmp_path):
     assert peak < 10_000_000
 
 
-def test_errors_in_an_array_name_the_element(tmp_path):
+def test_check_of_json_array_names_bad_element(tmp_path):
     (tmp_path / "f").write_text("[\n" + json.dumps(GOOD) + ",\n\n" + json.dumps({"messages": []}, indent=1) + "\n]")
     report = check_training_file(tmp_path / "f")
     assert report.n_examples == 1 and [line for line, _ in report.errors] == [2]
 
 
-def test_byte_order_marks_at_any_line_and_windows_lines_are_taken(tmp_path):
+def test_check_accepts_byte_order_marks_and_crlf(tmp_path):
     line = b"\xef\xbb\xbf" + (json.dumps(GOOD) + "\r\n").encode()
     (tmp_path / "f").write_bytes(line * 2 + line.removeprefix(b"\xef\xbb\xbf") * 8)
     assert check_training_file(tmp_path / "f").n_examples == 10
 
 
-def test_objects_over_several_lines_are_one_error(tmp_path):
+def test_check_of_pretty_printed_json_reports_one_error(tmp_path):
     (tmp_path / "f").write_text("\n".join(json.dumps(GOOD, indent=2) for _ in range(12)))
     report = check_training_file(tmp_path / "f")
     assert [line for line, _ in report.errors] == [1] and "jq -c . FILE" in report.errors[0][1]
 
 
-def test_check_of_a_broken_first_line_reads_the_others(tmp_path):
+def test_check_after_broken_first_line_reads_the_rest(tmp_path):
     report = check_training_file(write(tmp_path / "f.jsonl", '{"messages": [', *[GOOD] * 3))
     assert ([line for line, _ in report.errors], report.n_examples) == ([1], 3)
 
 
 @pytest.mark.parametrize("sep", ["lines", "array", "one"])
-def test_bare_lists_of_messages_are_chats(tmp_path, sep):
+def test_check_accepts_bare_message_lists_as_chats(tmp_path, sep):
     turns = GOOD["messages"]
     text = {"lines": f"{json.dumps(turns)}\n" * 3, "array": json.dumps([turns] * 3, indent=1), "one": json.dumps(turns)}
     (tmp_path / "f").write_text(text[sep])
@@ -152,7 +152,7 @@ PROMPT = PAIR["input"]
 
 @pytest.mark.parametrize("method", [None, "supervised", "dpo", "reinforcement"])
 @pytest.mark.parametrize("odd", [PAIR, PROMPT], ids=["pair", "prompt"])
-def test_check_of_several_shapes_refuses_lines_unlike_most(tmp_path, odd, method):
+def test_check_of_mixed_shapes_rejects_minority_lines(tmp_path, odd, method):
     source = write(tmp_path / "f.jsonl", odd, odd, *[GOOD] * 10)
     how = {} if method is None else {"refuses": METHODS[method].refuses}
     report = check_training_file(source, chat_path=tmp_path / "out", **how)
@@ -166,7 +166,7 @@ def test_check_of_several_shapes_refuses_lines_unlike_most(tmp_path, odd, method
     assert not (tmp_path / "out").exists() and not report.ok
 
 
-def test_what_a_grader_sees_of_a_prompt_is_bounded():
+def test_convert_limits_size_of_grader_item():
     asked = {"messages": [{"role": "user", "content": "How many?"}]}
     with pytest.raises(BadRecord, match="bytes long"):
         convert({**asked, "answer": "x" * (1 << 20)})
@@ -176,8 +176,8 @@ def test_what_a_grader_sees_of_a_prompt_is_bounded():
     }
 
 
-def test_check_of_examples_that_become_several_rows_counts_rows(tmp_path):
-    """As under a template that needs a row for each turn."""
+def test_check_counts_rows_of_multi_row_examples(tmp_path):
+    """As under a template that needs one row per turn."""
     path = write(tmp_path / "f.jsonl", *[GOOD] * 6)
     report = check_training_file(path, count=lambda record: [[10], [30]], counted=4)
     assert (report.n_examples, report.n_rows, report.longest_example_tokens) == (6, 12, 30)

@@ -1,4 +1,4 @@
-"""Checks name the lines of a file, and count them."""
+"""Data checks list the lines that they find, and count them."""
 
 import json
 from unittest.mock import patch
@@ -22,7 +22,7 @@ def write(path, *records):
 
 
 def repeats(path):
-    """By the index of each (near) duplicate that of the example before it."""
+    """Index of each (near) duplicate -> index of the earlier example."""
     with patch("train.data_checks.check._MOST_SHOWN", 10**6):
         checks = checked(path)["checks"]
     found = [one for name in ("duplicates", "near_duplicates") for one in checks[name]["first"]]
@@ -37,7 +37,7 @@ def lines(report, name):
     return [one["line"] for one in report["checks"][name]["first"]]
 
 
-def test_report_names_the_lines_of_every_check(tmp_path):
+def test_report_lists_lines_of_every_check(tmp_path):
     valid = write(tmp_path / "valid.jsonl", chat("And now?", LONG.replace("old", "young") + " It is late."))
     path = write(
         tmp_path / "train.jsonl",
@@ -75,7 +75,7 @@ def test_duplicates_are_compared_after_conversion(tmp_path):
     assert [(one["line"], one["of"]) for one in found["first"]] == [(2, 1), (3, 1)]
 
 
-def test_report_has_the_shape_of_pairs_and_counts_keys_that_are_left_out(tmp_path):
+def test_report_has_shape_and_counts_dropped_keys(tmp_path):
     pairs = write(tmp_path / "p.jsonl", {"prompt": "Who?", "chosen": "I", "rejected": ""})
     report = checked(pairs)
     assert lines(report, "empty") == [1] and report["file"]["shape"] == "preference"
@@ -85,7 +85,7 @@ def test_report_has_the_shape_of_pairs_and_counts_keys_that_are_left_out(tmp_pat
     assert checked(path)["keys_left_out"] == {"id": 1, "source": 1}
 
 
-def test_template_of_a_validation_set_does_not_contaminate(tmp_path):
+def test_shared_template_does_not_count_as_contamination(tmp_path):
     template = "You are given a sum of two numbers from a school book; say what it makes and nothing else, please: "
     valid = write(tmp_path / "v.jsonl", *(chat(f"{template} {n} and {n + 1}", str(2 * n + 1)) for n in range(50)))
     train = write(tmp_path / "t.jsonl", *(chat(f"{template} {n} and {n + 1}", str(2 * n + 1)) for n in range(50, 100)))
@@ -100,7 +100,7 @@ def test_lengths_are_percentiles_of_tokens(tmp_path):
     assert lengths["shortest"] < lengths["p50"] < lengths["longest"]
 
 
-def test_options_without_meaning_are_refused(tmp_path):
+def test_report_rejects_meaningless_options(tmp_path):
     path = write(tmp_path / "f.jsonl", chat("a", "b"))
     with pytest.raises(InvalidSpec, match="'poetry'"):
         checked(path, method="poetry")
@@ -109,7 +109,7 @@ def test_options_without_meaning_are_refused(tmp_path):
     assert lines(checked(path, method="dpo"), "bad_lines") == [1]
 
 
-async def test_report_apart_runs_in_a_process_of_its_own(tmp_path):
+async def test_report_apart_runs_in_separate_process(tmp_path):
     path = write(tmp_path / "f.jsonl", chat("a", "b"))
     assert (await report_apart(path, "f"))["examples"] == 1
     with pytest.raises(CheckFailed, match="nowhere"):
@@ -118,7 +118,7 @@ async def test_report_apart_runs_in_a_process_of_its_own(tmp_path):
         await report_apart(path, "f", model=tmp_path)
 
 
-def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):
+def test_tokenizer_config_with_file_paths_is_rejected(tmp_path):
     data, model = write(tmp_path / "f.jsonl", chat("a", "b")), tmp_path / "model"
     model.mkdir()
     (model / "tokenizer_config.json").write_text(json.dumps({"vocab": str(data)}))
@@ -139,7 +139,10 @@ def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):
         ("手机 13912345678", "phone"),
         ("key sk-abcdefghijklmnopqrstuvwxyz012345", "secret"),
         ("AKIAIOSFODNN7EXAMPLE", "secret"),
-        ("https://u:sk-abcdefghijklmnopqrstuvwx@host.example.org", "secret"),  # where two overlap, the earlier kind
+        (
+            "https://u:sk-abcdefghijklmnopqrstuvwx@host.example.org",
+            "secret",
+        ),  # the first of two overlapping kinds
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----", "secret"),
     ],
 )
@@ -152,7 +155,7 @@ def test_personal_data_matches_each_form(text, kind):
     "text",
     [
         "card 4111 1111 1111 1112, 0000000000000000",  # Luhn
-        "number 4222222222222",  # as cards were long ago, and one in ten of all numbers of 13 digits still is
+        "number 4222222222222",  # an outdated card format that one in ten 13-digit numbers matches
         "version 1.2.3.4.5 or 192.168.0.1 or 999.1.1.1",
         "at 10:30:45 on 2024-01-15, 1,234,567 of 12 345 678",
         "36/4=<<36/4=9>>9 apples cost $1200.50, 200 300 4000",
@@ -160,5 +163,5 @@ def test_personal_data_matches_each_form(text, kind):
         "skip sk-short",
     ],
 )
-def test_personal_data_similar_text_is_none(text):
+def test_personal_data_ignores_similar_text(text):
     assert personal_data(text) == []

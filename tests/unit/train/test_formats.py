@@ -1,5 +1,4 @@
-"""Rows under all the names that their fields have: turns of a conversation, and pairs of outputs, of which only the
-outputs are learnt."""
+"""Conversion of rows with all known field names: conversations, and preference pairs whose outputs are trained."""
 
 import json
 from pathlib import Path
@@ -32,14 +31,14 @@ def call(identity: str, line: int, name: str = "gauge") -> dict:
     ],
 )
 @pytest.mark.parametrize("result", [{"tool_call_id": "call_1"}, {"name": "gauge"}, {}])
-def test_read_messages_of_every_form_of_a_call_makes_one_message(given, result):
+def test_read_messages_converts_every_tool_call_format(given, result):
     turns = [ASK, {"role": "assistant", **given}, {"role": "tool", "content": "12", **result}, ANSWER]
     made = read_messages(turns)
     assert made[1] == {"role": "assistant", "content": "", "tool_calls": [call("call_1", 3)]}
     assert made[2]["tool_call_id"] == "call_1"
 
 
-def test_read_messages_joins_calls_after_calls_and_gives_results_in_order():
+def test_read_messages_joins_consecutive_calls_and_orders_results():
     said = [json.dumps({"name": "gauge", "arguments": {"line": line}}) for line in (1, 2)]
     turns = [
         {"from": "human", "value": "both?"},
@@ -56,7 +55,7 @@ def test_read_messages_joins_calls_after_calls_and_gives_results_in_order():
     assert read_messages(listed)[1]["tool_calls"] == made[1]["tool_calls"]
 
 
-def test_read_messages_finds_the_call_of_a_result_by_its_name():
+def test_read_messages_matches_results_to_calls_by_name():
     calls = {"role": "assistant", "tool_calls": [call("a", 1), call("b", 2, "scale")]}
     results = [{"role": "tool", "name": name, "content": "1"} for name in ("scale", "gauge")]
     made = read_messages([ASK, calls, *results, ANSWER])
@@ -67,7 +66,7 @@ def test_read_messages_finds_the_call_of_a_result_by_its_name():
 
 @pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask", "training"])
 @pytest.mark.parametrize("off", [0, False])
-def test_read_messages_takes_every_name_of_a_weight(key, off):
+def test_read_messages_accepts_every_weight_field_name(key, off):
     turns = [{"from": "human", "value": "a", key: off}, {"from": "gpt", "value": "b", key: off}]
     assert [message.get("weight") for message in read_messages(turns)] == [None, 0]
     with pytest.raises(BadRecord, match="nothing to learn"):
@@ -78,7 +77,7 @@ def test_read_messages_takes_every_name_of_a_weight(key, off):
         read_messages([turns[1] | {key: 0.5}])
 
 
-def test_read_messages_takes_reasoning_and_refusals():
+def test_read_messages_accepts_reasoning_and_refusals():
     made = read_messages([ASK, ANSWER | {"thinking": "hm"}, ASK, {"role": "assistant", "refusal": "No."}])
     assert made[1]["reasoning_content"] == "hm" and made[3]["content"] == "No."
     with pytest.raises(BadRecord, match="both 'reasoning' and 'thinking'"):
@@ -102,17 +101,17 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         {"instruction": "3?", "output": "12", "system": "Be brief.", "input": None},
     ],
 )
-def test_system_prompt_of_every_shape_is_a_message(record):
+def test_convert_turns_every_system_prompt_field_into_message(record):
     assert convert(record).record == {"messages": [SYSTEM, ASK, ANSWER]}
 
 
-def test_answers_within_a_prompt_are_not_trained():
+def test_convert_does_not_train_answers_in_prompt():
     record = {"prompt": [ASK, ANSWER, ASK], "completion": "13"}
     made = convert(record).record["messages"]
     assert [message.get("weight") for message in made] == [None, 0, None, None]
 
 
-def test_left_out_names_keys_of_parts_and_calls():
+def test_left_out_includes_keys_of_parts_and_calls():
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "3?", "cache": 1}]},
         {"role": "assistant", "tool_calls": [{**call("a", 3), "index": 0}], "empty": []},
@@ -121,13 +120,13 @@ def test_left_out_names_keys_of_parts_and_calls():
     assert convert({"messages": turns}).left_out == {"messages[].content[].cache", "messages[].tool_calls.index"}
 
 
-def test_parse_makes_a_record_of_a_bare_list_of_messages():
+def test_parse_decodes_nested_json_and_replaces_nan():
     assert parse(json.dumps({"messages": json.dumps([ASK, ANSWER])}).encode()) == {"messages": [ASK, ANSWER]}
     assert parse(b'{"a": NaN, "b": ["NaN", NaN]}') == {"a": None, "b": ["NaN", None]}
     assert parse(b'{"a": "NaN: \\u003a"}') == {"a": "NaN: :"}
 
 
-def test_padded_keys_of_tools_and_arguments_are_dropped():
+def test_convert_drops_null_padding_of_tools_and_arguments():
     schema = {"type": "object", "properties": {"line": {"type": "integer"}, "crane": None}, "required": None}
     tool = {"name": "gauge", "input_schema": json.dumps(schema)}
     calls = {"role": "assistant", "tool_calls": [{"name": "gauge", "input": {"line": None, "crane": None}}]}
@@ -140,19 +139,19 @@ def test_padded_keys_of_tools_and_arguments_are_dropped():
 
 @pytest.mark.parametrize("given", [json.dumps('{"line": 3}'), {"line": 3}, '{"line": 3}'])
 @pytest.mark.parametrize("key", ["arguments", "parameters", "input", "args"])
-def test_arguments_under_every_name_are_an_object(given, key):
+def test_read_messages_accepts_every_arguments_field_name(given, key):
     made = read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", key: given}]}])
     assert made[1]["tool_calls"] == [call("call_1", 3)]
 
 
 @pytest.mark.parametrize("given", [None, "", " ", "null", "{}"])
-def test_arguments_that_are_empty_are_an_empty_object(given):
+def test_read_messages_turns_empty_arguments_into_object(given):
     made = read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", "arguments": given}]}])
     assert made[1]["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
 @pytest.mark.parametrize("given", [[1], "[1]", "{a: 1}"])
-def test_arguments_that_are_no_object_are_refused(given):
+def test_read_messages_rejects_arguments_that_are_not_an_object(given):
     with pytest.raises(BadRecord, match="'gauge'"):
         read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", "arguments": given}]}])
 
@@ -179,7 +178,7 @@ ADD = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "
         {"prompt": "2 and 2?", "chosen": "4", "rejected": "5"},
         {"prompt": [QUESTION], "chosen": [RIGHT], "rejected": [WRONG]},
         {"chosen": [QUESTION, RIGHT], "rejected": [QUESTION, WRONG]},
-        # As the hub has UltraFeedback: the prompt is repeated as a text.
+        # Like UltraFeedback on the hub: the prompt is repeated as text.
         {"prompt": "2 and 2?", "chosen": [QUESTION, RIGHT], "rejected": [QUESTION, WRONG]},
         {"prompt": "2 and 2?", "chosen": "4", "rejected": "5", "id": 7, "source": "elsewhere"},
         {
@@ -192,19 +191,19 @@ ADD = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "
     ],
     ids=["openai", "texts", "messages", "implicit", "repeated", "more-columns", "sharegpt", "mixed", "dialogues"],
 )
-def test_every_shape_is_the_same_pair(record):
+def test_to_pair_converts_every_shape_equally(record):
     chosen, rejected = to_pair(record)
     assert chosen == {"messages": [QUESTION, RIGHT | {"weight": 1}]}
     assert rejected == {"messages": [QUESTION, WRONG | {"weight": 1}]}
 
 
-def test_the_pairs_in_the_docs_are_pairs():
+def test_to_pair_accepts_pairs_in_docs():
     page = (Path(__file__).parents[3] / "docs" / "dpo.md").read_text()
     lines = page.partition("```json\n")[2].partition("```")[0].splitlines()
     assert len(lines) == 3 and all(to_pair(json.loads(line)) == to_pair(OPENAI) for line in lines)
 
 
-def test_only_outputs_are_learnt_and_tools_are_kept():
+def test_to_pair_trains_only_outputs_and_keeps_tools():
     before = [QUESTION, RIGHT | {"weight": 1}, {"role": "user", "content": "more"}]
     called = {"role": "assistant", "tool_calls": [ADD]}
     answer = {"role": "tool", "tool_call_id": "1", "content": "4"}
@@ -235,6 +234,6 @@ def test_only_outputs_are_learnt_and_tools_are_kept():
         (OPENAI | {"preferred_output": [{"role": "assistant", "content": [{"type": "image_url"}]}]}, "only text"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_with_the_reason(record, reason):
+def test_to_pair_rejects_incomparable_outputs_with_reason(record, reason):
     with pytest.raises(BadRecord, match=reason):
         to_pair(record)

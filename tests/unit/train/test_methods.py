@@ -1,4 +1,4 @@
-"""The table of training methods: how requests and commands name a method and its options."""
+"""The table of training methods, and the names of methods and options in requests and commands."""
 
 import argparse
 
@@ -22,7 +22,7 @@ def body(**changes):
     return requests.JobCreate.model_validate(given)
 
 
-def test_a_request_names_the_method_and_its_hyperparameters():
+def test_training_of_reads_method_and_hyperparameters():
     hyperparameters = {"beta": 0.5, "n_epochs": 2}
     training = requests.training_of(body(method={"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}))
     assert training.method is METHODS["dpo"] and training.where == "method.dpo.hyperparameters"
@@ -32,7 +32,7 @@ def test_a_request_names_the_method_and_its_hyperparameters():
         DEFAULT.resolve(hyperparameters, DATASET, MODEL, 2)
 
 
-def test_a_method_that_is_not_a_row_is_refused():
+def test_unknown_method_is_rejected():
     with pytest.raises(BadRequest, match="echo"):
         requests.training_of(body(method={"type": "echo"}))
     with pytest.raises(ValidationError, match=r"method\.echo"):
@@ -61,7 +61,7 @@ def test_commands_have_the_options_of_methods():
             given(*wrong)
 
 
-def test_options_of_methods_have_names_of_their_own():
+def test_method_options_have_unique_names():
     common: set[str] = set()
     auto.resolve({}, DATASET, MODEL, 1, own=lambda given, fields: common.update(given.read))
     for method in METHODS.values():
@@ -74,12 +74,12 @@ def test_options_of_methods_have_names_of_their_own():
     [
         ("supervised", 300, {}, 1e-5, 3),
         ("dpo", 300, {}, 5e-7, 3),
-        ("dpo", 12, {}, 1e-6, 10),  # or 12 pairs move nothing
+        ("dpo", 12, {}, 1e-6, 10),  # otherwise training on 12 pairs has no effect
         ("dpo", 300, {"learning_rate": 1e-5}, 1e-5, 3),
         ("orpo", 300, {}, 5e-6, 3),
     ],
 )
-def test_resolve_of_each_method_has_its_own_rate(method, n, given, rate, n_epochs):
+def test_resolve_uses_learning_rate_of_method(method, n, given, rate, n_epochs):
     model = auto.ModelStats(ModelShape(7_000_000_000), 4096, device_kind="cpu")
     fields = METHODS[method].resolve({"full": True} | given, auto.DatasetStats(n, 200 * n, 100), model, 1)
     assert (fields["learning_rate"], fields["n_epochs"]) == (pytest.approx(rate), n_epochs)

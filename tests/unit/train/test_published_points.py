@@ -1,9 +1,9 @@
-"""The estimates of memory and speed against what others have published of their trainers.
+"""Estimates of memory and speed, compared with published measurements of other trainers.
 
 Sources: prime-rl BENCHMARKS.md, torchtitan benchmarks, torchtune README and paper, MosaicML's llm-foundry benchmarking,
-NVIDIA's dgxc recipes, Qwen README. Every third point is held back from calibration. Left out are speeds of layouts that
-the trainer here does not have (pipelines, shared experts), of runs that write all weights to a disk in each step
-(prime-rl, reinforcement of all weights), and torchtitan's peaks, which include its allocator's cache.
+NVIDIA's dgxc recipes, Qwen README. Every third point is held back from calibration. Omitted:
+speeds of unsupported layouts (pipelines, shared experts) and of runs that write all weights to disk in each step, and
+torchtitan's peaks, which include its allocator's cache.
 """
 
 import csv
@@ -21,12 +21,12 @@ from train.plan import estimate
 from train.plan.estimate import FRAGMENTS, Load, ModelShape
 
 GIB = 2**30
-FUSED_TRAFFIC = 1.2  # bytes of memory traffic of compiled kernels for each byte that a layer keeps
+FUSED_TRAFFIC = 1.2  # bytes of memory traffic of compiled kernels per saved byte of a layer
 COMPILED_KEEPS = 0.7
 """The share of a layer's activations that fused kernels keep: 0.63 to 0.82 was measured."""
 FP32_FLOPS = {"A100": 19.5e12, "H100": 67e12, "H200": 67e12, "4090": 82e12}
 COLUMNS = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size"
-CONFIGS = {  # MPT's MLP has two matrices of four times the width: as many weights as three of 8/3
+CONFIGS = {  # MPT's MLP has two matrices of 4 times the width: as many weights as three of 8/3 times
     "qwen3-0.6b": ((1024, 28, 16, 8, 128, 3072, 151936), 0.596e9, {"model_type": "qwen3", "tie_word_embeddings": True}),
     "qwen3-4b": ((2560, 36, 32, 8, 128, 9728, 151936), 4.02e9, {"model_type": "qwen3", "tie_word_embeddings": True}),
     "qwen3-30b-a3b": (
@@ -48,10 +48,9 @@ CONFIGS = {  # MPT's MLP has two matrices of four times the width: as many weigh
 class Point:
     """One line of the table.
 
-    power: of the device's rate, where its power limit is lower. rank: of the adapter, "" if all weights are trained.
-    shared: states are shared out. recomputed: the part of the layers that is. head: "chunks", "wide" (in chunks, in
-    float32) or "whole", which takes `logit_bytes` for each logit. base_bytes, state_bytes: of a weight, and all else of
-    one that is trained.
+    power: fraction of the device's rate under a lower power limit. rank: adapter rank, "" for full training. shared:
+    states are sharded. recomputed: fraction of recomputed layers. head: "chunks", "wide" (float32 chunks) or "whole"
+    with `logit_bytes` per logit. base_bytes: per weight. state_bytes: other bytes per trained weight.
     """
 
     def __init__(self, line: dict[str, str], held_back: bool):
@@ -80,7 +79,7 @@ class Point:
         trained = estimate.trained_parameters(shape, self.fields)
         held = shape.base_bytes(2) if base < 1 else base * shape.n_parameters
         held += float(line["state_bytes"]) * trained
-        if line["shared"] == "1":  # two layers and the head are whole at a time
+        if line["shared"] == "1":  # two layers and the head are unsharded at a time
             layer = (shape.n_parameters - shape.outside) / shape.layers
             held = held / self.count + 2 * min(base, 2) * layer + 2 * shape.vocab * shape.hidden
         of_tokens = estimate.rank_memory(shape, self.fields | {"full": False}, 1).activations_bytes
@@ -111,7 +110,7 @@ def points() -> Iterator[Point]:
 
 
 @pytest.mark.parametrize("what, most", [("bytes", 0.1), ("tokens_per_s", 0.2)])
-def test_estimate_is_near_the_published_points_held_back(what, most):
+def test_estimate_matches_held_back_published_points(what, most):
     errors: dict[bool, list[float]] = {False: [], True: []}
     for point in points():
         published = point.line["peak_gib" if what == "bytes" else "tokens_per_s"]

@@ -1,4 +1,4 @@
-"""Events of a rank outlive the one who listens: numbered, kept until acknowledged, readable by the next listener."""
+"""Events of a rank are numbered and kept until acknowledged, also for the next listener."""
 
 import ast
 import asyncio
@@ -12,7 +12,7 @@ from train.control.group import Group, PingLimits, RankHost
 
 
 class Child:
-    """A forked rank, driven by the test."""
+    """A fake forked rank, driven by the test."""
 
     def __init__(self, arguments, env):
         self.name, self.pid, self.alive, self.says, self.starved = "rank", 1, True, asyncio.Queue(), False
@@ -50,7 +50,7 @@ def children(monkeypatch):
 
 @pytest.fixture
 async def ranks(children, tmp_path):
-    """Two ranks of a world: their hosts, and their children."""
+    """Hosts and children of two ranks of a group."""
     hosts = [RankHost(str(tmp_path / "warm.sock"), str(tmp_path)) for _ in range(2)]
     for rank, host in enumerate(hosts):
         await host.start({"job_id": "j", "device_kind": "cpu"}, rank, 2, "abc", "cpu")
@@ -62,7 +62,7 @@ async def ended(group):
         return await group.wait()
 
 
-async def test_events_are_kept_until_acknowledged_and_states_for_good(ranks):
+async def test_rank_events_are_kept_until_acknowledged(ranks):
     one, child = ranks[0]
     child.say("ready", step=0)
     for step in (1, 2, 3):
@@ -85,7 +85,7 @@ async def test_events_are_kept_until_acknowledged_and_states_for_good(ranks):
     assert (await one.status())["job_id"] == "", "cleared: nobody adopts it any more"
 
 
-async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback(ranks, tmp_path):
+async def test_ranks_meet_at_private_file_and_use_loopback(ranks, tmp_path):
     (one, child), (_, other) = ranks
     meeting = tmp_path / "worlds" / "abc"
     assert child.arguments["meeting"] == other.arguments["meeting"] == str(meeting)
@@ -97,8 +97,8 @@ async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback
     assert not meeting.exists(), "a world dies as one, and leaves nothing"
 
 
-def test_no_collective_of_ours_pickles():
-    """torch's collectives of objects run code of whoever sends."""
+def test_collectives_never_pickle():
+    """torch's object collectives unpickle, and so run code of the sender."""
     found = [
         f"{path.name}:{node.lineno} {node.attr}"
         for path in Path(train.__file__).parent.rglob("*.py")
@@ -143,7 +143,7 @@ async def test_group_blames_the_first_of_equal_failures(ranks):
 
 
 @pytest.mark.parametrize("starved, blame", [(None, "outside"), (False, "outside"), (True, "memory")])
-async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, ranks, starved, blame):
+async def test_group_does_not_blame_job_for_killed_rank(monkeypatch, ranks, starved, blame):
     one, child = ranks[0]
 
     async def lost(after):
@@ -159,11 +159,11 @@ async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, ranks, 
     assert error.blame == blame and error.retryable
 
 
-async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_being_told(monkeypatch, ranks):
+async def test_group_reports_end_if_kill_of_host_fails(monkeypatch, ranks):
     one, _ = ranks[0]
 
     async def lost() -> None:
-        raise RuntimeError("the machine ran out of memory")  # whatever it is: a suspend waited for ever for one such
+        raise RuntimeError("the machine ran out of memory")  # any error; otherwise a suspend could wait forever
 
     monkeypatch.setattr(one, "kill", lost)
     group = Group()
@@ -174,7 +174,7 @@ async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_be
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["dead", "incomplete"])
-async def test_adopt_of_a_world_that_ended_unwatched_takes_its_steps_once(ranks, whole):
+async def test_adopt_of_ended_ranks_reads_steps_once(ranks, whole):
     one, child = ranks[0]
     child.say("ready", step=0)
     for step in range(1, 6):
@@ -199,7 +199,7 @@ async def test_group_ends_when_a_phase_lasts_too_long(children, tmp_path):
     assert (error.code, error.blame, error.retryable, children[0].alive) == ("rank_hung", "outside", True, False)
 
 
-async def test_group_lets_a_rank_report_its_snapshot_when_another_one_raised(ranks):
+async def test_group_waits_for_snapshot_after_error_of_other_rank(ranks):
     (one, first), (other, second) = ranks
     steps = []
     group = Group(lambda event: steps.append(event["step"]) if event["event"] == "snapshot" else None)

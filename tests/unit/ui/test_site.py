@@ -1,4 +1,4 @@
-"""The page's files: what is vendored is what npm has, the words are there in every language, and all of it is small."""
+"""Files of the page: vendored packages match npm, every language is complete, and the size is small."""
 
 import gzip
 import hashlib
@@ -12,7 +12,7 @@ from appliance.ui.site import CONTENT_TYPES, DOCUMENT, STATIC, read_site, site
 
 SCRIPTS = sorted(path for path in STATIC.rglob("*.js") if path.parent.name != "vendor")
 LANGUAGES = ("en", "zh-CN")
-# What a first visit fetches, if it were compressed.
+# Limit for a first visit, in compressed bytes.
 FIRST_LOAD_BYTES = 110_000
 
 
@@ -25,17 +25,17 @@ def url(name: str) -> bytes:
     return found
 
 
-# --- what is sent
+# --- served files
 
 
-def test_the_document_names_only_files_that_are_there():
+def test_document_links_only_existing_files():
     document = site()[b"/ui"].body.decode()
     named = re.findall(r'(?:href|src)="([^"]+)"', document)
     assert len(named) > 4 and {name.encode() for name in named} <= site().keys()
     assert "{{" not in document
 
 
-def test_every_file_has_its_content_type_and_is_kept_for_ever_but_for_the_document():
+def test_files_have_content_type_and_immutable_cache_except_document():
     for path, file in site().items():
         assert file.content_type in CONTENT_TYPES.values()
         kept = dict(file.headers)[b"cache-control"]
@@ -43,7 +43,7 @@ def test_every_file_has_its_content_type_and_is_kept_for_ever_but_for_the_docume
     assert site()[url("app.js")].content_type.startswith(b"text/javascript")
 
 
-def test_a_changed_file_has_another_url(tmp_path: Path):
+def test_changed_file_gets_new_url(tmp_path: Path):
     (tmp_path / DOCUMENT).write_text('<script src="/ui/{{hash}}/a.js"></script>')
     (tmp_path / "a.js").write_text("1")
     before = read_site(tmp_path)
@@ -52,37 +52,37 @@ def test_a_changed_file_has_another_url(tmp_path: Path):
     assert before.keys() & after.keys() == {b"/ui"} and before[b"/ui"].body != after[b"/ui"].body
 
 
-def test_a_first_visit_is_small():
+def test_first_visit_is_small():
     fetched = [file.body for path, file in site().items() if not path.endswith((b".txt", b"zh-CN.json"))]
     assert sum(len(gzip.compress(body)) for body in fetched) < FIRST_LOAD_BYTES
 
 
-# --- what it may do
+# --- restrictions on scripts
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_makes_no_markup_of_text_and_keeps_no_key(path: Path):
+def test_scripts_insert_no_markup_and_store_no_key(path: Path):
     source = path.read_text()
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|sessionStorage"
         r"|indexedDB|document\.cookie|https?://",
         source,
     )
-    # The language is remembered, and a half of a login's token, which is of no use without its cookie.
+    # Stored: the language, and half of a login token, which is useless without the cookie.
     assert ("localStorage" in source) == (path.name in ("i18n.js", "api.js"))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_speaks_only_to_the_two_apis(path: Path):
+def test_scripts_call_only_the_two_apis(path: Path):
     asked = re.findall(r"\b(?:get|post|call|send)\(\s*(?:\"[A-Z]+\",\s*)?[\"`](/[^\"`$]*)", path.read_text())
     assert all(one.startswith(("/v1/", "/admin/v1/")) for one in asked)
     assert "fetch(" not in path.read_text() or path.name in ("api.js", "i18n.js")
 
 
-# --- the words
+# --- translations
 
 
-def test_all_languages_have_the_same_words_with_the_same_places():
+def test_languages_have_same_keys_and_placeholders():
     english = words("en")
     assert {path.stem for path in (STATIC / "i18n").iterdir()} == set(LANGUAGES)
     for language in LANGUAGES[1:]:
@@ -94,7 +94,7 @@ def test_all_languages_have_the_same_words_with_the_same_places():
             ), name
 
 
-def test_all_words_that_are_said_are_there_and_no_others():
+def test_translations_match_keys_used_in_scripts():
     source = "\n".join(path.read_text() for path in SCRIPTS)
     said = set(re.findall(r'\bt\(\s*"([a-z_.0-9]+)"[,)]', source))
     missing = said - words("en").keys()
@@ -105,10 +105,10 @@ def test_all_words_that_are_said_are_there_and_no_others():
     assert not unsaid
 
 
-# --- what is vendored
+# --- vendored packages
 
 
-def test_what_is_vendored_is_listed_with_its_hash_and_its_licence_lies_beside_it():
+def test_vendored_files_have_hash_and_licence():
     folder = STATIC / "vendor"
     listed = {}
     for line in (folder / "VENDORED.txt").read_text().splitlines():

@@ -24,7 +24,7 @@ AUX = {"config.json": b'{"model_type":"llama"}', "tokenizer.json": b"{}"}
 
 
 def content(name: str, version: str, nbytes: int) -> bytes:
-    """Bytes that differ for every tensor and version."""
+    """Deterministic bytes that differ for every tensor and version."""
     return hashlib.shake_128(f"{version}/{name}".encode()).digest(nbytes)
 
 
@@ -36,7 +36,7 @@ def fill(draft, version: str) -> None:
 def write(
     store: WeightStore, version: str = "1", *, model: str = "starter", kind: str = "version", sealed=True, pinned=True
 ) -> StoredVersion:
-    """A committed version with known content. sealed: with checksums, as a version that came from a tier."""
+    """Write a committed version with known content. sealed: with checksums, as if from a tier."""
     draft = store.reserve(Layout.plan(SPECS), kind=kind, model=model, version=version, aux_files=AUX)
     fill(draft, version)
     stored = draft.commit(meta={"step": 3}, pinned=pinned)
@@ -46,21 +46,21 @@ def write(
 
 
 def check(store: WeightStore, stored) -> None:
-    """Every tensor of `stored` has the bytes it was written with."""
+    """Assert that every tensor of `stored` has the bytes written by `write`."""
     with store.lease(stored) as lease:
         for placed in lease.layout:
             assert bytes(lease.view(placed.spec.name)) == content(placed.spec.name, stored.version, placed.nbytes)
 
 
 def flip(path: Path) -> None:
-    """Changes a bit in the middle of the file."""
+    """Flip a bit in the middle of the file."""
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 0x10
     path.write_bytes(raw)
 
 
 def deadly(limit: int, calls: Iterator[int], real, *arguments, **named):
-    """Calls `real`, but kills the process at the call of this number."""
+    """Call `real`, but kill the process at call number `limit`."""
     if next(calls) == limit:
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*arguments, **named)

@@ -1,4 +1,4 @@
-"""Files that an import refuses, and the tokens it finds."""
+"""Files that an import rejects, and the tokens it finds."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
         ("pytorch_model.bin", {}, "a pickle"),
     ],
 )
-def test_check_folder_refuses_by_file(folder, file, body, says):
+def test_check_folder_names_the_rejected_file(folder, file, body, says):
     check_folder(folder)
     (folder / file).write_text(json.dumps(body))
     with pytest.raises(CheckpointRefused, match=says) as refused:
@@ -47,7 +47,7 @@ def test_check_folder_refuses_by_file(folder, file, body, says):
 
 
 @pytest.mark.parametrize("kind", ["a link", "a folder"])
-def test_nothing_stands_in_it_but_plain_files(folder, tmp_path, kind):
+def test_check_folder_rejects_links_and_subfolders(folder, tmp_path, kind):
     (tmp_path / "first-key").write_text("sk-secret")
     if kind == "a link":
         (folder / "vocab.txt").symlink_to(tmp_path / "first-key")
@@ -72,11 +72,11 @@ WANTED = ("[TOOL_CALLS]", BEGINS)
         ("tekken.json", {}, {"[TOOL_CALLS]"}),
     ],
 )
-def test_tokens_of_finds_a_token_wherever_files_have_it(tmp_path, name, body, found, ascii_only):
+def test_tokens_of_finds_token_in_each_file(tmp_path, name, body, found, ascii_only):
     (tmp_path / name).write_text(json.dumps(body, ensure_ascii=ascii_only))
     assert tokens_of(tmp_path, WANTED) == found
 
 
-def test_tokens_of_reads_pieces(tmp_path):
+def test_tokens_of_reads_files_in_chunks(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x10" + BEGINS.encode() + b"\x00")
     assert tokens_of(tmp_path, WANTED) == {BEGINS}

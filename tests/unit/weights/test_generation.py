@@ -1,4 +1,4 @@
-"""generation_config.json as a version keeps it: what engines can apply, and where they end an answer."""
+"""generation_config.json in a version: settings that engines can apply, and end tokens."""
 
 import pytest
 
@@ -27,12 +27,12 @@ CONFIG = {"eos_token_id": 2}
         ({"eos_token_id": "2"}, {"eos_token_id": None}, 1),
     ],
 )
-def test_settled_keeps_what_engines_can_apply(given, stored, notes):
+def test_settle_keeps_settings_supported_by_engines(given, stored, notes):
     made, said = settle(given, CONFIG, rows=100)
     assert made == stored and len(said) == notes
 
 
-def test_settled_adds_ends_to_the_file_or_to_what_config_has():
+def test_settle_adds_end_tokens_to_file_or_config():
     assert settle({"eos_token_id": 2, "top_p": 0.9}, {}, rows=0, ends=[7])[0] == {"eos_token_id": [2, 7], "top_p": 0.9}
     assert settle(None, {"eos_token_id": [2, 3], "bos_token_id": 1}, rows=0, ends=[7])[0] == {
         "eos_token_id": [2, 3, 7],
@@ -41,11 +41,11 @@ def test_settled_adds_ends_to_the_file_or_to_what_config_has():
     assert settle(None, CONFIG, rows=0) == (None, [])
 
 
-def test_settled_reads_sampling_of_config_where_there_is_no_file():
+def test_settle_without_file_reads_sampling_of_config():
     made, said = settle(None, {"eos_token_id": 2, "max_new_tokens": 16, "temperature": 0.5}, rows=0)
     assert made == {"eos_token_id": 2, "temperature": 0.5} and len(said) == 1
 
 
-def test_settled_keeps_sampling_and_ends_of_an_unreadable_file():
+def test_settle_keeps_sampling_and_ends_of_unreadable_file():
     made, said = settle({"eos_token_id": 2, "top_p": 0.9, "cache_config": 1}, {}, rows=0, unreadable="ValueError")
     assert made == {"eos_token_id": 2, "top_p": 0.9} and len(said) == 1

@@ -1,4 +1,4 @@
-"""Nothing malformed is ever mapped: every refusal is a named error that says where."""
+"""Malformed files are never mapped: every refusal is a named error with the position."""
 
 import json
 import os
@@ -45,7 +45,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_layout_of_hostile_header_is_refused(tmp_path, case):
+def test_layout_of_hostile_header_is_rejected(tmp_path, case):
     (tmp_path / "model.safetensors").write_bytes(HOSTILE[case])
     with pytest.raises(IntegrityError) as caught:
         Layout.read(tmp_path)
@@ -54,7 +54,7 @@ def test_layout_of_hostile_header_is_refused(tmp_path, case):
         seal_dir(tmp_path, kind="version", model="m", version="1")
 
 
-def test_symlinks_devices_and_pipes_are_refused(tmp_path):
+def test_symlinks_devices_and_pipes_are_rejected(tmp_path):
     real = tmp_path / "real"
     real.mkdir()
     (real / "model.safetensors").write_bytes(json_file({"w": entry()}))
@@ -83,7 +83,7 @@ def test_symlinks_devices_and_pipes_are_refused(tmp_path):
         lambda raw: raw.replace(b"model.safetensors", b"../el.safetensors"),
     ],
 )
-def test_damaged_manifests(store, damage):
+def test_damaged_manifest_is_rejected(store, damage):
     stored = write(store)
     path = stored.path / "manifest.json"
     path.write_bytes(damage(path.read_bytes()))
@@ -96,7 +96,7 @@ def test_damaged_manifests(store, damage):
 
 
 @pytest.mark.parametrize("name", ["ft:starter:acme/x:1", "..", ".hidden", "%2E", "modèle 1"])
-def test_names_become_one_safe_segment(store, name):
+def test_encode_name_returns_one_safe_path_segment(store, name):
     encoded = encode_name(name)
     assert "/" not in encoded and not encoded.startswith(".")
     assert decode_name(encoded) == name

@@ -1,4 +1,4 @@
-"""A remote place, in a directory and in S3 (a real S3 server on loopback): what is written, comes back, is noticed."""
+"""A remote tier in a directory and in S3 (a real S3 server on loopback): round trips and damage."""
 
 import itertools
 import logging
@@ -34,7 +34,7 @@ def server():
 
 @pytest.fixture
 def bucket(server, tmp_path):
-    """Settings of a location in it."""
+    """Settings of a location in an S3 bucket."""
     path = tmp_path / "credentials"
     path.write_text(f"[box]\naws_access_key_id = AKIAIOSFODNN7EXAMPLE\naws_secret_access_key = {SECRET}\n")
     return {
@@ -77,12 +77,12 @@ def files(home):
 
 
 def read_all(tier, name):
-    """Compares every byte at the place with its checksum, as a restore does."""
+    """Compare every byte in the tier with its checksum, as a restore does."""
     where, manifest, chunks = tier._open(name)
     read_whole(manifest, chunks, source=where)
 
 
-def test_objects_put_keeps_the_newest_bytes_until_delete(objects):
+def test_objects_put_keeps_newest_bytes_until_delete(objects):
     assert list(objects.list("objects/")) == []
     objects.put("objects/ab/x", b"one")
     objects.put("objects/ab/x", b"other")
@@ -99,7 +99,7 @@ def test_objects_put_keeps_the_newest_bytes_until_delete(objects):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path, monkeypatch, kind):
+def test_version_round_trips_through_directory_and_s3(objects, store, tmp_path, monkeypatch, kind):
     monkeypatch.setattr("weights.format.manifest.CHUNK_BYTES", 5000)
     monkeypatch.setattr("weights.tiers.copies.CHUNK_BYTES", 5000)
     stored = write(store, kind=kind, sealed=kind != "snapshot")
@@ -120,7 +120,7 @@ def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "missing"])
-def test_a_damaged_object_is_noticed_and_never_visible(store, tier, home, harm):
+def test_damaged_object_is_detected_and_never_visible(store, tier, home, harm):
     stored = write(store)
     tier.put(stored.path)
     store.remove(stored)
@@ -136,7 +136,7 @@ def test_a_damaged_object_is_noticed_and_never_visible(store, tier, home, harm):
     assert store.list("version") == [] and os.listdir(store.root / "staging") == []
 
 
-def test_a_damaged_record_is_no_version(store, tier, home):
+def test_damaged_record_hides_version_until_next_put(store, tier, home):
     stored = write(store)
     tier.put(stored.path)
     flip(home / "copies" / name_of(stored).key)
@@ -146,8 +146,8 @@ def test_a_damaged_record_is_no_version(store, tier, home):
     read_all(fresh, name_of(stored))
 
 
-def test_put_killed_at_every_point_loses_nothing_and_leaves_no_litter(store, home):
-    """A process is killed before its n-th call that changes the disk, for every n."""
+def test_put_killed_at_any_call_loses_and_leaves_nothing(store, home):
+    """Kill a process before its n-th call that changes the disk, for every n."""
     stored, kept = write(store, "2"), write(store)
     for n in range(200):
         shutil.rmtree(home)
@@ -181,7 +181,7 @@ def test_put_killed_at_every_point_loses_nothing_and_leaves_no_litter(store, hom
     raise AssertionError("it never came to its end")
 
 
-def test_claim_refuses_another_box_and_an_emptied_place(tier, home):
+def test_claim_rejects_other_box_and_emptied_location(tier, home):
     tier.claim("box-1", first=True)
     tier.claim("box-1", first=False)
     with pytest.raises(TierUnavailable, match="box-1"):
@@ -191,7 +191,7 @@ def test_claim_refuses_another_box_and_an_emptied_place(tier, home):
         tier.claim("box-1", first=False)
 
 
-def test_int8_moments_come_back_within_their_error(store, home, tier, monkeypatch):
+def test_int8_moments_round_trip_within_error(store, home, tier, monkeypatch):
     monkeypatch.setattr("weights.format.manifest.CHUNK_BYTES", 5000)
     monkeypatch.setattr("weights.tiers.copies.CHUNK_BYTES", 5000)
     values = np.random.default_rng(0).standard_normal(3000).astype(np.float32) * 1e-3
@@ -212,7 +212,7 @@ def test_int8_moments_come_back_within_their_error(store, home, tier, monkeypatc
     assert np.abs(first - values).max() <= np.abs(values).max() / 254 * 1.001
     root, exact = np.sqrt(second), np.abs(values)
     assert (root >= exact * (1 - 1e-6)).all() and (root - exact).max() <= exact.max() / 255 * 1.001
-    tier.put(restored.path)  # exactly, although it came from blocks
+    tier.put(restored.path)  # exact, although read in blocks
     read_all(tier, name_of(stored))
     with pytest.raises(IntegrityError):
         moments.decode(b"short", [(0, 396, moments.FIRST)], 0, 396)

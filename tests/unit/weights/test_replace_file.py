@@ -1,4 +1,4 @@
-"""A file that is replaced is never seen half written, and a disk that is full costs neither it nor room."""
+"""Atomic replacement of files: no reader sees a partial file, and a full disk keeps the old one."""
 
 import os
 import stat
@@ -9,7 +9,7 @@ from weights.format.names import replace_file
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_the_new_content_stands_alone_for_its_owner_only(tmp_path, durable):
+def test_replace_file_leaves_one_owner_only_file(tmp_path, durable):
     path = tmp_path / "box.json"
     for content in (b"old", b"new"):
         replace_file(path, content, durable=durable)
@@ -18,7 +18,7 @@ def test_the_new_content_stands_alone_for_its_owner_only(tmp_path, durable):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
+def test_replace_file_on_full_disk_keeps_old_file(tmp_path, monkeypatch):
     path = tmp_path / "box.json"
     replace_file(path, b"old")
 
@@ -32,7 +32,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path, monk
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_crash_leaves_is_found_by_the_prefix_of_a_hidden_file(tmp_path, monkeypatch):
+def test_replace_file_temporary_name_is_hidden_with_prefix(tmp_path, monkeypatch):
     left = []
     monkeypatch.setattr(os, "rename", lambda temporary, path: left.append(temporary.name))
     for name in (".incoming-1", "open"):

@@ -1,4 +1,4 @@
-"""What several processes, and kill -9 in the middle of them, may and may not do to a store."""
+"""A store shared by several processes, some of them killed with SIGKILL."""
 
 import itertools
 import os
@@ -15,14 +15,13 @@ from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
 
 LAYOUT = Layout.plan(SPECS)
-# Everything through which the store changes the world, and how many calls of it are survived between two
-# deaths (every open of the life would take a minute).
+# System calls that change the store -> step between tested calls. Testing every `open` would take a minute.
 CHANGES = dict.fromkeys(("rename", "unlink", "mkdir", "rmdir", "truncate", "ftruncate", "posix_fallocate"), 1)
 CHANGES |= {"open": 5}
 
 
 def start_child(work) -> int:
-    """Runs `work` in a forked child; its process id."""
+    """Run `work` in a forked child; return its process id."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -35,11 +34,11 @@ def start_child(work) -> int:
 
 
 def in_child(work) -> int:
-    """The wait status of a child that runs `work`."""
+    """Run `work` in a forked child; return its wait status."""
     return os.waitpid(start_child(work), 0)[1]
 
 
-def test_sweep_removes_only_what_a_killed_writer_left(store, root):
+def test_sweep_removes_only_drafts_of_killed_writers(store, root):
     stored = write(store)
     before = store.usage()
     reading, writing = os.pipe()
@@ -61,20 +60,20 @@ def test_sweep_removes_only_what_a_killed_writer_left(store, root):
     check(store, stored)
 
 
-def test_handles_are_closed_in_a_forked_child(store):
+def test_fork_closes_handles_in_child(store):
     stored = write(store)
     draft = store.reserve(LAYOUT, kind="version", model="m", version="2")
     lease = store.lease(stored)
 
     def child():
-        assert draft.closed and lease.closed  # so that it does not hold what its parent releases
+        assert draft.closed and lease.closed  # so that it does not hold memory that its parent releases
         for use in (lambda: draft.view("counter"), lambda: lease.view("counter"), lambda: draft.commit(meta={})):
             try:
                 use()
             except StoreError:
                 continue
             raise AssertionError("a forked child used its parent's handle")
-        draft.abort()  # must not take the parent's draft away
+        draft.abort()  # must not remove the parent's draft
         again = store.attach(draft.path, LAYOUT)
         fill(again, "2")
         again.close()
@@ -85,9 +84,10 @@ def test_handles_are_closed_in_a_forked_child(store):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_killed_at_every_change_it_makes(root, change):
-    """kill -9 before the n-th call of `change`, for every (fifth) n, in a life of reserve, write, commit, remove,
-    evict and re-use: committed versions stay whole, the rest goes with one sweep."""
+def test_store_survives_kill_at_every_change(root, change):
+    """SIGKILL before the n-th call of `change` keeps committed versions whole; one sweep removes the rest.
+
+    The child reserves, writes, commits, removes, evicts and reuses segments."""
     budget_bytes = 4 * (1 << 20)
     layout = Layout.plan([*SPECS, TensorSpec("pad", "U8", (1 << 20,))])
 
@@ -123,11 +123,11 @@ def test_killed_at_every_change_it_makes(root, change):
             break
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         if limit % 3 == 0:
-            store.pool.trim(0)  # so that both fresh and re-used segments meet the knife
+            store.pool.trim(0)  # so that the kill hits both new and reused segments
     assert limit > 0
 
 
-def test_two_processes_never_overrun_the_budget(root):
+def test_two_processes_never_exceed_budget(root):
     budget_bytes = 6 * (1 << 20)
     layout = Layout.plan([TensorSpec("w", "U8", (1 << 20,))])
     over = root.parent / "over"
@@ -137,10 +137,10 @@ def test_two_processes_never_overrun_the_budget(root):
         for number in range(25):
             try:
                 with store.reserve(layout, kind="version", model=who, version=str(number)) as draft:
-                    # Without the mutex a segment that another process moves meanwhile could be counted twice.
+                    # Without the mutex, a segment that another process moves could count twice.
                     with store.mutex():
                         used_bytes = store.usage().used_bytes
-                    if used_bytes > budget_bytes + 64_000:  # manifests are not reserved
+                    if used_bytes > budget_bytes + 64_000:  # manifests need no reservation
                         over.touch()
                     draft.view("w")[:16] = content("w", str(number), 16)
                     draft.commit(meta={}, pinned=False)
@@ -154,7 +154,7 @@ def test_two_processes_never_overrun_the_budget(root):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small tmpfs")
-def test_a_full_tmpfs_refuses_in_time_and_keeps_what_it_has(tmp_path):
+def test_reserve_on_full_tmpfs_raises_store_full(tmp_path):
     mount = tmp_path / "small"
     mount.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", mount], capture_output=True)
@@ -167,12 +167,12 @@ def test_a_full_tmpfs_refuses_in_time_and_keeps_what_it_has(tmp_path):
         draft = store.reserve(size, kind="version", model="m", version="1")
         with pytest.raises(StoreFull):
             store.reserve(size, kind="version", model="m", version="2")
-        draft.view("w")[:] = content("w", "1", 5 << 20)  # no SIGBUS: the memory was promised
+        draft.view("w")[:] = content("w", "1", 5 << 20)  # no SIGBUS: the memory is reserved
         first = draft.commit(meta={}, pinned=False)
         assert os.listdir(store.root / "staging") == []
         check(store, kept)
         check(store, first)
-        second = store.reserve(size, kind="version", model="m", version="2")  # evicts the first
+        second = store.reserve(size, kind="version", model="m", version="2")  # evicts the first version
         second.view("w")[:] = content("w", "2", 5 << 20)
         second = second.commit(meta={"job": "j" * 8000})
         assert store.find("version", "m", "1") is None

@@ -1,4 +1,4 @@
-"""What a chat template does with each part of a conversation, under templates in the manner of public ones."""
+"""Rendering of each part of a conversation by chat templates modelled on public ones."""
 
 import pytest
 
@@ -14,12 +14,12 @@ LLAMA2 = (
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}"
     "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
 )
-# The next role's name is the end of a turn.
+# The next role's name ends a turn.
 GLM = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-# The last answer ends otherwise than one in the middle, and thoughts end as that does.
+# The last answer has another end token than earlier answers and reasoning.
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{{ '<|start|>assistant<|message|>Hm.<|end|><|start|>assistant<|message|>' + m.content }}"
@@ -58,7 +58,7 @@ def rendered(template: str) -> dict[str, str | None]:
         (COHERE, {"<|turn_end|>"}, ""),
     ],
 )
-def test_new_end_is_the_token_after_an_answer(template, known, new):
+def test_new_end_is_token_after_an_answer(template, known, new):
     assert new_end(rendered(template), TOKENS, known) == new
 
 
@@ -76,11 +76,11 @@ def test_new_end_is_the_token_after_an_answer(template, known, new):
         (CHATML.removesuffix(PROMPT), ["ignores add_generation_prompt"]),
     ],
 )
-def test_warnings_name_what_the_template_does_not_write(template, warnings):
+def test_warnings_name_parts_missing_in_template(template, warnings):
     found = warnings_of(rendered(template), TOKENS)
     assert len(found) == len(warnings) and all(text in one for text, one in zip(warnings, found, strict=True))
 
 
-def test_an_end_that_is_no_token_is_warned_of():
+def test_warnings_name_end_that_is_not_a_token():
     assert new_end(rendered(CHATML), ["</s>"], {"</s>"}) == ""
     assert len(warnings_of(rendered(CHATML), ["</s>"])) == 1

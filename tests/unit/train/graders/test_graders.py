@@ -1,4 +1,4 @@
-"""What a grader is, what is refused by name, and which reward comes out."""
+"""Graders: parsing, named refusals and rewards."""
 
 import json
 import math
@@ -54,12 +54,12 @@ def graded(given: object, text: str, item: object = None, answers: dict | None =
         ("ilike", "It is PARIS.", "Paris", 1),
     ],
 )
-def test_a_string_is_compared(operation: str, text: str, answer: str, reward: float) -> None:
+def test_string_check_compares_strings(operation: str, text: str, answer: str, reward: float) -> None:
     found = graded({**CHECK, "operation": operation}, text, {"answer": answer})
     assert (found.reward, found.passed, found.errors) == (reward, reward == 1, GradingErrors())
 
 
-def test_templates_reach_into_items_and_samples() -> None:
+def test_templates_read_nested_items_and_samples() -> None:
     sample = Sample('{"steps": [{"n": 7}]}', [{"id": "call_1"}])
     item = {"a": {"b": [1, {"c d": "x"}]}, "zh": "你好", "'q'": "quoted"}
     assert fill("""{{ item["'q'"] }} {{ '{{' }} {{ "}}" }}""", sample, item) == "quoted {{ }}"
@@ -83,14 +83,14 @@ def test_templates_reach_into_items_and_samples() -> None:
         ("[" * 100_000, None, []),
     ],
 )
-def test_calls_of_tools_in_an_answer_are_what_a_grader_reads(text, said, called):
+def test_sample_parses_tool_calls_in_answer(text, said, called):
     found = Sample.with_calls(text)
     assert found.output_text == (text if said is None else said)
     calls = [call["function"] for call in found.output_tools]
     assert [(call["name"], json.loads(call["arguments"])) for call in calls] == called
 
 
-def test_request_messages_together_have_a_limit() -> None:
+def test_request_messages_have_total_size_limit() -> None:
     part = {"role": "user", "content": "{{ item }}"}
     judge = parse({"type": "score_model", "name": "j", "model": "m", "input": [part, part]})
     assert isinstance(judge, ScoreModel) and judge.request(Sample(""), "a")["messages"][1]["content"] == "a"
@@ -99,7 +99,7 @@ def test_request_messages_together_have_a_limit() -> None:
 
 
 @pytest.mark.parametrize("variable", ["item.b", "item.a.x", "item.a.9", f"item.a.{'9' * 200}", "sample.choices.1"])
-def test_what_the_item_lacks_is_said(variable: str) -> None:
+def test_template_with_missing_value_names_it(variable: str) -> None:
     with pytest.raises(GradingFailed, match=r"has no value: '\w+' is not there") as failure:
         fill(f"{{{{ {variable} }}}}", Sample(""), {"a": [1]})
     of_the_answer = variable.startswith("sample")
@@ -108,7 +108,7 @@ def test_what_the_item_lacks_is_said(variable: str) -> None:
     )
 
 
-def test_graders_of_openais_guides_are_taken_as_they_stand_there() -> None:
+def test_graders_of_openai_guides_parse_unchanged() -> None:
     code = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"}
     assert parse({**code, "image_tag": "2025-05-08"}).name == "p"
     judge = parse({**LABEL, "sampling_params": {"max_tokens": 32768, "top_p": 1, "seed": 42}})
@@ -184,19 +184,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("given", "param"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_grader_is_refused_by_name(given: object, param: str) -> None:
+def test_invalid_grader_names_param(given: object, param: str) -> None:
     with pytest.raises(InvalidGrader) as refusal:
         parse(given)
     assert refusal.value.param == param and refusal.value.message
 
 
 @pytest.mark.parametrize("how", ["by name", "as a list", "alone"])
-def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
+def test_multi_grader_accepts_three_shapes(how: str) -> None:
     graders = {"by name": {"same": EQUAL}, "as a list": [EQUAL], "alone": EQUAL}[how]
     given = {"type": "multi", "name": "m", "calculate_output": "2 * same - 0.5", "graders": graders}
     found = graded(given, "4", {"answer": "4"})
     assert (found.reward, found.sub_rewards) == (1.5, {"same": 1.0})
-    # As OpenAI's SDK reads it from a job: its type has one alone, whose fields are where they were said.
+    # `as_given` keeps the submitted form, because the type in OpenAI's SDK permits a single grader.
     assert parse(given).as_given() == given
 
 
@@ -211,12 +211,12 @@ def multi(formula: str, *names: str) -> Multi:
     "text",
     ["same +", "other", "__import__('os')", "same.real", "True", "(" * 3000 + "same" + ")" * 3000, "same" + " " * 5000],
 )
-def test_only_arithmetic_is_a_formula(text: str) -> None:
+def test_formula_accepts_only_arithmetic(text: str) -> None:
     with pytest.raises(InvalidGrader):
         multi(text, "same")
 
 
-def test_formulas_know_powers_and_functions() -> None:
+def test_formula_supports_powers_and_functions() -> None:
     rewards = {"a": 3.0, "b": 0.25}
     assert multi("a ^ 2 + sqrt(b) - min(a, b, 9) * floor(2.7) / ceil(0.1)").value(rewards) == 9.0
     assert multi("abs(-a) + exp(0) + log(1) + max(a, b)").value(rewards) == 7.0
@@ -224,24 +224,24 @@ def test_formulas_know_powers_and_functions() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    # Whole numbers of Python have no bound: the last was one of 50 million digits, and took minutes.
+    # Python integers are unbounded: the last formula would take minutes for 50 million digits.
     ["a / b", "sqrt(1, 2)", "min + 1", "max((0 - a) ^ 0.5, 1)", "9 ^ 9 ^ 9 ^ 9", "floor(1e300) ^ max(ceil(165432), 1)"],
 )
-def test_formula_without_a_value_says_so(text: str) -> None:
+def test_formula_without_finite_value_raises(text: str) -> None:
     with pytest.raises(GradingFailed, match="has no value") as failure:
         multi(text).value({"a": 1.0, "b": 0.0})
     assert failure.value.errors == GradingErrors(formula_parse_error=True)
 
 
 @given(text=st.text("ab0123456789.+-*/^(), minaxe", max_size=40), a=st.floats(-10, 10), b=st.floats(-10, 10))
-def test_any_text_is_refused_or_has_a_finite_value_or_none(text: str, a: float, b: float) -> None:
+def test_formula_of_any_text_is_rejected_or_finite(text: str, a: float, b: float) -> None:
     try:
         assert math.isfinite(multi(text).value({"a": a, "b": b}))
     except (InvalidGrader, GradingFailed):
         pass
 
 
-def test_braces_that_begin_no_variable_are_written_as_jinja_does() -> None:
+def test_template_escapes_literal_braces_like_jinja() -> None:
     given = {
         **CHECK,
         "operation": "eq",
@@ -263,7 +263,7 @@ def test_braces_that_begin_no_variable_are_written_as_jinja_does() -> None:
         (0, 1000, "0 0.5 7 70 1000", "007 00 010.5 -1"),
     ],
 )
-def test_a_judge_has_room_for_its_result_and_reason_alone(low: float, high: float, inside: str, outside: str) -> None:
+def test_judge_schema_accepts_only_result_and_reason(low: float, high: float, inside: str, outside: str) -> None:
     judge = SCORE | {"range": [low, high]}
     short = parse(judge | {"sampling_params": {"max_completion_tokens": 16}})
     long = parse({name: value for name, value in judge.items() if name != "sampling_params"})
@@ -277,7 +277,7 @@ def test_a_judge_has_room_for_its_result_and_reason_alone(low: float, high: floa
         assert not re.fullmatch(form, reasoned.replace("as it is", "x" * 161))
 
 
-def test_a_model_is_asked_by_a_form_and_its_number_kept_in_range() -> None:
+def test_score_model_request_has_schema_and_score_is_clamped() -> None:
     (name, body), *_ = requests(parse(SCORE), Sample("4"), {"question": "2+2?"}).items()
     assert name == "judge" and body["messages"][1] == {"role": "user", "content": "2+2?\n4"}
     assert (body["max_completion_tokens"], body["temperature"], body["seed"]) == (99, 0, 4)
@@ -298,47 +298,47 @@ def test_a_model_is_asked_by_a_form_and_its_number_kept_in_range() -> None:
         (None, "model_grader_server_error"),
     ],
 )
-def test_what_a_model_may_answer_instead(answer: ModelAnswer | None, flag: str) -> None:
+def test_score_model_without_valid_answer_sets_error_flag(answer: ModelAnswer | None, flag: str) -> None:
     found = graded(SCORE, "4", {"question": "2+2?"}, {"judge": answer} if answer else {})
     assert found.reward == 0 and not found.passed
     assert getattr(found.errors, flag) and found.messages
 
 
 @pytest.mark.parametrize(("label", "reward"), [("good", 1), ("bad", 0), ("odd", None)])
-def test_grade_label_is_one_of_the_graders(label: str, reward: float | None) -> None:
+def test_label_model_accepts_only_its_labels(label: str, reward: float | None) -> None:
     found = graded(LABEL, "x", answers={"kind": ModelAnswer(f'{{"label": "{label}"}}')})
     assert found.errors.model_grader_parse_error == (reward is None) and found.reward == (reward or 0)
 
 
-def test_a_threshold_decides_what_passes() -> None:
+def test_pass_threshold_decides_passing() -> None:
     texts = {"input": "a b", "reference": "a c"}
     similar = {"type": "text_similarity", "name": "x", "evaluation_metric": "rouge_1", **texts}
     assert graded(similar, "").reward == 0.5 and graded(similar, "").passed
     assert not graded({**similar, "pass_threshold": 0.6}, "").passed
 
 
-def test_a_threshold_is_within_reach_of_the_reward() -> None:
+def test_pass_threshold_outside_reward_range_is_rejected() -> None:
     code = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 5"}
     for taken in ({**EQUAL, "pass_threshold": 1}, {**SCORE, "pass_threshold": 10}, {**code, "pass_threshold": 5}):
         parse(taken)
 
 
-def test_as_given_of_a_model_grader_has_roles_that_sdks_know():
+def test_as_given_of_model_grader_has_sdk_roles():
     assert parse({**LABEL, "input": [{"role": "role", "content": "x"}]}).as_given()["input"][0]["role"] == "user"
 
 
 # -- similarity --------------------------------------------------------------------------------------------------------
 
 
-def test_rouge_of_the_example_in_the_rouge_score_package() -> None:
-    """https://pypi.org/project/rouge-score: F-measures of ROUGE-1 and ROUGE-L."""
+def test_rouge_matches_rouge_score_example() -> None:
+    """F-measures of ROUGE-1 and ROUGE-L from https://pypi.org/project/rouge-score."""
     reference, text = "The quick brown fox jumps over the lazy dog", "The quick brown dog jumps on the log."
     assert similarity("rouge_1", text, reference)[0] == pytest.approx(0.7058823529411765)
     assert similarity("rouge_l", text, reference)[0] == pytest.approx(0.588, abs=0.13)
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_same_is_one_other_is_less_nothing_is_nothing(metric: str) -> None:
+def test_similarity_of_equal_other_and_empty_text(metric: str) -> None:
     sentence = "the quick brown fox jumps over the lazy dog"
     assert similarity(metric, sentence, sentence)[0] == pytest.approx(1, abs=0.01)
     assert similarity(metric, "entirely unlike", sentence)[0] < 0.5
@@ -346,11 +346,11 @@ def test_same_is_one_other_is_less_nothing_is_nothing(metric: str) -> None:
 
 
 @pytest.mark.parametrize("metric", ["bleu", "gleu", "meteor", "rouge_2", "rouge_l"])
-def test_scripts_without_spaces_are_compared_by_sign(metric: str) -> None:
+def test_similarity_of_scripts_without_spaces_is_per_character(metric: str) -> None:
     assert 0.3 < similarity(metric, "今天天气很好我们去公园", "今天天气不好我们去公园")[0] < 1
 
 
-def test_long_texts_are_cut_and_it_is_said() -> None:
+def test_similarity_of_long_text_reports_truncation() -> None:
     reward, cut = similarity("meteor", "a " * (METRICS["meteor"] + 1), "a")
     assert cut and reward > 0
     assert not similarity("rouge_1", "a " * METRICS["meteor"], "a")[1]

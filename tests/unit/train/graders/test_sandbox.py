@@ -1,5 +1,6 @@
-"""Grading in other processes: owners in turns, and nothing left of a request. Code of a python grader computes, and can
-do nothing else: each escape is tried for real, in a process confined like those of the box."""
+"""Grading in separate processes: fair queue of owners, cleanup, and confinement of Python graders.
+
+Each escape is tried in a process confined like the grader processes of the box."""
 
 import asyncio
 import errno
@@ -49,7 +50,7 @@ async def graded(hosts: GraderHosts, grader: Grader, samples: list[tuple[Sample,
     return await hosts.grade("ann", grader, samples, [{}] * len(samples))
 
 
-async def test_the_answers_of_models_are_graded(hosts: GraderHosts) -> None:
+async def test_grade_uses_answers_of_judge_models(hosts: GraderHosts) -> None:
     judge, samples = parse(JUDGE), [(Sample("x"), "one"), (Sample("x"), "two")]
     answers = [{"j": ModelAnswer('{"reason": "", "result": 0.25}', "m", 5, 2)}, {"j": ModelAnswer(error="gone")}]
     found = await hosts.grade("ann", judge, samples, answers)
@@ -57,15 +58,15 @@ async def test_the_answers_of_models_are_graded(hosts: GraderHosts) -> None:
     assert found[1].errors.model_grader_server_error_details == "gone"
 
 
-async def test_after_a_worker_that_died_another_grades(hosts: GraderHosts) -> None:
+async def test_grade_restarts_after_worker_death(hosts: GraderHosts) -> None:
     found = await graded(hosts, CHECK, [(Sample("a"), "a"), (Sample("a"), "b"), (Sample("你"), "你")])
     assert [one.reward for one in found] == [1, 0, 1]
     assert hosts._process is not None
-    hosts._process.kill()  # not reaped yet: the request meets its end and is made again
+    hosts._process.kill()  # not yet reaped: the request fails and is retried
     assert (await graded(hosts, CHECK, [(Sample("a"), "a")]))[0].reward == 1
 
 
-async def test_grade_sample_that_takes_too_long_leaves_the_others_their_rewards(
+async def test_grade_timeout_of_one_sample_keeps_other_rewards(
     hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def results(head: dict[str, Any], rows: list[Any], *_: Any) -> list[Any]:
@@ -78,7 +79,7 @@ async def test_grade_sample_that_takes_too_long_leaves_the_others_their_rewards(
     assert [one.reward for one in found] == [1, 0, 1] and found[1].errors.other_error
 
 
-async def test_a_request_given_up_ends_its_processes(hosts: GraderHosts) -> None:
+async def test_cancelled_grade_ends_its_processes(hosts: GraderHosts) -> None:
     slow = asyncio.create_task(graded(hosts, python("while True: pass"), [(Sample(""), None)]))
     child = psutil.Process(await _child_of(hosts))
     slow.cancel()
@@ -103,7 +104,7 @@ async def _child_of(hosts: GraderHosts) -> int:
         "import time; time.sleep(60)",
     ],
 )
-async def test_grade_code_without_a_result_is_its_own_error(
+async def test_grade_code_without_result_is_runtime_error(
     hosts: GraderHosts, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "TIME_S", 1)
@@ -114,13 +115,13 @@ async def test_grade_code_without_a_result_is_its_own_error(
 @pytest.mark.parametrize(
     ("items", "rewards", "n_not_run"),
     [
-        # Devices waited two minutes for each of a step's answers, and a step may have thousands.
+        # After three deaths the other samples are not run: a step may have thousands.
         (["end"] * 5, [0] * 5, 2),
-        # A grader that runs what the model wrote meets answers that end it.
+        # A grader that runs generated code may be killed by an answer.
         (["", *["end"] * 4], [1, 0, 0, 0, 0], 0),
     ],
 )
-async def test_grade_samples_that_end_their_process_have_no_reward(
+async def test_grade_samples_that_kill_process_have_no_reward(
     hosts: GraderHosts, items: list[str], rewards: list[int], n_not_run: int
 ) -> None:
     code = python("return 1 if not item else __import__('os')._exit(0)")
@@ -129,23 +130,21 @@ async def test_grade_samples_that_end_their_process_have_no_reward(
     assert sum(one.errors.other_error for one in found) == n_not_run
 
 
-async def test_code_is_told_nothing_of_where_the_box_is(hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grader_code_sees_no_paths_of_box(hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APPLIANCE_DATA_DIR", "/srv/box")
     body = "import os\n    return os.readlink('/proc/self/cwd') == '/' and 'APPLIANCE_DATA_DIR' not in os.environ"
     assert (await graded(hosts, python(body), [(Sample(""), None)]))[0].reward == 1
 
 
-async def test_a_schema_that_takes_for_ever_is_ended(hosts: GraderHosts) -> None:
-    """By what it computes, so that a busy machine refuses no honest one."""
+async def test_refused_items_ends_slow_schema_by_cpu_time(hosts: GraderHosts) -> None:
+    """The limit is CPU time, so that a busy machine does not reject valid schemas."""
     with pytest.raises(ForkBroke, match="1 s of CPU"):
         await hosts.refused_items("ann", {"pattern": "(a+)+$"}, ["a" * 64 + "b"], Bounds(300, cpu_s=1))
     found = await hosts.refused_items("ann", {"type": "string"}, ["a", 1])
     assert found == [(1, "item: 1 is not of type 'string'")]
 
 
-async def test_an_owner_that_grades_for_minutes_keeps_no_other_waiting(
-    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_owner_does_not_block_other_owners(hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     end, begun = asyncio.Event(), list[str]()
 
     async def results(head: dict[str, Any], rows: list[Any], *_: Any) -> list[Any]:
@@ -167,7 +166,7 @@ async def test_an_owner_that_grades_for_minutes_keeps_no_other_waiting(
     async with asyncio.timeout(60):
         while len(begun) < MAX_BUSY:
             await asyncio.sleep(0)
-        # However many of one owner wait, they take one place, and none of a check.
+        # All requests of one owner together use one slot; checks have separate slots.
         assert sorted(begun) == ["greedy", *(f"owner {number}" for number in range(MAX_BUSY - 1))]
         assert await hosts.unusable("greedy", {"source": ""}) == [] and begun[-1] == "checked"
         end.set()
@@ -175,14 +174,14 @@ async def test_an_owner_that_grades_for_minutes_keeps_no_other_waiting(
     assert begun.count("greedy") == 2 * MAX_BUSY and "late" in begun
 
 
-# --- in a child
+# --- in a child process
 
 SECRET = "a secret of the box"
 INDENT = "\n    "
 
 
 def ask(head: dict[str, Any], *rows: Any, cpu_s: int = 1) -> list[bytes]:
-    """The lines that a child writes."""
+    """The output lines of a child."""
     mine, theirs = socket.socketpair()
     if (pid := os.fork()) == 0:
         sandbox.serve(theirs.fileno(), nice=0, memory_bytes=2 << 30, cpu_s=cpu_s)
@@ -237,7 +236,7 @@ def grade(sample, item):
 """
 
 
-def test_grade_computes_with_what_a_module_has() -> None:
+def test_grade_code_may_use_module_level_names() -> None:
     assert run(MODULE, {"n": 2}, {"n": 3}) == [Graded(7, True), Graded(8, True)]
 
 
@@ -265,7 +264,7 @@ def grade(sample, item):
 """
 
 
-def test_grade_does_nothing_but_compute(tmp_path: Path) -> None:
+def test_grade_code_cannot_escape_sandbox(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(SECRET)
     around = {"secret": str(tmp_path / "secret"), "folder": str(tmp_path), "pid": os.getpid(), "port": 1}
     found = run(EACH_IN_TURN, *({"code": code, **around} for code in ESCAPES.values()))
@@ -290,7 +289,7 @@ CALLS = {
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="calls by the numbers of x86_64")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_grade_system_call_past_python_is_refused(call: str) -> None:
+def test_grade_direct_system_call_is_refused(call: str) -> None:
     body = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfailed = libc.{call} == -1"
     assert grade(f"{body}\nreturn ctypes.get_errno() if failed else -1", os.getpid()).reward == errno.EPERM
 
@@ -318,7 +317,7 @@ def test_grade_error_is_reported(body: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("body", ["while True: pass", "import os; os._exit(0)", "import ctypes; ctypes.string_at(0)"])
-def test_serve_code_that_ends_its_process_writes_no_result(body: str) -> None:
+def test_serve_writes_no_result_if_code_ends_process(body: str) -> None:
     assert run(f"def grade(sample, item):{INDENT}{body}") == []
 
 
@@ -328,7 +327,7 @@ def test_grade_children_do_not_see_each_other() -> None:
     assert len({one.reward for one in run("import random\ndef grade(*_): return random.random()", 1, 2, 3)}) == 3
 
 
-def test_grade_without_confinement_runs_no_code_and_grades_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grade_without_confinement_runs_only_other_graders(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError("no such call")
 
@@ -355,14 +354,14 @@ SOURCES = {
 }
 
 
-def test_why_unusable_names_what_is_wrong_with_a_source() -> None:
+def test_why_unusable_names_error_in_source() -> None:
     found = [json.loads(line) for line in ask({"kind": "code"}, *SOURCES)]
     for (source, why), reason in zip(SOURCES.items(), found, strict=True):
         assert bool(reason) == bool(why) and reason.startswith(why), source
 
 
 def test_grade_documented_packages_compute() -> None:
-    """By names as OpenAI's documentation has them, in a fork of a process that has loaded none of them."""
+    """Packages named in OpenAI's documentation, in a fork of a process that has imported none of them."""
     uses = {
         "numpy": "x.arange(3).sum() == 3",
         "scipy.stats": "x.spearmanr([1, 2, 3], [1, 2, 3]).statistic > 0.99",
@@ -388,14 +387,14 @@ def test_grade_documented_packages_compute() -> None:
 
 
 @pytest.mark.parametrize("keyword", ["$ref", "$dynamicRef"])
-def test_refused_items_reference_outside_the_schema_is_not_opened(tmp_path: Path, keyword: str) -> None:
+def test_refused_items_never_opens_external_reference(tmp_path: Path, keyword: str) -> None:
     (tmp_path / "secret.json").write_text(json.dumps({"const": "secret"}))
     for reference in (f"file://{tmp_path}/secret.json", "secret.json", "https://json-schema.org/nosuch"):
         ((of_schema, why),) = sandbox.refused_items({"$id": "http://a/b", keyword: reference}, [{"a": 1}])
         assert of_schema and "leads nowhere" in why and "'secret'" not in why
 
 
-def test_refused_items_takes_a_reference_within_the_schema() -> None:
+def test_refused_items_follows_internal_reference() -> None:
     schema = {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
     found = list(sandbox.refused_items(schema, [{"a": 1}, {"a": "x"}]))
     assert found == [(False, ""), (False, "item.a: 'x' is not of type 'integer'")]
@@ -410,6 +409,6 @@ def test_refused_items_takes_a_reference_within_the_schema() -> None:
         ({"type": "object", "properties": {"a": {"required": True}}}, "at properties.a.required"),
     ],
 )
-def test_refused_items_faulty_schema_is_named(schema: dict[str, Any], why: str) -> None:
+def test_refused_items_names_faulty_schema(schema: dict[str, Any], why: str) -> None:
     ((of_schema, reason),) = sandbox.refused_items(schema, ["a"])
     assert of_schema and why in reason
