@@ -49,7 +49,7 @@ class BackgroundTasks:
         """Run one round every `every_s`, for ever. The first runs `at_once`, else after `every_s`."""
 
         async def rounds() -> None:
-            # A task that has just failed has already paused, so its next round is due now.
+            # After a failure the task has already paused, so the next round runs at once.
             if not at_once and name not in self._troubles:
                 await self._sleep(every_s)
             while True:
@@ -70,7 +70,7 @@ class BackgroundTasks:
 
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
-        """For work called from another loop: an exception is logged and makes `name` degraded, but is not raised. The
+        """Log an exception of work that another loop calls, and mark `name` degraded; the exception is not raised. The
         next call without an exception ends that."""
         try:
             yield
@@ -80,7 +80,7 @@ class BackgroundTasks:
             self._well(name)
 
     def names(self) -> list[str]:
-        """Names of degraded tasks, safe for anybody to see: the part after a colon is only for operators of the box."""
+        """Names of degraded tasks without the part after a colon, which only operators of the box may see."""
         return sorted({name.partition(":")[0] for name in list(self._troubles)})
 
     def degraded(self) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ class BackgroundTasks:
                 pause_s = min(2 * pause_s, pauses_s[1]) if name in self._troubles else pauses_s[0]
                 self._failed(name, error)
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    return  # begun again it would never end: whoever cancelled it waits for that
+                    return  # a restart would never end, and the canceller waits for the end
             finally:
                 steady.cancel()
             await self._sleep(pause_s)

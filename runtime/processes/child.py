@@ -1,4 +1,4 @@
-"""Implements the supervisor's end of the lifeline: has a process forked, calls it, detects its death, kills it."""
+"""The supervisor's end of the lifeline: fork a process, call it, detect its death, kill it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KILLS_EVERY_S = 2.0
 CORE_KILLED = "CoreKilled"  # of serve.core.errors: the front end of an engine reports a kill of its core or a worker
 LENGTH = struct.Struct(">I")
 LAST_FRAME = re.compile(rb'\{"ended":(-?\d+)\}\Z')
-KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
+KILL_TIMEOUT_S = 30.0  # killed processes that wait for a busy disk took more than 10 s to end
 
 
 class Channel:
@@ -36,7 +36,7 @@ class Channel:
         self._writer = writer
         self._connection = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
         self._connection.setblocking(False)
-        self.received = bytearray()  # but not consumed yet
+        self.received = bytearray()  # received, not yet consumed
 
     async def send(self, message: dict[str, Any]) -> None:
         """Raises ChannelClosed when the peer is gone."""
@@ -59,7 +59,7 @@ class Channel:
         while len(self.received) < size:
             try:
                 data = await asyncio.get_running_loop().sock_recv(self._connection, 2**18)
-            except ConnectionResetError:  # instead of an end of file, where a call was left unread
+            except ConnectionResetError:  # instead of end of file, if the peer left a call unread
                 data = b""
             if not data:
                 raise ChannelClosed("the process is gone")
@@ -105,9 +105,9 @@ class Child:
     ) -> Child:
         """Fork `entry` ("module:function") from the warm parent listening on `warm_socket`.
 
-        `args` must be plain JSON; `env` is set before the entry's module is used; `numa_nodes` are those of the
-        process's devices, near which it runs (kernel.bind_near). Raises WarmParentError if the parent is
-        unreachable or does not fork within `timeout_s` seconds.
+        `args` must be plain JSON; `env` is set before the entry's module is imported; `numa_nodes`: nodes of the
+        process's devices, near which it runs (kernel.bind_near). Raises WarmParentError if the parent is unreachable or
+        does not fork within `timeout_s` seconds.
         """
         log_begin = Path(log_path).stat().st_size if Path(log_path).exists() else 0
         try:
@@ -152,7 +152,7 @@ class Child:
             self._waiting.pop(number, None)
 
     async def next_event(self) -> dict[str, Any] | None:
-        """The child's next event, in order; None once it is gone and all events are read."""
+        """The child's next event, in order; None after its death and its last event."""
         event = await self._events.get()
         if event is None:
             self._events.put_nowait(None)
@@ -184,7 +184,8 @@ class Child:
         return "ended" if self.status is None else how_it_ended(self.status)
 
     async def stop(self, timeout_s: float) -> bool:
-        """Call the child's `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
+        """Call the child's `stop` and wait for its end; kill it after `timeout_s`. Returns whether it ended by
+        itself."""
         try:
             async with asyncio.timeout(timeout_s):
                 with suppress(ChildDied):  # it ended before its answer arrived
@@ -199,13 +200,13 @@ class Child:
         try:
             while True:
                 self._dispatch(await self._channel.receive())
-        except ChannelClosed:  # perhaps within a frame: the warm parent's last frame then follows its first part
+        except ChannelClosed:  # perhaps inside a frame: the warm parent's last frame then follows the cut frame
             last = LAST_FRAME.search(self._channel.received[-32:])
             self.status = int(last[1]) if last else self.status
-        finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
+        finally:  # whatever ended the reading, no caller may wait for ever
             self._watch.cancel()
-            # The kernel counts its kills but does not name processes. A kill in these seconds hit this process or a
-            # child of it, if one of them was killed and not by us.
+            # The kernel counts its kills but does not name processes. A kill in these seconds is counted as this
+            # process's if it or its child was killed and not by us.
             if kills_so_far() > self._kills:
                 core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
                 self.starved = core_killed or not self._killed and self.status == -signal.SIGKILL
@@ -220,7 +221,7 @@ class Child:
     async def _watch_kills(self) -> None:
         while True:
             await asyncio.sleep(KILLS_EVERY_S)
-            # The count before last: an engine's front end takes a moment to report that its core was killed.
+            # Compare with the count before last: an engine's front end reports the kill of its core with a delay.
             self._kills, self._newest_kills = self._newest_kills, kills_so_far()
 
     def _dispatch(self, message: dict[str, Any]) -> None:

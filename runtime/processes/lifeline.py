@@ -1,8 +1,8 @@
 """The lifeline: one connected AF_UNIX stream socket that joins a supervisor and the process forked for it.
 
 It carries requests to the process, and answers and events back, as frames: a 4-byte big-endian length, then that many
-bytes of UTF-8 JSON. End of file means a dead peer; the kernel delivers it even after kill -9. A supervisor holds a
-Child, the process a Lifeline, which answers and ends the process when the supervisor dies.
+bytes of UTF-8 JSON. End of file means a dead peer; the kernel delivers it even after kill -9. The supervisor holds a
+Child; the process holds a Lifeline, which answers requests and ends the process when the supervisor dies.
 """
 
 from __future__ import annotations
