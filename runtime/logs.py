@@ -111,8 +111,7 @@ def end_of(path: Path, most_bytes: int, begin: int = 0) -> list[str]:
 
 
 def logs_in(folder: Path) -> list[dict[str, Any]]:
-    """Uncompressed logs of a folder, newest first: `name` below the folder, `bytes`, `changed_at` (Unix
-    time)."""
+    """Uncompressed logs of a folder, newest first: `name` below the folder, `bytes`, `changed_at` (Unix time)."""
     logs = []
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and not path.name.endswith((".gz", ".zst")):

@@ -22,8 +22,8 @@ machine without power or network sends nothing: a stream that only reads would w
 def private_socket(path: str | Path) -> socket.socket:
     """A stream socket bound to `path`, of mode 0600 from the start: a later chmod would leave a gap. Raises OSError.
 
-    It does not change the umask, which is process-wide: another thread could meanwhile create an unusable folder. Linux
-    gives the file the mode that the socket has before bind.
+    It does not change the umask, which is process-wide: a folder that another thread creates meanwhile would be
+    unusable. Linux gives the file the mode that the socket has before bind.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:

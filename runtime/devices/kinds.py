@@ -52,9 +52,8 @@ class Accelerator(NamedTuple):
 
 
 # Figures of the fastest form factor (SXM). A key is words of a driver's name, in any order, joined by dashes.
-# link_rate: NCCL bus bandwidth over NVLink (least values of Azure's node checks, reduce-scatter without NVLS); 20 GB/s
-# over PCIe 4 with peer access; less on GeForce, where every byte passes the host twice. host_rate: pinned copies, 55
-# GB/s on PCIe 5, 25 GB/s on PCIe 4.
+# link_rate: NCCL bus bandwidth over NVLink (minima of Azure's node checks, reduce-scatter without NVLS); PCIe 4 with
+# peers: 20 GB/s; GeForce: less, every byte passes the host twice. host_rate: pinned copies, 55 GB/s on PCIe 5, 25 on 4.
 ACCELERATORS = {
     "a10": Accelerator(125e12, 0.6e12, 20e9, 25e9, 150, 0.8),
     "a100": Accelerator(312e12, 2.0e12, 230e9, 25e9, 400, 0.78),

@@ -131,7 +131,7 @@ def close() -> None:
     while True:
         try:
             pynvml.nvmlShutdown()
-        except pynvml.NVMLError:  # NVML counts its users; the last one is closed
+        except pynvml.NVMLError:  # NVML counts its openers; all are closed now
             return
 
 
@@ -252,8 +252,7 @@ def _ask(question: Callable[[], Any], errors: tuple[type[Exception], ...] = _NOT
 
 
 def fault_of(xid: int) -> str:
-    """The GPU fault that this Xid reports and the remedy, as words that complete "the GPU ..."; "" if it is no
-    fault."""
+    """The GPU fault that this Xid reports and the remedy, in words that complete "the GPU ..."; "" if none."""
     if xid in _OF_THE_APPLICATION or xid in _TO_OBSERVE:
         return ""
     if xid == _CORRECTED_ERRORS:

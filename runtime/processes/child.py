@@ -184,8 +184,7 @@ class Child:
         return "ended" if self.status is None else how_it_ended(self.status)
 
     async def stop(self, timeout_s: float) -> bool:
-        """Call the child's `stop` and wait for its end; kill it after `timeout_s`. Returns whether it ended by
-        itself."""
+        """Call the child's `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
         try:
             async with asyncio.timeout(timeout_s):
                 with suppress(ChildDied):  # it ended before its answer arrived

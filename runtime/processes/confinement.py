@@ -30,9 +30,8 @@ _EQ, _LESS, _MASKED = 4, 2, 7  # libseccomp's comparison operators
 _CLONE_THREAD = 0x10000
 _MADV_HWPOISON = 100
 _MORE_THREADS = 64
-# System calls that an interpreter and numpy need to compute, with threads. Left out on purpose: socket and related
-# calls, execve, fork, kill, ptrace, mount, keyctl, bpf, io_uring, memfd_create (memory that no limit counts), shmget,
-# ioctl.
+# System calls that an interpreter and numpy need to compute, with threads. Left out: sockets, execve, fork, kill,
+# ptrace, mount, keyctl, bpf, io_uring, memfd_create (memory that no limit counts), shmget, ioctl.
 _CALLS = (
     "read readv pread64 write writev lseek close close_range dup dup2 dup3 pipe pipe2 poll ppoll select pselect6 "
     "openat open stat lstat fstat newfstatat statx access faccessat faccessat2 readlink readlinkat getcwd getdents "

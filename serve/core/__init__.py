@@ -1,4 +1,4 @@
-"""Describes a replica without torch: its spec, memory size and settings, and the fingerprints of versions.
+"""Describes a replica without torch: its spec, memory, settings, parsers and errors.
 
 Never: Starts anything.
 Begin with spec.py.

@@ -1,4 +1,4 @@
-"""Requests from the box an adapter that is neither in shared memory nor in the library on disk.
+"""Protocol by which an engine requests an adapter that is neither in shared memory nor in the library on disk.
 
 The protocol runs over a Unix socket of the box: one JSON object per line, one request per connection.
 
@@ -25,11 +25,11 @@ RETRY_S = 0.2
 
 
 class AdapterUnavailable(Exception):
-    """The box cannot provide the adapter, or did not within the timeout; the text says why."""
+    """The box cannot provide the adapter, or did not within the timeout; the message says why."""
 
 
 class AdapterServer:
-    """The box's side: serves engines from `start` to `stop`. Call all methods on one event loop.
+    """The box's side of the protocol: serves engines from `start` to `stop`. Call all methods on one event loop.
 
     `lease(model, version)` copies an adapter in and returns a lease with its `path`. Errors listed in `refusals` reach
     the engine as text.
@@ -67,9 +67,9 @@ class AdapterServer:
 
 @contextlib.asynccontextmanager
 async def brought_in(socket_path: str, adapter: str, timeout_s: float) -> AsyncIterator[str]:
-    """Yield the directory of `adapter` ("NAME@VERSION") in shared memory; it stays there while the context is open.
+    """Yield the directory of `adapter` ("NAME@VERSION") in shared memory, leased while the context is open.
 
-    It waits while the controller restarts. Raises AdapterUnavailable.
+    Retries while the controller restarts. Raises AdapterUnavailable.
     """
     writer = None
     try:
