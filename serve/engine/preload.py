@@ -1,8 +1,8 @@
 """Imports modules in the serving warm parent, so that a forked engine is healthy in about 1.5 s.
 
 `python -m runtime.processes.warm_parent SOCKET serve.engine.preload LOG`. vLLM imports many of its modules lazily; this
-list names what a forked engine and its core still imported up to their first chat, structured and embedding request.
-Rules: no OpenMP work, no CUDA initialisation, no running threads, because none survives a fork.
+list names the modules that a forked engine and its core otherwise import until their first chat, structured and
+embedding request. Rules: no OpenMP work, no CUDA initialisation, no running threads, because none survives a fork.
 
 The CPU and GPU workers exclude each other: importing vLLM's CPU worker replaces torch's streams, events and pinned
 memory with no-op stubs (vllm/v1/worker/cpu/shm.py). An engine on a GPU would then read results before their copy has
@@ -18,14 +18,14 @@ import sys
 from runtime.devices import kinds
 from runtime.devices.kind import DeviceKind
 
-# OpenMP and tokenizers read these when loaded; neither may start threads in this process.
+# Read when OpenMP and tokenizers are loaded; neither may start threads in this process.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.update(kinds.FORK_ENVIRONMENT)
-# transformers imports these where they are, see train.trainer.preload.
+# transformers would import these if installed, see train.trainer.preload.
 sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn")))  # type: ignore[arg-type]
 
 FRONTEND = (
@@ -58,7 +58,7 @@ CORE_OF_CPU = (
     "vllm.v1.attention.backends.cpu_attn",
     "serve.vllm.cpu_worker",
 )
-# The architectures the appliance targets; an engine imports any other one itself.
+# Architectures that the appliance targets; an engine imports any other architecture itself.
 MODELS = tuple(
     f"vllm.model_executor.models.{name}"
     for name in ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "config", "adapters")
@@ -67,13 +67,13 @@ MODELS = tuple(
 
 def names(kind: DeviceKind) -> tuple[str, ...]:
     """Return all modules to import for engines on such devices, in order."""
-    # Nothing of vLLM's GPU code: some of it (vllm.compilation.backends) imports FlashInfer, whose import asks CUDA for
-    # the first GPU. Only a test on a GPU can show what leaves CUDA alone.
+    # No GPU code of vLLM: parts of it (vllm.compilation.backends) import FlashInfer, whose import queries CUDA for the
+    # first GPU. Only a test on a GPU can show which imports leave CUDA uninitialised.
     return (*FRONTEND, *CORE, *(CORE_OF_CPU if kind.on_host else ()), *MODELS)
 
 
 def _import_all() -> int:
-    on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()  # by vLLM's build
+    on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()  # depends on vLLM's build
     modules = names(kinds.HOST if on_cpu else kinds.present())
     for name in modules:
         importlib.import_module(name)
@@ -82,7 +82,7 @@ def _import_all() -> int:
 
 
 def _import_routes() -> None:
-    """vLLM imports its routes when it builds an application with them; this one is dropped, with its metrics."""
+    """Build an application, so that vLLM imports its routes, and drop it with its metrics."""
     registry = importlib.import_module("prometheus_client").REGISTRY
     arguments = sys.modules["serve.engine.main"].PARSER.parse_args(["--model", "none", "--enable-lora"])
     before = set(registry._names_to_collectors.values())

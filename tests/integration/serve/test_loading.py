@@ -98,7 +98,7 @@ def test_replaying_a_plan_equals_loading(tmp_path, world):
 def test_a_parameter_lies_in_the_file_where_its_pieces_are_side_by_side(tmp_path):
     model, source = Fused(), write(tmp_path / "a", tensors(1))
     plan = record(model, source)
-    of = {name: plan.targets[id(model), name].lying_in(source) for name in ("qk", "embedding", "down", "experts")}
+    of = {name: plan.targets[id(model), name].mapped_view(source) for name in ("qk", "embedding", "down", "experts")}
     # safetensors stores by name, so k is before q; the embedding is padded, an expert is transposed
     assert [name for name, tensor in of.items() if tensor is not None] == ["down"]
     assert torch.equal(of["down"], tensors(1)["down"])
@@ -106,7 +106,7 @@ def test_a_parameter_lies_in_the_file_where_its_pieces_are_side_by_side(tmp_path
     other = write(tmp_path / "b", {renamed.get(name, name): tensor for name, tensor in tensors(1).items()})
     swapped = Target(plan.targets[id(model), "qk"].shape, torch.bfloat16)
     swapped.pieces = [replace(piece, name=renamed[piece.name]) for piece in plan.targets[id(model), "qk"].pieces]
-    assert torch.equal(swapped.lying_in(other), model.qk.data)
+    assert torch.equal(swapped.mapped_view(other), model.qk.data)
 
 
 def test_a_cast_on_load_is_part_of_the_plan(tmp_path):
