@@ -17,10 +17,10 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 PAUSES_S = (1.0, 60.0)
-"""Between restarts: the first, and the longest."""
+"""Pauses between restarts: the first, and the longest."""
 STEADY_S = 30.0
-"""A task that has run this long since its restart has recovered. A task that works in rounds has recovered after the
-first round that succeeds."""
+"""A task has recovered once it has run this long since its restart, or after a successful round if it works in
+rounds."""
 
 
 def first_words(error: BaseException) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 KEEPALIVE_S = 3, 1, 4
-"""Silence of the other machine after which its kernel is asked for a sign of life, the interval, and the attempts. A
-machine without power or network sends nothing: a stream that only reads would wait for ever."""
+"""TCP keepalive: idle seconds before the first probe, seconds between probes, and number of probes. A machine without
+power or network sends nothing, so a stream that only reads would wait for ever."""
 
 
 def private_socket(path: str | Path) -> socket.socket:

@@ -26,7 +26,7 @@ SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10,
 does not report it. Any other capability gets LEAST_SHARED_BYTES."""
 ONE_COMPILER = "HUMMING_DISABLE_PARALLEL_BUILD"
 NEEDS_THE_OTHER = (
-    "this is the CPU build, whose engines compute on no GPU: install the other one (`APPLIANCE_BUILD=cuda make setup`) "
+    "this is the CPU build, whose engines use no GPU: install the CUDA build (`APPLIANCE_BUILD=cuda make setup`) "
     "or set [box] devices to a number, such as 8, for that many logical CPU devices"
 )
 _MAPS = Path("/proc/self/maps")

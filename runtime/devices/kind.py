@@ -27,7 +27,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 # x86 names of the extensions, and the name in Arm's kernel.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 NEEDS_GPUS = (
-    "this is the CUDA build, whose engines compute on NVIDIA GPUs alone, and the box has only logical CPU devices. If "
+    "this is the CUDA build, whose engines compute only on NVIDIA GPUs, but the box has only logical CPU devices. If "
     "[box] devices is 'auto', the driver showed no GPU: start a container with `--gpus all`; on bare metal "
     "`nvidia-smi` has to list them, and the files /dev/nvidia* have to be there, which nvidia-persistenced makes, or "
     "`sudo nvidia-modprobe -u -c=0`. For logical CPU devices install the CPU build (`APPLIANCE_BUILD=cpu make setup "
@@ -35,8 +35,8 @@ NEEDS_GPUS = (
 )
 # Engines import transformers through vLLM, and transformers imports torchvision wherever it is installed.
 OF_ANOTHER_TORCH = (
-    "torchvision {torchvision} is for GPUs and torch {torch} is not: whatever imports the first fails, and engines do. "
-    "vLLM asks pip for it; the box needs none (`pip uninstall torchvision torchaudio torchcodec`)"
+    "torchvision {torchvision} is for GPUs and torch {torch} is not, so engines, which import torchvision, fail. vLLM "
+    "installs it with pip; the box does not need it (`pip uninstall torchvision torchaudio torchcodec`)"
 )
 
 

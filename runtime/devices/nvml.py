@@ -161,8 +161,8 @@ def _too_old(handle: Any) -> str:
     if capability >= LEAST_CAPABILITY:
         return ""
     return (
-        f"{name} is of compute capability {'.'.join(map(str, capability))}, and the box computes in bfloat16 and with "
-        "FlashAttention, which begin with 8.0 (Ampere)"
+        f"{name} is of compute capability {'.'.join(map(str, capability))}, and the box needs "
+        "at least 8.0 (Ampere) for bfloat16 and FlashAttention"
     )
 
 
@@ -199,12 +199,12 @@ def unfit(handle: Any) -> str:
     """Why a GPU that answers must not be used; "" if it may be."""
     mig = _ask(lambda: pynvml.nvmlDeviceGetMigMode(handle))
     if mig and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
-        return "is cut by MIG, which the box does not use; `nvidia-smi -i N -mig 0` makes it whole"
+        return "is partitioned by MIG, which the box does not support; `nvidia-smi -i N -mig 0` disables MIG"
     mode = _ask(lambda: pynvml.nvmlDeviceGetComputeMode(handle))
     if mode in _EXCLUSIVE:
         return (
-            f"is in compute mode {_EXCLUSIVE[mode]}, in which an engine cannot sleep next to another; "
-            "`nvidia-smi -i N -c DEFAULT` changes that"
+            f"is in compute mode {_EXCLUSIVE[mode]}, in which two engines cannot share a GPU; "
+            "`nvidia-smi -i N -c DEFAULT` resets it"
         )
     return ""
 
@@ -220,7 +220,7 @@ def _processes(handle: Any) -> str:
     shown = ", ".join(str(process.pid) for process in processes[:4]) + (", …" if len(processes) > 4 else "")
     return (
         f"is used by {len(processes)} other process{'es' * (len(processes) > 1)} (pid {shown}), {used_bytes / 1e9:.1f} "
-        "GB of its memory are taken: engines and ranks there will not find what was planned for them"
+        "GB of its memory are used: engines and ranks there will lack planned memory"
     )
 
 
@@ -260,7 +260,7 @@ def fault_of(xid: int) -> str:
     if xid in _RESET:
         return f"reported Xid {xid} and needs a reset (`nvidia-smi --gpu-reset`)"
     if xid == 79:
-        return f"reported Xid {xid}: it has left the bus, the machine needs a restart"
+        return f"reported Xid {xid}: it fell off the bus; restart the machine"
     return f"reported Xid {xid}; NVIDIA's catalogue of Xid errors says what to do"
 
 

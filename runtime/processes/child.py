@@ -79,7 +79,7 @@ class Child:
         self.pid, self.name, self.log_path, self._log_begin = pid, name, log, log_begin
         self.fatal: dict[str, Any] | None = None
         self.status: int | None = None
-        """Its exit status (as in subprocess) once it is dead; None if its warm parent was replaced."""
+        """Exit status (as in subprocess) of the dead process; None if its warm parent was replaced."""
         self._channel = channel
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future] = {}

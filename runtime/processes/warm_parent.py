@@ -48,7 +48,7 @@ from runtime.processes.lifeline import Lifeline, encode
 log = logging.getLogger(__name__)
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
-"""Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
+"""Signals reset to their defaults: a library that prints the native stack first would delay death by five seconds."""
 # glibc reads these when a warm parent starts.
 # hugetlb: ranks allocate and free hundreds of MB in every step; huge pages cut the cost of page faults to a fifth.
 # arena_max: one arena lets the thread that loads a version reuse memory freed by a staging thread, which halves the

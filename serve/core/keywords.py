@@ -13,8 +13,8 @@ from typing import Any, Final
 Schema = dict[str, Any]
 
 OPTIONS: Final = {"whitespace_flexible": False, "lenient": True}
-"""llguidance's. Without whitespace, so that no answer pads itself to its limit. `lenient` ignores unknown keywords: the
-gateway refuses them where they are promised."""
+"""llguidance's options. No free whitespace, so that no answer fills its limit with it. `lenient` ignores unknown
+keywords: the gateway refuses them for strict schemas."""
 _IGNORED: Final = frozenset(
     (
         "not if contains propertyNames dependentRequired dependentSchemas dependencies unevaluatedProperties "

@@ -253,10 +253,10 @@ def engine_size(
         kv = max(left, LEAST_KV_BYTES)
         if left < kv:
             problem = problem or (
-                f"{weights} bytes of weights per device, {others} for adapters, activations and the engine itself, and "
-                f"{device_memory_bytes - room} for other engines that sleep there leave {left} bytes of "
-                f"{device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} are needed: raise the deployment's "
-                "tensor_parallel, or lower [scheduler] max_asleep_per_device"
+                f"a device of {device_memory_bytes} bytes has {left} left for the KV cache, which needs at least "
+                f"{LEAST_KV_BYTES}: weights take {weights}, adapters, activations and the engine {others}, engines "
+                f"asleep there {device_memory_bytes - room}. Raise the deployment's tensor_parallel, or lower "
+                "[scheduler] max_asleep_per_device"
             )
     kv_tokens = (kv // block_bytes - 1) * BLOCK_TOKENS if block_bytes else None
     length, shortened = context, ""
@@ -289,8 +289,8 @@ def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, kv_dtype: st
     where, on_gpu = f"engines on a {kind.title}", not kind.on_host
     if shape.quantized and (lacking := kind.lacks_for_quantised()):
         return (
-            f"its layers are quantised, and engines compute such layers only on a processor with {lacking}, which this "
-            f"one does not have; {INSTEAD_OF_QUANTISED}"
+            f"its layers are quantised, which engines compute only on a processor with {lacking}; this processor "
+            f"lacks it: {INSTEAD_OF_QUANTISED}"
         )
     if on_gpu and adapter_rank and dtype == "float32":
         return (
@@ -300,7 +300,7 @@ def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, kv_dtype: st
     if on_gpu and kv_dtype in ELEMENT_BYTES and kv_dtype != dtype:
         return (
             f"its keys and values are set to {kv_dtype} and it is computed in {dtype}, which {where} do not mix: "
-            "set both alike, or leave keys and values to follow (--kv-cache-dtype none)"
+            "set both to the same dtype, or unset keys and values (--kv-cache-dtype none)"
         )
     sizes = kind.head_sizes
     if sizes and shape.head_dim and shape.head_dim not in sizes and not shape.latent:  # latent: own kernel

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 # have a UUID as name, 38 bytes with the slash.
 MAX_SOCKET_PATH_BYTES = 107 - 38
 SEGMENTS = Path("/dev/shm")
-"""Where engines create segments outside the box's own folder, by whose names any surviving process can remove them."""
+"""Where engines create segments outside the box's folder; their names let any surviving process remove them."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

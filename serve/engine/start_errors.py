@@ -39,8 +39,8 @@ _KNOWN = (
         r"FP8 KV cache is not supported by the Triton .*? on (?P<device>.+?) "
         r"\(compute capability (?P<capability>[\d.]+)",
         "keys and values in FP8 need compute capability 8.9 or higher, and {device} has {capability}: `appliance model "
-        "deploy {model} --kv-cache-dtype bfloat16` (float16 for a model set to that) keeps them in full, whatever the "
-        "checkpoint asks for",
+        "deploy {model} --kv-cache-dtype bfloat16` (float16 for a model set to that) keeps them in 16 bits, "
+        "regardless of the checkpoint's setting",
     ),
     (
         r"Failed to find a kernel that can implement the (?P<format>\w+) linear layer",

@@ -41,8 +41,8 @@ _OTHER_TYPE = ("_type", "literal_error", "union_tag_invalid")
 _FIELD = re.compile(r"[a-z0-9_]+")
 _NO_FIELDS = frozenset("body str int float bool list dict enabled disabled adaptive tool_definition".split())
 UNREADABLE = (
-    "A value in this request has a type or shape that is not expected in its place: compare messages, tools and "
-    "formats with the documentation of this route."
+    "A value in this request has an unexpected type or shape: compare messages, tools and formats with the "
+    "documentation of this route."
 )
 
 # vLLM tries five models per request and creates an error for every token that is not a message: 4 s for 100,000 tokens,

@@ -35,9 +35,9 @@ _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 _FATAL = ("EngineCore failed", "EngineCore encountered a fatal error", "WorkerProc failed")
 REAPED_WITHIN_S = 2.0
 LATE_REPLY_S = 10.0
-"""How long the other workers have to reply once one has failed."""
+"""Time for the other workers to reply after one has failed."""
 NOTICED_WITHIN_S = 0.2
-"""Between the closing of a dead worker's pipes."""
+"""Longest time between the closing of a dead worker's pipes."""
 
 
 def watch() -> None:

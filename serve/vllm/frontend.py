@@ -28,10 +28,9 @@ from weights.format.tool_template import with_tools
 log = logging.getLogger(__name__)
 
 UNFOLLOWED = (
-    "No answer can follow the form that this request asks for (`response_format`, `structured_outputs`, "
-    "`text.format`, `output_config` or its tools) to its end: it allows no value, refers to itself without an object "
-    "or a list in between, or takes too long to check. Ask for a simpler form: fewer alternatives, repeats and "
-    "patterns."
+    "No answer can satisfy the requested format (`response_format`, `structured_outputs`, `text.format`, "
+    "`output_config` or tools): it allows no value, refers to itself without an object or list in between, or takes "
+    "too long to check. Simplify it: use fewer alternatives, repeats and patterns."
 )
 
 

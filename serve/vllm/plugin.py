@@ -22,7 +22,7 @@ from serve.vllm import thoughts
 from serve.vllm.arguments import LOAD_FORMAT
 
 PLAN_ATTRIBUTE = "_shm_load_plan"
-"""Of the model: how later versions replay the load."""
+"""Attribute of the model with its LoadPlan, by which later versions replay the load."""
 
 
 def register() -> None:

@@ -58,7 +58,7 @@ def settle(
     before = dict(settings)
     notes += _sampling(settings)
     if settings.pop("max_new_tokens", None) is not None:
-        notes.append(f"max_new_tokens of {FILE} is not applied: it would cut answers; max_tokens is a request's")
+        notes.append(f"max_new_tokens of {FILE} is not applied: it would truncate answers; requests set max_tokens")
     unread = [key for key in _NOT_APPLIED if settings.get(key)]
     if unread or (settings.get("num_beams") or 1) != 1:
         unread = unread or ["num_beams"]
@@ -101,5 +101,5 @@ def _sampling(settings: dict[str, Any]) -> list[str]:
         for key in ("top_p", "top_k", "min_p"):
             settings.pop(key, None)
         settings |= {"do_sample": False, "temperature": 0.0}
-        notes.append(f"answers are greedy unless a request sets a temperature, by {greedy[0]} of {FILE}")
+        notes.append(f"{greedy[0]} of {FILE} makes answers greedy unless a request sets a temperature")
     return notes

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 URL = r"^https?://[^\s/@]+(/\S*)?$"
-"""Without credentials: people see addresses in messages and in `ps`."""
+"""Pattern of URLs without credentials, because URLs appear in messages and in `ps`."""
 
 
 class _Strict(BaseModel):

@@ -1,4 +1,4 @@
-"""GGUF files become checkpoints that compute what the model computed that they were written from."""
+"""Imports of GGUF files: the checkpoint computes the same as the model from which the file was written."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TOKENS = torch.tensor([[1, 20, 33, 41, 5, 60, 7, 19]])
 
 @pytest.fixture(autouse=True)
 def converts_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions run in this process: one of their own imports torch and transformers for 6 s of processor time."""
+    """Run conversions in this process, because a new process would import torch and transformers for 6 s."""
 
     def run_here(subject: str, module: str, file: str, out: str, *, on_event: Any, **_: Any) -> dict[str, Any]:
         said: list[dict[str, Any]] = []
@@ -38,7 +38,7 @@ def converts_here(monkeypatch: pytest.MonkeyPatch) -> None:
         trial, "run_trial", lambda *of, **how: (run_here if of[1] == "train.convert.gguf" else run_trial)(*of, **how)
     )
     monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(convert.Bounds, "hold", lambda _: None)  # else of the process that runs the tests
+    monkeypatch.setattr(convert.Bounds, "hold", lambda _: None)  # would limit the test process itself
 
 
 def logits(model) -> torch.Tensor:
@@ -47,7 +47,7 @@ def logits(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", gguf_files.FAMILIES)
-def test_logits_are_those_of_the_model_in_the_file(family, tmp_path, capsys):
+def test_converted_gguf_computes_original_logits(family, tmp_path, capsys):
     made = gguf_files.model(family)
     file = gguf_files.write(tmp_path / "m.gguf", made, family)
     convert._convert(file, tmp_path / "out")
@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_model_in_the_file(family, tmp_path, capsys):
     assert tokenizer.chat_template == gguf_files.TEMPLATE and tokenizer.eos_token == "<eos>"
 
 
-def test_the_scaled_rotary_embedding_of_llama_3_is_kept(tmp_path, capsys):
+def test_convert_gguf_keeps_llama3_rope_scaling(tmp_path, capsys):
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     made = gguf_files.model("llama", rope_parameters=rope)
@@ -77,8 +77,8 @@ def test_the_scaled_rotary_embedding_of_llama_3_is_kept(tmp_path, capsys):
         convert._convert(other, tmp_path / "other")
 
 
-def test_import_of_gguf_reads_nothing_beside_the_file(library, tmp_path):
-    """But how to sample. A tokenizer_config.json beside it made transformers ask whether to run its code."""
+def test_import_gguf_ignores_neighbouring_tokenizer_files(library, tmp_path):
+    """Only a generation_config.json is read. transformers would ask whether to run code of a tokenizer_config.json."""
     folder = tmp_path / "some-model-GGUF"
     folder.mkdir()
     file = gguf_files.write(folder / "tiny.Q8.gguf", gguf_files.model("llama"), "llama")
@@ -103,7 +103,7 @@ def test_import_of_gguf_reads_nothing_beside_the_file(library, tmp_path):
     assert not list((tmp_path / "models" / ".staging").iterdir())
 
 
-def test_a_directory_with_a_file_leads_nowhere_else(library, tmp_path):
+def test_import_gguf_refuses_links_and_fifos(library, tmp_path):
     folder, elsewhere = tmp_path / "some-model", tmp_path / "of-somebody-else"
     folder.mkdir()
     elsewhere.mkdir()
@@ -113,7 +113,7 @@ def test_a_directory_with_a_file_leads_nowhere_else(library, tmp_path):
         library.import_model(str(folder))
     (folder / "m.gguf").unlink()
     os.mkfifo(folder / "m.gguf")
-    with pytest.raises(UnsafeLink, match="not a regular file"):  # it waited for a writer for ever
+    with pytest.raises(UnsafeLink, match="not a regular file"):  # opening it would wait for a writer for ever
         library.import_model(str(folder))
     (folder / "m.gguf").unlink()
     (folder / "m.gguf").write_bytes(theirs.read_bytes())
@@ -124,7 +124,7 @@ def test_a_directory_with_a_file_leads_nowhere_else(library, tmp_path):
     assert not checkpoints.stored(tmp_path)
 
 
-def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):
+def test_import_gguf_refuses_truncated_and_foreign_files(library, tmp_path):
     made = gguf_files.model("llama")
     sound = gguf_files.write(tmp_path / "sound.gguf", made, "llama").read_bytes()
     cut = tmp_path / "cut.gguf"
@@ -144,7 +144,7 @@ def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):
         library.import_model(str(text))
 
 
-def test_a_model_larger_than_memory_is_refused_before_it_is_read(library, tmp_path, monkeypatch):
+def test_import_gguf_larger_than_memory_is_refused(library, tmp_path, monkeypatch):
     file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model("llama"), "llama")
     monkeypatch.setattr(convert.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     with pytest.raises(NotEnoughMemory, match="1.1 GB"):
