@@ -24,7 +24,7 @@ rounds."""
 
 
 def first_words(error: BaseException) -> str:
-    """An exception in one line."""
+    """An exception's type and message in one line."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -40,13 +40,14 @@ class BackgroundTasks:
     def keep(
         self, name: str, run: Callable[[], Awaitable[None]], pauses_s: tuple[float, float] = PAUSES_S
     ) -> asyncio.Task[None]:
-        """Run it, and restart it after every exception, until it returns or is cancelled. pauses_s: first, longest."""
+        """Run `run`, and restart it after every exception, until it returns or is cancelled. pauses_s: first,
+        longest."""
         return self._start(name, self._keep(name, run, pauses_s))
 
     def keep_every(
         self, name: str, once: Callable[[], Awaitable[None]], every_s: float, *, at_once: bool = False
     ) -> asyncio.Task[None]:
-        """Run one round every `every_s`, for ever. The first runs `at_once`, else after `every_s`."""
+        """Call `run` every `every_s` seconds for ever; the first time at once if `at_once`, else after `every_s`."""
 
         async def rounds() -> None:
             # After a failure the task has already paused, so the next round runs at once.
@@ -60,7 +61,7 @@ class BackgroundTasks:
         return self.keep(name, rounds)
 
     def once(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Run it once, under `guard`."""
+        """Run `run` once, under `guard`."""
 
         async def guarded() -> None:
             with self.guard(name):
@@ -84,7 +85,7 @@ class BackgroundTasks:
         return sorted({name.partition(":")[0] for name in list(self._troubles)})
 
     def degraded(self) -> list[dict[str, Any]]:
-        """`[{"name", "since_s", "why", "failures"}]`, by name: failures in a row, since a Unix time."""
+        """`[{"name", "since_s" (Unix time), "why", "failures" (in a row)}]`, sorted by name."""
         return [{"name": name, **trouble} for name, trouble in sorted(self._troubles.items())]
 
     async def stop(self) -> None:

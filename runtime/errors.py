@@ -25,7 +25,7 @@ class WarmParentError(RuntimeLayerError): ...
 
 
 class ChildDied(RuntimeLayerError):
-    """starved: the kernel's OOM killer ran at that moment."""
+    """The forked process ended. starved: the kernel's OOM killer ran at that moment."""
 
     def __init__(self, name: str, pid: int, log_path: str, log_tail: str = "", starved: bool = False):
         super().__init__(name, pid, log_path, log_tail, starved)

@@ -1,4 +1,4 @@
-"""Logs as JSON lines on stderr, with the same keys in every process of the box; the ends of log files; time stamps.
+"""Logs as JSON lines on stderr, with the same keys in every process of the box; reads ends of log files; formats times.
 
 A line has `time` (UTC, ISO 8601), `level`, `process`, `event` (what happened, for people) and `logger`, then the ids
 that apply, and `exception` with a traceback. A process that handles one thing sets its ids once; otherwise use

@@ -55,7 +55,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def mutual_tls(purpose: int) -> ssl.SSLContext:
-    """A context for `ssl.PROTOCOL_TLS_SERVER` or `_CLIENT`. Raises KeyError where other machines cannot join."""
+    """A context for `ssl.PROTOCOL_TLS_SERVER` or `_CLIENT`. Raises KeyError if other machines cannot join the box."""
     context = ssl.SSLContext(purpose)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED

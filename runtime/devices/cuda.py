@@ -87,7 +87,7 @@ class Cuda(DeviceKind):
         return nvml.probe()
 
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
-        # NVML's numbers, not CUDA's default order, which puts the fastest first.
+        # NVML's order, not CUDA's default order, which puts the fastest first.
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         return visible | {"NCCL_SOCKET_IFNAME": "lo"}
 

@@ -44,13 +44,13 @@ OF_ANOTHER_TORCH = (
 class Found:
     """One device of this machine."""
 
-    index: int  # its number in the variables of `visibility`
+    index: int  # its number in the variables that `visibility` returns
     name: str
     memory_bytes: int
     numa_node: int | None = None
     linked: frozenset[int] = frozenset()  # indexes of devices that it has a direct link to
     uuid: str = ""  # stable over restarts, even if the index changes; "" if it has none
-    unfit: str = ""  # why it must not be used now; "" if it may be
+    unfit: str = ""  # why it must not be used; "" if it is usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Reading:
     power_limit_w: float | None = None
     energy_j: float | None = None  # consumed since the driver was loaded
     busy: float | None = None  # the fraction of the last 0.2 to 1 s in which it computed
-    memory_used_bytes: int | None = None  # by all processes
+    memory_used_bytes: int | None = None  # used by all processes
     clock_hz: float | None = None
     throttled: tuple[str, ...] = ()  # why its clock is reduced, names from THROTTLES
 
@@ -94,10 +94,10 @@ class DevicesRefused(RuntimeError):
 
 
 class DeviceKind:
-    """One kind of device: the host."""
+    """A kind of device; this class is the host's processors."""
 
-    name: str = HOST_MEMORY  # in specs, the database and the admin API; also torch's and DeepSpeed's name
-    title: str = "logical CPU device"  # in messages
+    name: str = HOST_MEMORY  # name in specs, the database and the admin API; torch's and DeepSpeed's name too
+    title: str = "logical CPU device"  # name in messages
     collectives: str = "gloo"  # the torch.distributed backend for its ranks
     on_host: bool = True
     """It computes on the host's processors in the host's memory: offloading saves nothing, a process that leaves a
@@ -114,7 +114,7 @@ class DeviceKind:
     engine knows."""
 
     def present(self) -> bool:
-        """Whether this machine has such devices. The check does not touch them, as a process that forks requires."""
+        """Whether this machine has such devices. The check does not touch them, so that a process may still fork."""
         return True
 
     def probe(self) -> tuple[Found, ...]:
@@ -133,7 +133,7 @@ class DeviceKind:
         return {}
 
     def address(self, index: int) -> str:
-        """The device address for a rank's supervisor; the same for devices that are interchangeable for a process."""
+        """The device's address for a rank's supervisor; equal for devices that are interchangeable."""
         return self.name
 
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]] | None:
@@ -147,7 +147,7 @@ class DeviceKind:
         return {}
 
     def computes_bf16(self) -> bool:
-        """Whether they multiply matrices in bfloat16 natively; emulation takes ten times as long as float32."""
+        """Whether these devices multiply bfloat16 natively; emulation takes ten times as long as float32."""
         return bool(_BF16_FLAGS & host_features())
 
     def lacks_for_quantised(self) -> str:
@@ -158,7 +158,7 @@ class DeviceKind:
         return "AVX-512" if "sse2" in host_features() and "avx512f" not in host_features() else ""
 
     def of_another_build(self) -> str:
-        """Why no engine of this installation computes on them, and what to do; "" if it does."""
+        """Why this build's engines cannot compute on these devices, and what to do; "" if they can."""
         if for_processors() is False:
             return NEEDS_GPUS
         torch, torchvision = installed("torch"), installed("torchvision")
@@ -204,10 +204,10 @@ class DeviceKind:
         """Make it the current device of this thread; a new thread starts on the first device."""
 
     def synchronize(self, device: Any) -> None:
-        """Wait for all work submitted to it."""
+        """Wait for all work submitted to the device."""
 
     def wait_for_copies(self, device: Any) -> None:
-        """Wait for the work that this thread submitted to it."""
+        """Wait for the work that this thread submitted to the device."""
 
     def locked_buffer(self, elements: int) -> Any:
         """A page-locked float32 tensor (elements,) on the host: copies to and from the device run at full rate and may

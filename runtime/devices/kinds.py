@@ -24,7 +24,7 @@ def kind_of(name: str) -> DeviceKind:
 
 
 def of_torch(device: Any) -> DeviceKind:
-    """The kind of a tensor's or a worker's device."""
+    """The kind of a torch device."""
     return KINDS[device.type]
 
 

@@ -1,6 +1,6 @@
 """Finds and watches NVIDIA GPUs, and sets their power limits, through NVML.
 
-An Xid is the driver's number for an error of a GPU. Source of their meaning: NVIDIA's catalogue of Xid errors
+An Xid is the driver's number for an error of a GPU. The tables below follow NVIDIA's catalogue of Xid errors
 (docs.nvidia.com/deploy/xid-errors), its column "immediate action", as of October 2025.
 """
 
@@ -85,13 +85,13 @@ def probe() -> tuple[Found, ...]:
         return ()
     except pynvml.NVMLError_LibRmVersionMismatch as error:
         raise DevicesRefused(
-            "the NVIDIA driver in the kernel and its library libnvidia-ml are of different versions, as after an "
+            "the kernel's NVIDIA driver and its library libnvidia-ml have different versions, as after an "
             f"update without a reboot: reboot, or reload the kernel module (`rmmod nvidia_uvm nvidia && modprobe "
             f"nvidia`). {_ON_CPU}"
         ) from error
     except pynvml.NVMLError as error:
         raise DevicesRefused(
-            f"NVML, the NVIDIA driver's library, does not start ({error}); `nvidia-smi` says more. {_ON_CPU}"
+            f"NVML, the NVIDIA driver's library, does not start ({error}); run `nvidia-smi` for details. {_ON_CPU}"
         ) from error
     if old and not gpus:
         raise DevicesRefused(f"the NVIDIA GPUs of this machine are too old: {next(iter(old.values()))}. {_ON_CPU}")
@@ -104,7 +104,7 @@ def probe() -> tuple[Found, ...]:
     alike_bytes = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=0)
     if gpus and not alike_bytes:
         raise DevicesRefused(
-            f"the driver names {len(gpus)} NVIDIA GPUs and none of them can be used (the first {gpus[0].unfit}); "
+            f"the driver names {len(gpus)} NVIDIA GPUs and none can be used (the first {gpus[0].unfit}); run "
             f"`nvidia-smi` and `dmesg | grep -i xid` say more. {_ON_CPU}"
         )
     return tuple(gpu if gpu.memory_bytes else replace(gpu, memory_bytes=alike_bytes) for gpu in gpus)
@@ -152,7 +152,7 @@ def _answering(handle: Any) -> Any:
 
 
 def _too_old(handle: Any) -> str:
-    """Why engines and ranks do not compute on this GPU, whatever is set; "" if they do, or if it does not answer."""
+    """Why this GPU is too old for engines and ranks; "" if it is not, or if it does not answer."""
     try:
         capability = pynvml.nvmlDeviceGetCudaComputeCapability(_answering(handle))
         name = pynvml.nvmlDeviceGetName(handle)
@@ -301,7 +301,7 @@ class Watch:
         while True:
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
-            except pynvml.NVMLError:  # usually the timeout: there is no other event
+            except pynvml.NVMLError:  # usually the timeout: no event is left
                 return faults
             try:
                 index = pynvml.nvmlDeviceGetIndex(event.device)

@@ -21,7 +21,7 @@ from runtime.processes.kernel import group_alive, how_it_ended, kill_group, kill
 from runtime.processes.lifeline import encode
 
 KILLS_EVERY_S = 2.0
-CORE_KILLED = "CoreKilled"  # of serve.core.errors: the front end of an engine reports a kill of its core or a worker
+CORE_KILLED = "CoreKilled"  # of serve.core.errors: an engine's front end reports that its core or a worker was killed
 LENGTH = struct.Struct(">I")
 LAST_FRAME = re.compile(rb'\{"ended":(-?\d+)\}\Z')
 KILL_TIMEOUT_S = 30.0  # killed processes that wait for a busy disk took more than 10 s to end
@@ -39,7 +39,7 @@ class Channel:
         self.received = bytearray()  # received, not yet consumed
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Raises ChannelClosed when the peer is gone."""
+        """Send a message. Raises ChannelClosed if the peer is gone."""
         try:
             body = encode(message)
             self._writer.write(LENGTH.pack(len(body)) + body)
@@ -48,7 +48,7 @@ class Channel:
             raise ChannelClosed("the process is gone") from error
 
     async def receive(self) -> dict[str, Any]:
-        """The next message. Raises ChannelClosed at the end."""
+        """Return the next message. Raises ChannelClosed at end of file."""
         return json.loads(await self._exactly(*LENGTH.unpack(await self._exactly(LENGTH.size))))
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Channel:
 class Child:
     """One forked process and everything under it (it leads its own process group).
 
-    Use it on one asyncio loop. If the connection closes or this process dies, the child dies.
+    Use it on one asyncio loop. The child dies if the connection closes or this process dies.
     """
 
     def __init__(self, channel: Channel, pid: int, name: str, log: str, log_begin: int):
@@ -172,7 +172,7 @@ class Child:
         kill_group(self.pid)
 
     async def kill_and_wait(self) -> None:
-        """Kill the whole process group and return when none of it is left, so that its devices are free."""
+        """Kill the whole process group and return when all its processes are gone and their devices free."""
         self.kill()
         async with asyncio.timeout(KILL_TIMEOUT_S):
             await self.closed()
@@ -187,7 +187,7 @@ class Child:
         """Call the child's `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
         try:
             async with asyncio.timeout(timeout_s):
-                with suppress(ChildDied):  # it ended before its answer arrived
+                with suppress(ChildDied):  # the child ended before its answer arrived
                     await self.call("stop")
                 await self.closed()
                 return True
@@ -210,7 +210,7 @@ class Child:
                 core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
                 self.starved = core_killed or not self._killed and self.status == -signal.SIGKILL
             self._gone.set()
-            self.kill()  # processes that the dead one started must not outlive it
+            self.kill()  # processes that the child started must not outlive it
             self._channel.close()
             for answer in self._waiting.values():
                 if not answer.done():

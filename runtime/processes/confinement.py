@@ -89,7 +89,7 @@ def confine(readable: Iterable[Path], memory_bytes: int, cpu_s: int) -> None:
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
-    threads = int(Path("/proc/loadavg").read_text().rpartition("/")[2].split()[0])  # of all users
+    threads = int(Path("/proc/loadavg").read_text().rpartition("/")[2].split()[0])  # threads of all users
     most_threads = resource.getrlimit(resource.RLIMIT_NPROC)[1] % (1 << 63)  # RLIM_INFINITY is -1: no limit
     has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for limit, value in (
@@ -120,7 +120,7 @@ def _confine_files(readable: Iterable[Path]) -> None:
     abi = _landlock_abi()
     rules = _Ruleset(
         (1 << _FILE_RIGHTS.get(abi, max(_FILE_RIGHTS.values()))) - 1,
-        0b11 if abi >= 4 else 0,  # binding and connecting TCP
+        0b11 if abi >= 4 else 0,  # binding and connecting of TCP sockets
         0b11 if abi >= 6 else 0,  # abstract sockets and signals of other processes
     )
     size = 8 if abi < 4 else 16 if abi < 6 else 24
@@ -181,7 +181,7 @@ def _allowed_calls() -> int:
     def allow(name: str, *conditions: _Compared, action: int = _ALLOW) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:
-            return  # not a call of this architecture
+            return  # no such call on this architecture
         comparisons = (_Compared * len(conditions))(*conditions)
         if (failed := library.seccomp_rule_add_array(rules, action, number, len(conditions), comparisons)) != 0:
             raise OSError(-failed, f"seccomp_rule_add({name}): {os.strerror(-failed)}")
@@ -192,7 +192,7 @@ def _allowed_calls() -> int:
     allow("clone3", action=_ERRNO | errno.ENOSYS)  # seccomp cannot check flags in memory; libc falls back to clone
     allow("madvise", _Compared(2, _LESS, _MADV_HWPOISON))
     allow("prlimit64", _Compared(0, _EQ, 0), _Compared(2, _EQ, 0))  # only read its own limits
-    # No other command: F_SETOWN and F_SETSIG would signal others.
+    # No other command: F_SETOWN and F_SETSIG could signal other processes.
     for command in (1, 2, 3, 1030):  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
         allow("fcntl", _Compared(1, _EQ, command))
     return int(rules)

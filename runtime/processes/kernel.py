@@ -35,7 +35,7 @@ def last_error(words: str) -> OSError:
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send this process a signal when the thread that created it ends (prctl(2)).
 
-    A fork or the exec of a set-uid program loses the request, so every process must make it. The kernel does not report
+    Forks and execs of set-uid programs drop the request, so every process must call this. The kernel does not report
     a parent that died before the call, hence the check of the parent's pid (`parent`, if noted before the fork).
     """
     parent = os.getppid() if parent is None else parent
@@ -64,7 +64,7 @@ def group_rss_bytes(pgid: int) -> int:
     """Proportional set size of all processes of a group, in bytes: each shared page is divided among its users."""
     nbytes = 0
     for pid in group_pids(pgid):
-        with suppress(psutil.Error):  # it is gone
+        with suppress(psutil.Error):  # the process is gone
             nbytes += psutil.Process(pid).memory_full_info().pss
     return nbytes
 
@@ -96,7 +96,7 @@ def group_alive(pgid: int) -> bool:
 
 def how_it_ended(status: int) -> str:
     """Completes "the process …". status: as in subprocess, negative for a signal."""
-    if status == -signal.SIGKILL:  # nothing in the box kills such a process
+    if status == -signal.SIGKILL:  # the box itself does not kill it
         return (
             "was killed (SIGKILL), most likely by the kernel for lack of memory: `appliance doctor` shows its users; "
             "try again"
@@ -109,8 +109,8 @@ def how_it_ended(status: int) -> str:
 
 
 async def run_command(*command: str, within_s: float | None = None) -> tuple[int, bytes, bytes]:
-    """Run a command, and return its exit status, output and errors. It is killed if it does not end in time, or if this
-    is cancelled. Raises TimeoutError."""
+    """Run a command, and return its exit status, output and errors. Kills the command at the time limit or on
+    cancellation. Raises TimeoutError."""
     null, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=pipe)
     try:
@@ -148,7 +148,7 @@ class DiesAs(IntEnum):
 
 
 def dies_as(kind: DiesAs, pid: int | str = "self") -> bool:
-    """Set one process's place in the order. False if the process is gone or the kernel refuses: an unprivileged process
+    """Set the `oom_score_adj` of a process. False if the process is gone or the kernel refuses: an unprivileged process
     may not go below a value that a privileged process set."""
     try:
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(int(kind)))
@@ -200,7 +200,7 @@ def bind_near(numa_nodes: Sequence[int | None]) -> frozenset[int] | None:
     if not all(file.exists() for file in lists):
         return None
     allowed, near = os.sched_getaffinity(0), set()
-    for part in ",".join(file.read_text().strip() for file in lists).split(","):  # such as 0-3,8; "" has none
+    for part in ",".join(file.read_text().strip() for file in lists).split(","):  # such as 0-3,8; "" without processors
         first, _, last = part.partition("-")
         near |= set(range(int(first), int(last or first) + 1)) if part else set()
     near &= allowed

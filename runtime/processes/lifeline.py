@@ -30,7 +30,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if hasattr(value, "item"):  # numpy and torch scalars
         return value.item()
-    raise TypeError(f"{type(value).__name__} cannot travel on a lifeline; send numbers, strings, lists and dicts")
+    raise TypeError(f"{type(value).__name__} cannot be sent on a lifeline; send numbers, strings, lists and dicts")
 
 
 class Lifeline:
@@ -41,7 +41,7 @@ class Lifeline:
     """
 
     def __init__(self, connection: Connection):
-        """connection: to the supervisor."""
+        """connection: connection to the supervisor."""
         self._connection, self._sending = connection, threading.Lock()
         self._handlers: Future[dict[str, Callable[..., Any]]] = Future()
         # Start the thread at once: a process that is still starting must not outlive its supervisor either.

@@ -148,7 +148,7 @@ def _run_child(channel: Connection, message: dict[str, Any]) -> NoReturn:
     channel.send_bytes(encode({"pid": os.getpid()}))
     code, lifeline = 1, Lifeline(channel)
     try:
-        kind.ask_for_instructions()  # a process that computes on a GPU computes on the host too
+        kind.ask_for_instructions()  # processes on a GPU compute on the host too
         module, _, function = message["entry"].partition(":")
         code = int(getattr(importlib.import_module(module), function)(lifeline, message["args"]) or 0)
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a process: report, log, exit
@@ -184,13 +184,13 @@ class WarmSpec:
 
 
 class NodeAgent:
-    """Starts a node's warm parents and restarts each that dies; its forked children survive."""
+    """Starts a node's warm parents and restarts those that die; their forked children survive."""
 
     def __init__(self, warm: list[WarmSpec]):
         self._specs = {spec.name: spec for spec in warm}
         self._background = BackgroundTasks()
         self._tasks: list[asyncio.Task[None]] = []
-        # "" once it accepts requests, else how it died before that; absent during an import.
+        # By name: "" once it accepts requests, else how it died during the import; absent during the import.
         self._outcomes: dict[str, str] = {}
 
     async def start(self) -> None:
@@ -201,7 +201,7 @@ class NodeAgent:
 
     async def wait_warm(self, name: str, timeout_s: float) -> None:
         """Return when the warm parent `name` accepts requests. Raise WarmParentError after `timeout_s` seconds, or as
-        soon as it has ended instead; it is restarted all the same."""
+        soon as it has ended; it is restarted all the same."""
         spec = self._specs[name]
         try:
             async with asyncio.timeout(timeout_s):
@@ -212,7 +212,7 @@ class NodeAgent:
             how = f"is not ready after {timeout_s} s"
         if how:
             log = tail(spec.log_path)
-            # In the first line, since `status` and hand-overs show only that line of an error.
+            # Quote the log's last line first, since `status` and hand-overs show only an error's first line.
             last = log.rpartition("\n")[2]
             ends = f"its log {spec.log_path} ends with {last!r}"
             raise WarmParentError(f"warm parent {name}, which imports {spec.preload}, {how}; {ends}:\n{log}")
@@ -222,7 +222,7 @@ class NodeAgent:
         await self._background.stop()
 
     async def _keep(self, spec: WarmSpec) -> None:
-        """One life of a warm parent. Raises WarmParentError at its end."""
+        """Run a warm parent once. Raises WarmParentError at its end."""
         Path(spec.socket_path).unlink(missing_ok=True)
         process = await asyncio.create_subprocess_exec(
             sys.executable,

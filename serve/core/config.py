@@ -1,4 +1,4 @@
-"""Settings of the engine side; the appliance's configuration composes them."""
+"""Settings of engines, which the appliance's configuration includes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_replicas: int = Field(2, ge=1, description="replicas a model may have, unless its deployment says otherwise")
+    max_replicas: int = Field(2, ge=1, description="most replicas of a model, unless its deployment sets a number")
     max_num_seqs: int | None = Field(
         None,
         ge=1,

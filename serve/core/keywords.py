@@ -40,7 +40,7 @@ def unenforced(schema: Any) -> Iterator[str]:
         keywords = {name for name in node.keys() & _IGNORED if node[name] is not False or name != "uniqueItems"}
         if node.get("format") in _IGNORED_FORMATS:
             keywords.add("format")
-        if "properties" in node:  # llguidance counts properties only where all are required
+        if "properties" in node:  # llguidance counts properties only if all are required
             keywords |= node.keys() & {"minProperties", "maxProperties"}
         yield from (f"{path}{keyword}" for keyword in sorted(keywords))
 
@@ -69,13 +69,13 @@ def counted(schema: Any) -> float:
 
 def defined(schema: Any) -> int:
     """The number of definitions. llguidance follows references by recursion: a chain of 400 through lists of objects
-    passed, and 500 ended its process."""
+    passed, a chain of 500 ended its process."""
     definitions = (node.get(name) for _, node in nodes(schema) for name in ("$defs", "definitions"))
     return sum(len(named) for named in definitions if isinstance(named, dict))
 
 
 def nodes(schema: Any) -> Iterator[tuple[str, Schema]]:
-    """All schemas in a schema, itself first, each with its path, which ends in a dot."""
+    """The schema and all schemas inside it, each with its path, which ends in a dot."""
     stack: list[tuple[str, Any]] = [("", schema)]
     while stack:
         path, node = stack.pop()

@@ -48,8 +48,8 @@ ELSEWHERE = {
 
 
 def in_fewer_bits(engine_arguments: Iterable[str]) -> bool:
-    """Whether weights, keys and values or states are kept in fewer bits than in training. Kernels' own rounding is
-    within the tolerance of a version's token."""
+    """Whether weights, keys and values or states are kept in fewer bits than in training. Such settings change answers
+    beyond the tolerance of a version's token; kernels' rounding does not."""
     return any(argument.partition("=")[0] in _FEWER_BITS for argument in engine_arguments)
 
 

@@ -42,8 +42,8 @@ GRAPH_BYTES = 2**30  # vLLM reports 0.5 to 1 GiB for models of 1 to 8 B paramete
 LEAST_ACTIVATIONS_BYTES = 2**30
 
 PROCESS_BYTES, WORKER_BYTES = 285_000_000, 190_000_000  # front end with its core; each further worker
-TOKENIZER_BYTES = 1_600  # per token of the vocabulary
-BATCH_ELEMENTS_H, BATCH_ELEMENTS_F = 16, 4  # per token of a batch, times hidden and MLP width
+TOKENIZER_BYTES = 1_600  # bytes per token of the vocabulary
+BATCH_ELEMENTS_H, BATCH_ELEMENTS_F = 16, 4  # elements per token of a batch, times hidden size and MLP width
 # Per row and token of the vocabulary. On a CPU: logits, sorted values, indexes and cumulative sums. On a GPU: logits,
 # float32 logits, sampling noise, and token counts for penalties (vllm/v1/worker/gpu/sample).
 SAMPLING_BYTES, GPU_SAMPLING_BYTES = 40, 16
@@ -86,7 +86,7 @@ class ServedShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], stored_bytes: int, n_parameters: int) -> ServedShape:
-        """From a Hugging Face config.json; the text part of a multimodal model."""
+        """The shape from a Hugging Face config.json; of a multimodal model its text part."""
         text = text_part(config)
         number = partial(size, text)
         hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
@@ -166,7 +166,7 @@ class EngineSize:
     problem: str
 
     def spec_fields(self) -> dict[str, Any]:
-        """Fields of a ReplicaSpec. Raises NotServable."""
+        """The size as fields of a ReplicaSpec. Raises NotServable."""
         if self.problem:
             raise NotServable(self.problem)
         names = (
@@ -187,8 +187,8 @@ def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
 
 
 def default_batch(device_memory_bytes: int, device_name: str, *, on_host: bool) -> tuple[int, int]:
-    """vLLM 0.32's server defaults (requests at once, tokens in a batch) (EngineArgs.get_batch_defaults); fewer requests
-    on a CPU, which gains nothing from more."""
+    """(requests at once, tokens in a batch): vLLM 0.32's server defaults (EngineArgs.get_batch_defaults), but fewer
+    requests on a CPU, which gains nothing from more."""
     if on_host:
         return CPU_MAX_NUM_SEQS, 2048
     if device_memory_bytes >= 160 * 2**30:
@@ -303,7 +303,7 @@ def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, kv_dtype: st
             "set both to the same dtype, or unset keys and values (--kv-cache-dtype none)"
         )
     sizes = kind.head_sizes
-    if sizes and shape.head_dim and shape.head_dim not in sizes and not shape.latent:  # latent: own kernel
+    if sizes and shape.head_dim and shape.head_dim not in sizes and not shape.latent:  # latent attention: other kernel
         known = ", ".join(map(str, sorted(sizes)))
         return f"its attention heads have {shape.head_dim} elements, and {where} compute heads of {known}"
     return ""
@@ -327,6 +327,6 @@ def _parts(
         return -(-weights // shards), activations // shards, -(-_process_bytes(shape, shards) // shards)
     if 2 * shape.stored_bytes < 3 * shape.n_parameters:
         weights = shape.stored_bytes  # under 1.5 bytes per parameter: quantised, as another file specifies (ModelOpt)
-    # Tensor parallelism divides only the MLP.
+    # Tensor parallelism divides only the MLP's activations.
     activations = tokens * (hidden + ffn // shards) * element + rows * shape.vocab * GPU_SAMPLING_BYTES
     return -(-weights // shards), max(LEAST_ACTIVATIONS_BYTES, activations), kind.context_bytes + GRAPH_BYTES

@@ -84,7 +84,7 @@ class ReplicaSpec:
         return str(Path(self.socket_path).with_suffix(".d"))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """The spec as plain values for JSON."""
         return asdict(self)
 
 
@@ -99,7 +99,7 @@ def _folder_prefix(sockets: Path) -> str:
 
 
 def remove_segments_of(socket_path: str | Path) -> None:
-    """Remove the segments left by the engine that listened on this socket."""
+    """Remove the segments of the dead engine that listened on this socket."""
     for segment in SEGMENTS.glob(f"{segment_prefix_of(socket_path)}*"):
         segment.unlink(missing_ok=True)
 

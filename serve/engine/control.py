@@ -135,9 +135,9 @@ class EngineControl:
             return {"model": model, "version": version, **report, **done}
 
     async def sleep(self) -> dict[str, Any]:
-        """Free weights and KV memory; where no other version can be loaded, move the weights to host memory instead.
-        The caller has drained the engine; if requests remain after a short grace period, it raises WrongState. Raises
-        EngineFailed (kill it) if vLLM fails, because then its scheduler is paused and its memory half released."""
+        """Free weights and KV memory; if the engine can load no other version, move the weights to host memory instead.
+        Drain the engine before: raises WrongState if requests remain after a grace period. Raises EngineFailed (kill
+        it) if vLLM fails and leaves its scheduler paused and its memory partly released."""
         async with self._lock:
             self._require("ready", "sleep")
             await self._drained()
@@ -149,12 +149,12 @@ class EngineControl:
                 await self.llm.sleep(level=1 if refusal else 2, mode="keep")
             except Exception as error:  # noqa: BLE001 - how much is released is unknown
                 self.state = "failed"
-                raise EngineFailed(f"the engine did not fall asleep: {error}") from error
+                raise EngineFailed(f"the engine failed to sleep: {error}") from error
             self.state, self._lease = "asleep", None
             return {"seconds": time.perf_counter() - began_s}
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
-        """Wake with the weights of `version_path`, which may differ from the version before the sleep if those were
+        """Wake with the weights of `version_path`, which may be another version than before the sleep if weights were
         freed. Raises VersionError (still asleep) or EngineFailed (kill it)."""
         async with self._lock:
             self._require("asleep", "wake")
@@ -171,7 +171,7 @@ class EngineControl:
                     await self.llm.wake_up(["weights"])
                     report = await self._load(model, version, version_path, held)
                     token = await self._ask_token(version_path)  # before all waiting requests
-                    await self.llm.wake_up(["kv_cache"])  # scheduling resumes
+                    await self.llm.wake_up(["kv_cache"])  # also resumes scheduling
                 verdict = await token
             except Exception as error:  # noqa: BLE001 - whatever failed, the weights are not to be served
                 raise self._failed(version_path, error) from error
@@ -184,7 +184,7 @@ class EngineControl:
 
     def _require(self, state: str, call: str) -> None:
         if self.state != state:
-            raise WrongState(f"{call} needs a {state} engine, this one is {self.state}")
+            raise WrongState(f"{call} needs a {state} engine, but this engine is {self.state}")
 
     async def _drained(self) -> None:
         """Wait until no request is left: vLLM's engine dies if it sleeps with decodes in flight (vllm#45520)."""
@@ -249,7 +249,7 @@ class EngineControl:
         return EngineFailed(problem) if by_chance else ReloadFailed(problem)
 
     async def _ask_token(self, path: str) -> Coroutine[Any, Any, dict[str, Any]]:
-        """Ask the engine for the token after the prompt of the version's record. Awaiting the result checks it."""
+        """Request the token after the prompt of the version's record. Awaiting the result checks the token."""
         # A version that is quantised at loading gives other answers than recorded.
         record = None if in_fewer_bits(self.spec.extra_args) else await asyncio.to_thread(recorded_token, path)
         params: SamplingParams | PoolingParams

@@ -114,7 +114,7 @@ def _refusal(spec: ReplicaSpec) -> str:
             ("reasoning", options.reasoning_parser, ReasoningParserManager),
         ):
             if name and name not in (known := parsers.list_registered()):
-                raise ValueError(f"there is no {kind} parser {name}; vLLM has {', '.join(sorted(known))}")
+                raise ValueError(f"unknown {kind} parser {name}; vLLM has {', '.join(sorted(known))}")
         AsyncEngineArgs.from_cli_args(options).create_engine_config()
         return ""
     except ValidationError as error:
@@ -231,7 +231,7 @@ def _handlers(
     loop = asyncio.get_running_loop()
 
     def on_loop(method: Callable[..., Any]) -> Callable[..., Future]:
-        alone = method.__name__ in ("status", "pulse", "stop")  # they detect a dead core themselves
+        alone = method.__name__ in ("status", "pulse", "stop")  # these calls detect a dead core themselves
         return lambda **args: asyncio.run_coroutine_threadsafe(
             method(**args) if alone else _while_alive(method(**args), dead, method.__name__), loop
         )

@@ -48,7 +48,7 @@ _OF_THE_MACHINE = {
 
 
 class Replica:
-    """Start, swap, sleep, wake and stop one engine. One operation at a time; `status` at any time."""
+    """Start, swap, sleep, wake and stop one engine. Call one operation at a time, but `status` at any time."""
 
     def __init__(self, warm_socket: str, log_dir: str, config: EngineConfig | None = None):
         self._warm_socket, self._log_dir = warm_socket, Path(log_dir)
@@ -67,11 +67,11 @@ class Replica:
         """Fork an engine, load its version from shared memory and return when it serves.
 
         Returns `{"pid", "seconds": {...}, "fingerprint": {...}}`. Raises EngineStartFailed (with the end of the
-        engine's log), WrongState when one runs already, WarmParentError.
+        engine's log), WrongState if an engine runs already, WarmParentError.
         """
         if self._child is not None and self._child.alive:
             raise WrongState(f"replica {self._spec.replica_id} runs an engine already (pid {self._child.pid})")
-        _remove_leftovers(spec)  # left by a supervisor that was killed with its engine
+        _remove_leftovers(spec)  # of a supervisor that was killed with its engine
         began_s = time.perf_counter()
         log_path = self._log_dir / f"engine-{spec.replica_id}.log"
         child = await Child.spawn(
@@ -113,7 +113,7 @@ class Replica:
         raise _start_failed(spec, child, event, child.how_it_ended())
 
     async def life(self) -> dict[str, Any]:
-        """Return this supervisor's runtime.processes.kernel.life; callers also use it as a liveness check."""
+        """Return runtime.processes.kernel.life of this supervisor; callers also use the call as a liveness check."""
         return life()
 
     async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class Replica:
         child.kill()
 
     async def stop(self) -> None:
-        """End the engine and everything it started; does nothing without an engine."""
+        """End the engine and all processes that it started; does nothing without an engine."""
         if self._child is not None:
             if self._child.alive:
                 await self._child.stop(self._config.stop_timeout_s)

@@ -75,7 +75,7 @@ class Piece:
 
 @dataclass
 class Target:
-    """A parameter or buffer of the model in its checkpoint form, and the pieces that fill it."""
+    """A parameter or buffer of the model in the checkpoint's layout, and the pieces that fill it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -110,7 +110,8 @@ class VersionSource:
         return flat.view(described.dtype).view(described.shape)
 
     def aligned(self, name: str) -> bool:
-        """Whether `tensor(name)` is a view; foreign files may hold tensors at odd offsets, which are copied."""
+        """Whether `tensor(name)` is a view; foreign files may hold tensors at unaligned offsets, which `tensor`
+        copies."""
         placed = self.layout.find(name)
         return (self._maps[placed.file].bytes.data_ptr() + placed.start) % self.described[name].dtype.itemsize == 0
 
@@ -120,7 +121,7 @@ class VersionSource:
             yield name, self.tensor(name)
 
     def close(self) -> None:
-        """Unmap. Views in use keep their file mapped until they are freed."""
+        """Unmap all files. Views in use keep their file mapped until they are freed."""
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()

@@ -104,7 +104,7 @@ class EngineAdapters(LoRAResolver):
 
     async def unload(self, name: str) -> bool:
         """Forget the adapter `NAME@VERSION` once its requests have ended, before its files are deleted; False if it was
-        unknown. The caller has already removed it from the routing table. Raises WrongState."""
+        unknown. Remove it from the routing table first. Raises WrongState."""
         if not self._uses_of(name):
             return False
         await self._ended(name)
@@ -132,7 +132,7 @@ class EngineAdapters(LoRAResolver):
             async with asyncio.timeout(self._limits["adapter_drain_timeout_s"]):
                 while self._uses_of(name):
                     for known in list(self._loaded) if name is None else [name]:
-                        self._loaded.pop(known, None)  # a late request may have loaded it again
+                        self._loaded.pop(known, None)  # a late request may have reloaded the adapter
                     await asyncio.sleep(POLL_S)
         except TimeoutError as error:
             raise WrongState(f"{name or 'adapters'} still have requests; route them elsewhere") from error

@@ -150,7 +150,7 @@ class Answers:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # starlette wraps it
             fault = create_error_response(fault_of(cause))
             if fault.error.code >= 500:
-                log.error("a stream failed", exc_info=cause)
+                log.error("a response stream failed", exc_info=cause)
             if head:
                 await JSONResponse(fault.model_dump(), fault.error.code)(scope, receive, send)
             else:
@@ -158,11 +158,11 @@ class Answers:
                 await send({"type": "http.response.body", "body": event, "more_body": False})
         finally:
             _open.discard(answer)
-            answer.adapter = None  # contexts of vLLM's tasks may keep the answer
+            answer.adapter = None  # contexts of vLLM's tasks may keep the Answer alive
 
 
 class Chat(OpenAIServingChat):
-    """A request with the older `functions` gets `function_call`; the gateway has added the newer `tools`."""
+    """Answers requests with the older `functions` in that form; the gateway has added the newer `tools`."""
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
         result = await super().create_chat_completion(request, raw_request)

@@ -114,7 +114,7 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         # Required for vLLM to resolve unknown adapters (serve.vllm.adapters).
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if spec.adapter_slots else "0",
         "VLLM_SERVER_DEV_MODE": "0",
-        # By default the sockets between frontend and core are in /tmp, where every user may connect.
+        # By default the sockets between front end and core are in /tmp, where every user may connect.
         "VLLM_RPC_BASE_PATH": spec.scratch_path,
         "TMPDIR": spec.scratch_path,
         # All processes of an engine are on one node, so their traffic stays there.

@@ -23,7 +23,7 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
 
     def init_device(self) -> None:
         folder, _, name = self.distributed_init_method.rpartition("/")
-        if folder.startswith("file://"):  # vLLM's collectives name their segments by this file
+        if folder.startswith("file://"):  # vLLM's collectives name their segments after this file
             self.distributed_init_method = f"{folder}/{self.segment_prefix}{name}"
         # Make torch 2.13 replace the inherited thread pool before any thread computes: the replacement takes no lock,
         # and a thread that computes meanwhile fails (caffe2/utils/threadpool/pthreadpool-cpp.cc).
@@ -52,7 +52,7 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
             _drop_pages(tensor.untyped_storage())
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Nothing to do: memory comes back as it is written to."""
+        """Do nothing: writes map the memory again."""
 
 
 @contextmanager
@@ -76,6 +76,6 @@ def _drop_pages(storage: torch.UntypedStorage) -> None:
     if last <= first:
         last = first = storage.data_ptr()
     elif libc.madvise(first, last - first, mmap.MADV_DONTNEED):
-        raise last_error("cannot return the memory of a tensor to the host")
+        raise last_error("cannot return a tensor's memory to the host")
     ctypes.memset(storage.data_ptr(), 0, first - storage.data_ptr())
     ctypes.memset(last, 0, storage.data_ptr() + storage.nbytes() - last)

@@ -69,7 +69,7 @@ class Inputs(InputProcessor):
         # Models that read images replace such tokens by image embeddings.
         if ids and max(ids) >= known and not self.model_config.is_multimodal_model:
             raise VLLMValidationError(
-                f"The prompt has the token {max(ids)}, which the tokenizer has and the model does not.",
+                f"The prompt contains token {max(ids)}, which the tokenizer has but the model does not.",
                 parameter="prompt",
             )
         if (params := request.sampling_params) is not None:
@@ -81,7 +81,7 @@ class Inputs(InputProcessor):
             return super()._validate_params(params, supported_tasks)
         reasoning = self.vllm_config.reasoning_config
         if reasoning is None or not reasoning.enabled:
-            params.thinking_token_budget = None  # clients set it for every model
+            params.thinking_token_budget = None  # clients set it for all models
         with grammars.prepared(params):
             return super()._validate_params(params, supported_tasks)
 

@@ -96,7 +96,7 @@ def _loose(holders: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tens
 
 
 def _attributes(holder: Any) -> list[tuple[str, Any]]:
-    return [*getattr(holder, "__dict__", {}).items()]  # a copy: other threads write meanwhile
+    return [*getattr(holder, "__dict__", {}).items()]  # a copy, because other threads may write meanwhile
 
 
 def _plain(value: Any) -> bool:

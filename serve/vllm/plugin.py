@@ -71,7 +71,7 @@ class ShmModelLoader(BaseModelLoader):
 
 
 def _refuse_holes(plan: LoadPlan, path: str) -> None:
-    """vLLM starts with random values if a checkpoint lacks a parameter's tensor; this check prevents serving them."""
+    """Refuse to serve a checkpoint that lacks a parameter's tensor; vLLM would start with random values."""
     if plan.unwritten:
         shown = ", ".join(plan.unwritten[:8])
         raise VersionMismatch(

@@ -122,7 +122,7 @@ def ending_out_of_step(rank: int) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if rank == 0:  # its error is the reply
+        if rank == 0:  # rank 0's error is the reply
             raise
         log.exception("worker %d failed in a step and ends: other workers would wait for it", rank)
         logging.shutdown()

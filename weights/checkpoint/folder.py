@@ -78,7 +78,7 @@ def check_folder(directory: Path) -> None:
     with os.scandir(directory) as entries:
         for entry in entries:
             if not entry.is_file(follow_symlinks=False):
-                raise UnsafeLink(entry.name, "not a regular file; a model's folder has no links and no folders within")
+                raise UnsafeLink(entry.name, "not a regular file; a model's folder may not contain links or folders")
             if entry.name.endswith(PICKLES):
                 raise PickleRefused(entry.name, "a pickle, which can run any code when it is loaded")
     for path in sorted(directory.glob("*.json")):
@@ -110,17 +110,17 @@ def check_folder(directory: Path) -> None:
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """The settings of the tokenizer in `directory`, {} without any. Raises NotACheckpoint."""
+    """The tokenizer settings in `directory`, {} without a file. Raises NotACheckpoint."""
     path = directory / TOKENIZER_CONFIG
     return read_json(path, path.name) if path.exists() else {}
 
 
 def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
-    """The JSON object in `path`, or another value of a `kind`. Raises NotACheckpoint naming `name`."""
+    """The JSON value in `path`, which must be of type `kind`. Raises NotACheckpoint naming `name`."""
     raw = path.read_bytes() if (size := path.stat().st_size) <= MAX_CONFIG_BYTES else b""
     values = sum(map(raw.count, (b",", b"[", b"{")))
     if size > MAX_CONFIG_BYTES or values > MAX_VALUES:
-        raise NotACheckpoint(name, f"{size} bytes, {values} values; at most {MAX_CONFIG_BYTES}, {MAX_VALUES} are read")
+        raise NotACheckpoint(name, f"{size} bytes, {values} values; expected at most {MAX_CONFIG_BYTES}, {MAX_VALUES}")
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -96,7 +96,7 @@ def _sampling(settings: dict[str, Any]) -> list[str]:
         if not number or not least <= value <= most or (key == "top_k" and type(value) is not int):
             del settings[key]
             notes.append(f"{key} {str(value)[:40]} of {FILE} is not applied: engines accept {least:g} to {most:g}")
-    greedy = [key for key in ("do_sample", "temperature", "top_p") if settings.get(key) == 0]  # False is 0
+    greedy = [key for key in ("do_sample", "temperature", "top_p") if settings.get(key) == 0]  # False == 0
     if greedy:
         for key in ("top_p", "top_k", "min_p"):
             settings.pop(key, None)

@@ -65,5 +65,5 @@ class WeightsConfig(_Strict):
 
     budget_bytes: int | None = Field(default=None, ge=1, description="limit of the store's bytes")
     budget_share: float = Field(default=0.5, gt=0, le=1, description="limit as a share of the tmpfs size")
-    disk: DiskTier = Field(default_factory=DiskTier, description="the local disk")
-    remote: RemoteTier = Field(default_factory=RemoteTier, description="an optional further tier")
+    disk: DiskTier = Field(default_factory=DiskTier, description="tier on the local disk")
+    remote: RemoteTier = Field(default_factory=RemoteTier, description="optional remote tier")

@@ -155,7 +155,7 @@ class FileLayout:
                 raise ValueError(f"announces a header of {length} bytes in a file of {file_bytes} bytes")
             layout = cls(name, header := prefix + file.read(length), _parsed(name, header))
             if layout.nbytes != file_bytes:
-                raise ValueError(f"tensors end at byte {layout.nbytes}, the file has {file_bytes} (cut or extended)")
+                raise ValueError(f"tensors end at byte {layout.nbytes}, but the file has {file_bytes} bytes")
         except ValueError as error:
             raise IntegrityError(str(error), path=path, file=name) from error
         return layout
@@ -171,7 +171,7 @@ def _placed(file: str, specs: Iterable[TensorSpec], position: int) -> tuple[Plac
 
 
 def _parsed(file: str, header: bytes) -> tuple[Placed, ...]:
-    """The tensors of a whole header. Raises ValueError."""
+    """The tensors in a header. Raises ValueError."""
     text = header[LENGTH_BYTES:].decode()
     if not text.startswith("{"):
         raise ValueError("the header does not begin with '{'")
@@ -220,7 +220,7 @@ class Layout:
             raise InvalidLayout(f"no tensor named {name!r} in the layout") from None
 
     def file(self, name: str) -> FileLayout:
-        """The file called `name`, which must exist."""
+        """The layout of the file `name`, which must exist."""
         return next(file for file in self.files if file.name == name)
 
     def index_file(self) -> tuple[str, bytes] | None:
@@ -309,9 +309,7 @@ def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     if "model" + TENSOR_SUFFIX in names:
         names = ["model" + TENSOR_SUFFIX]
     if not names:
-        raise InvalidLayout(
-            f"{directory} has no *.safetensors file; other weight formats are not accepted, convert it first"
-        )
+        raise InvalidLayout(f"{directory} has no *.safetensors file; convert other weight formats to safetensors first")
     return names, None
 
 
@@ -324,7 +322,7 @@ def read_index(directory: Path, name: str) -> dict[str, str]:
             raise ValueError(f"larger than {MAX_INDEX_BYTES} bytes")
         pairs = msgspec.json.decode(raw, type=_Index).weight_map
         if not pairs or not all(check_file_name(file).endswith(TENSOR_SUFFIX) for file in pairs.values()):
-            raise ValueError("it must name *.safetensors files only")
+            raise ValueError("expected only names of *.safetensors files")
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"not a usable index: {error}", path=directory, file=name) from error
     return pairs

@@ -93,7 +93,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, path: object) -> Manifest:
-        """Parses the manifest and checks everything that needs no files. Raises IntegrityError."""
+        """Parses a manifest and checks everything except the files. Raises IntegrityError."""
         try:
             outer = msgspec.json.decode(raw, type=_Outer)
             if checksum(bytes(outer.body)) != outer.manifest_checksum:

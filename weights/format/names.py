@@ -72,7 +72,7 @@ def decode_name(encoded: str) -> str | None:
 
 
 def check_file_name(name: str) -> str:
-    """Return `name` if a version directory may contain it; else raise InvalidName."""
+    """Return `name` if it is allowed as a file name in a version; else raise InvalidName."""
     if not isinstance(name, str) or not name or name.startswith(".") or _FORBIDDEN.search(name):
         raise InvalidName(f"a file in a version must be a plain, visible name, got {name!r}")
     if "/" in name or "\\" in name or len(name.encode()) > MAX_SEGMENT_BYTES:

@@ -59,8 +59,8 @@ class Mapped:
         return self._lock is None or not self._lock.held
 
     def view(self, name: str) -> memoryview:
-        """Bytes of tensor `name` (uint8, 1-D). The view keeps the directory locked while it exists, even after this is
-        closed. Raises InvalidLayout for an unknown name, StoreError once closed."""
+        """Bytes of tensor `name` (uint8, 1-D). The view keeps the directory locked while it exists, even after `close`.
+        Raises InvalidLayout for an unknown name, StoreError once closed."""
         placed = self.layout.find(name)
         return self._file_view(placed.file)[placed.start : placed.end]
 

@@ -30,7 +30,7 @@ class DirectoryLock:
 
     @classmethod
     def try_shared(cls, directory: Path) -> DirectoryLock | None:
-        """A shared lock on the directory now at `directory`; None if it is gone or being removed."""
+        """A shared lock on `directory`; None if it is gone or being removed."""
         deadline_s = time.monotonic() + SHARED_WAIT_S
         while True:
             try:
@@ -42,7 +42,7 @@ class DirectoryLock:
 
     @classmethod
     def try_exclusive(cls, directory: Path) -> DirectoryLock | None:
-        """The exclusive lock on the directory at `directory`; None if it is locked or gone."""
+        """The exclusive lock on `directory`; None if it is locked or gone."""
         try:
             return cls._take(directory, fcntl.LOCK_EX)
         except BlockingIOError:

@@ -115,7 +115,7 @@ class Pool:
         """All segments with their bytes, the first freed segment first."""
         files = []
         for path in self.directory.iterdir():
-            with suppress(FileNotFoundError):  # claimed by another process meanwhile
+            with suppress(FileNotFoundError):  # another process claimed it meanwhile
                 status = path.lstat()
                 files.append((status.st_mtime_ns, path, status.st_size))
         return [(path, nbytes) for _, path, nbytes in sorted(files)]

@@ -104,7 +104,7 @@ class WeightStore:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(root)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise StoreError(f"{root} must be a real directory, not a symlink, of this user, with mode 0700")
+            raise StoreError(f"{root} must be a directory of this user with mode 0700, not a symlink")
         self.root, self.staging, self.pool = root, root / "staging", Pool(root / "pool")
         self.budget_bytes = budget_bytes
         for directory in (*(root / f"{kind}s" for kind in KINDS), self.staging, self.pool.directory):
@@ -190,7 +190,7 @@ class WeightStore:
             raise
 
     def attach(self, path: Path | str, layout: Layout) -> Mapped:
-        """Opens the draft that another process reserved at `path` to write into it. Raises StoreError."""
+        """Opens another process's draft at `path` for writing. Raises StoreError."""
         lock = DirectoryLock.try_shared(path := Path(path))
         if lock is None:
             raise StoreError(f"no draft at {path}: it was committed, aborted or swept")
@@ -350,12 +350,12 @@ class WeightStore:
         leftovers of a crash."""
         hidden = self.staging / f"removed-{uuid.uuid4().hex}"
         os.rename(path, hidden)
-        with suppress(OSError):  # other versions of the model stay, or a commit just came
+        with suppress(OSError):  # not empty: other versions remain or were just committed
             os.rmdir(path.parent)
         self.pool.dismantle(hidden, keep=True)
 
     def _sweep_drafts(self) -> None:
-        """Removes everything unlocked in staging."""
+        """Removes all unlocked directories in staging."""
         for path in list(self.staging.iterdir()):
             self.pool.take_unheld(path, keep=False)
 

@@ -124,7 +124,7 @@ class DirectoryCopies(Copies):
                 return
             sync(path.parent)
             shutil.rmtree(hidden)
-            with suppress(OSError):  # other versions of the model stay
+            with suppress(OSError):  # not empty: other versions of the model remain
                 path.parent.rmdir()
 
     def collect(self) -> None:
@@ -202,7 +202,7 @@ class RemoteCopies(Copies):
                 try:
                     manifest = Manifest.from_bytes(self._objects.get(key), path=f"{self.where}/{key}")
                 except IntegrityError as error:
-                    log.error("the remote tier has a damaged record: %s", error)
+                    log.error("the remote tier has a damaged manifest: %s", error)
                     continue
                 if key == f"copies/{manifest.name.key}":
                     records[manifest.name] = manifest
@@ -246,7 +246,7 @@ class RemoteCopies(Copies):
                     decoded.update(moments.decode(data, ranges[file], start, nbytes))
                 self._objects.put(_part_key(name, file, number), data)
             if file in ranges:
-                decoded_checksums[file] = checksum(decoded)  # of the decoded bytes
+                decoded_checksums[file] = checksum(decoded)  # checksum of the decoded bytes
         meta = {key: value for key, value in manifest.meta.items() if key != MOMENTS}
         meta |= {MOMENTS: ranges} if ranges else {}
         manifest = manifest.with_checksums({**checksums, **decoded_checksums}, meta=meta)

@@ -1,6 +1,6 @@
 """Stores Adam's moments in 8 bits: blocks of 256 elements share a float32 scale, and each element takes one byte.
 
-Lossy; pure functions of bytes.
+Lossy. Pure functions of bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def decode(data: bytes, ranges: Iterable[Range], start: int, nbytes: int) -> byt
 
 
 def _parts(ranges: Iterable[Range], start: int, end: int) -> Iterator[tuple[int, str]]:
-    """Size and moment ("" for other bytes) of each part of the bytes [start, end) of a file, in order."""
+    """Consecutive parts of the bytes [start, end) of a file: (size, moment, or "" for other bytes)."""
     for first, last, moment in ranges:
         first, last = max(start, first), min(end, last)
         if first < last:

@@ -73,7 +73,7 @@ class DirectoryObjects:
                     yield path.relative_to(self.root).as_posix()
 
     def delete(self, key: str) -> None:
-        """Idempotent."""
+        """Deletes a key; idempotent."""
         with self._rooted():
             (self.root / key).unlink(missing_ok=True)
 
