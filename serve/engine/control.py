@@ -266,7 +266,7 @@ class EngineControl:
         if self.spec.task == "embed":
             answer = dict(enumerate(ended.outputs.data.float().flatten().tolist()))
         else:
-            answer = {token: found.logprob for token, found in ended.outputs[0].logprobs[0].items()}
+            answer = {token: entry.logprob for token, entry in ended.outputs[0].logprobs[0].items()}
         return check_token(answer, record, tolerance=self._limits["fingerprint_logprob_tolerance"], version=path)
 
     def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:

@@ -75,6 +75,6 @@ def in_our_words(message: str, model: str) -> str | None:
         "shorter": f"at most {proposed[1]}" if proposed else "lower",
     }
     for pattern, text in _KNOWN:
-        if found := re.search(pattern, message, re.S):
-            return text.format(**found.groupdict(), **more)
+        if match := re.search(pattern, message, re.S):
+            return text.format(**match.groupdict(), **more)
     return kinds.not_ready(message) or None

@@ -27,17 +27,17 @@ def main(half: str, model: str = "") -> int:
     importlib.import_module({"serve": "serve.engine.preload", "train": "train.trainer.preload"}[half])
     import torch
 
-    said = {"modules": len(sys.modules), "initialized": torch.cuda.is_initialized(), "bad_fork": False}
+    report = {"modules": len(sys.modules), "initialized": torch.cuda.is_initialized(), "bad_fork": False}
     assert not torch.cuda.is_initialized()
-    said["threads"] = [thread.name for thread in threading.enumerate()]
-    said["children"] = len(psutil.Process().children())
+    report["threads"] = [thread.name for thread in threading.enumerate()]
+    report["children"] = len(psutil.Process().children())
     child = os.fork()
     if child == 0:
         os._exit(_child(half, model))
-    said["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    said["flashinfer"] = any(name.split(".")[0] == "flashinfer" for name in sys.modules)
-    print(json.dumps(said), flush=True)
-    return said["child"]
+    report["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    report["flashinfer"] = any(name.split(".")[0] == "flashinfer" for name in sys.modules)
+    print(json.dumps(report), flush=True)
+    return report["child"]
 
 
 def _child(half: str, model: str) -> int:

@@ -111,16 +111,16 @@ def test_warm_parent_never_initialises_cuda_before_fork(cuda_python, stubs, tmp_
         text=True,
         timeout=600,
     )
-    said = done.stdout.splitlines()[-1:]
-    assert said, f"the parent ended with {done.returncode}: {done.stderr[-2000:]}"
+    report = done.stdout.splitlines()[-1:]
+    assert report, f"the parent ended with {done.returncode}: {done.stderr[-2000:]}"
     # The child's last call proves that the stub is used, and ends it with the stub's exit code.
-    assert json.loads(said[0])["child"] == ENDED_WITH, done.stderr[-2000:]
+    assert json.loads(report[0])["child"] == ENDED_WITH, done.stderr[-2000:]
     # Without its setting, humming's import leaves two compilers and their threads in the forking process.
-    assert json.loads(said[0])["children"] == 0 and json.loads(said[0])["threads"] == ["MainThread"]
+    assert json.loads(report[0])["children"] == 0 and json.loads(report[0])["threads"] == ["MainThread"]
     if half == "serve":
         assert "configured for 1" in done.stderr and "configured for 2" in done.stderr
         assert "imported Qwen3_5ForConditionalGeneration" in done.stderr, done.stderr[-2000:]
-        assert not json.loads(said[0])["flashinfer"], "importing it initialises CUDA"
+        assert not json.loads(report[0])["flashinfer"], "importing it initialises CUDA"
 
 
 @pytest.mark.skipif(Path("/usr/local/cuda").exists(), reason="would use the installed CUDA")

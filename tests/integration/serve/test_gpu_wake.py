@@ -36,9 +36,9 @@ def slept(monkeypatch):
     memory in place of a GPU's), and wakes it up to the point before it loads weights."""
 
     def sleep(model, lost, **of_runner):
-        told = {first: AllocationData((0, size, first, 7), "weights") for first, size in map(span, lost)}
+        allocations = {first: AllocationData((0, size, first, 7), "weights") for first, size in map(span, lost)}
         monkeypatch.setattr(
-            device_allocator, "get_mem_allocator_instance", lambda: SimpleNamespace(pointer_to_data=told)
+            device_allocator, "get_mem_allocator_instance", lambda: SimpleNamespace(pointer_to_data=allocations)
         )
         worker = gpu_worker(monkeypatch, LooseTensors(model), **of_runner)
         worker.sleep(level=2)
@@ -128,19 +128,19 @@ def test_loose_tensors_follow_copies_rebuilt_tensors():
 
 
 def test_forget_devices_clears_cached_capability():
-    told = [(9, 0)]
+    capability = [(9, 0)]
 
     class Platform:
         @classmethod
         @cache
         def get_device_capability(cls, device_id=0):
-            return told[0]
+            return capability[0]
 
     class Nvml(Platform):
         pass
 
     assert Nvml.get_device_capability() == (9, 0)
-    told[0] = (8, 9)
+    capability[0] = (8, 9)
     assert Nvml.get_device_capability() == (9, 0)
     forget_devices(Nvml)
     assert Nvml.get_device_capability() == (8, 9)
@@ -162,17 +162,17 @@ def asking(model):
 
 
 @pytest.mark.parametrize(
-    ("platform", "told"),
+    ("platform", "answers"),
     [
         (H100, ("cuda", 90, "NVIDIA H100 80GB HBM3", (9, 0), [232448])),
         (RTX_4090, ("cuda", 89, "NVIDIA GeForce RTX 4090", (8, 9), [101376])),
     ],
 )
-def test_device_at_import_answers_without_starting_cuda(monkeypatch, platform, told):
+def test_device_at_import_answers_without_starting_cuda(monkeypatch, platform, answers):
     started = []
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: started.append(True))
     before, driver = [getattr(torch.cuda, call) for call in ASKED], triton.runtime.driver._active
-    assert with_device_at_import(asking, platform, kind_of("cuda"))(None) == told
+    assert with_device_at_import(asking, platform, kind_of("cuda"))(None) == answers
     assert not started
     assert [getattr(torch.cuda, call) for call in ASKED] == before
     assert triton.runtime.driver._active is driver

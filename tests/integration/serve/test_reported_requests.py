@@ -133,7 +133,7 @@ def read(path: bytes, body: Body) -> Body:
 
 
 @pytest.mark.parametrize("name", CHAT)
-def test_chat_request_is_read(name: str) -> None:
+def test_reported_chat_request_is_accepted(name: str) -> None:
     request = ChatCompletionRequest.model_validate(read(b"/v1/chat/completions", CHAT[name]))
     for message in request.messages:  # vLLM checks calls and parts on access
         assert all(call["type"] == "function" for call in message.get("tool_calls") or ())
@@ -142,7 +142,7 @@ def test_chat_request_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RESPONSES)
-def test_response_request_is_read(name: str) -> None:
+def test_reported_response_request_is_accepted(name: str) -> None:
     request = ResponsesRequest.model_validate(read(b"/v1/responses", RESPONSES[name]))
     messages = construct_input_messages(request_instructions=None, request_input=request.input)
     assert all(message["role"] in ("user", "assistant", "developer", "tool") for message in messages)
@@ -151,6 +151,6 @@ def test_response_request_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_anthropic_request_is_read(name: str) -> None:
+def test_reported_anthropic_request_is_accepted(name: str) -> None:
     request = AnthropicMessagesRequest.model_validate(read(b"/v1/messages", {"max_tokens": 5, **MESSAGES[name]}))
     assert AnthropicServingMessages.to_chat_completion_request(request).messages
