@@ -14,7 +14,7 @@ Schema = dict[str, Any]
 
 OPTIONS: Final = {"whitespace_flexible": False, "lenient": True}
 """llguidance's options. No free whitespace, so that no answer fills its limit with it. `lenient` ignores unknown
-keywords: the gateway refuses them for strict schemas."""
+keywords: the gateway refuses them in schemas of answers."""
 _IGNORED: Final = frozenset(
     (
         "not if contains propertyNames dependentRequired dependentSchemas dependencies unevaluatedProperties "

@@ -145,7 +145,7 @@ class EngineMemory:
 class EngineSize:
     """The computed size of an engine and its start parameters.
 
-    max_model_len: its context in tokens, None if the model has no limit. kv_tokens: tokens that the KV cache holds,
+    max_model_len: its context in tokens, None if the model states none. kv_tokens: tokens that the KV cache holds,
     None if unknown. max_num_seqs: requests at once. gpu_memory_fraction: share of a GPU that must be free after the
     engine's own context. room_bytes: most that it may use on each device. adapter_slots, adapter_max_rank: 0 without
     adapters. shortened: why the context is shorter than the set or the model's length, else "". problem: why it cannot
