@@ -104,8 +104,8 @@ def probe() -> tuple[Found, ...]:
     alike_bytes = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=0)
     if gpus and not alike_bytes:
         raise DevicesRefused(
-            f"the driver names {len(gpus)} NVIDIA GPUs and none can be used (the first {gpus[0].unfit}); run "
-            f"`nvidia-smi` and `dmesg | grep -i xid` say more. {_ON_CPU}"
+            f"the driver names {len(gpus)} NVIDIA GPUs and none of them can be used (the first {gpus[0].unfit}); run "
+            f"`nvidia-smi` and `dmesg | grep -i xid` for details. {_ON_CPU}"
         )
     return tuple(gpu if gpu.memory_bytes else replace(gpu, memory_bytes=alike_bytes) for gpu in gpus)
 
