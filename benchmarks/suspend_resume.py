@@ -1,10 +1,11 @@
-"""Training state in motion: suspend, resume at the same and at another size, snapshots and versions of a run.
+"""Measures training state: suspend, resume at the same and at another size, snapshots and versions of a run.
 
     python -m benchmarks.suspend_resume [--sizes 5M 25M] [--zero 2] [--rounds 5]
 
 Worlds of 4 and then of 8 ranks train a random Llama, forked from the warm parent. Each is suspended (`Group.suspend`: a
-snapshot in shared memory, processes gone) and resumed at its size, and at last at half of it, until the first step is
-done. Steps are kept short: this is about moving state. A suspension is compared with one copy of the state.
+snapshot in shared memory, processes gone) and resumed at its size, and finally at half of it, until the first step is
+done. Steps are short, because the subject is the movement of state. A suspension is compared with one copy of the
+state.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from tests.train_support.world import WarmTrain
 from train.control.group import Group, PingLimits, RankHost
 from train.plan.spec import TrainSpec
 
-EXAMPLES = 36  # nine steps of an epoch, each of which ends with a version
+EXAMPLES = 36  # nine steps per epoch, each of which ends with a version
 STEPS = 20  # of the world of 4 before its first suspension
 
 
 class World:
-    """One world of ranks, and its events with the time at which each came."""
+    """One world of ranks, and its events with their arrival times."""
 
     def __init__(self, warm: WarmTrain, spec: TrainSpec) -> None:
         self.warm, self.spec, self.events, self._news = warm, spec, [], asyncio.Event()
@@ -47,7 +48,7 @@ class World:
         return self
 
     async def stepped(self, count: int) -> float:
-        """Seconds from the start to the end of the `count`-th step."""
+        """Seconds from the start of the world to the end of the `count`-th step."""
         while len(steps := [at_s for at_s, event in self.events if event["event"] == "metrics"]) < count:
             assert all(event["event"] != "finished" for _, event in self.events), self.events[-1]
             self._news.clear()
@@ -126,7 +127,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=["5M", "25M"])
     options.add_argument("--zero", type=int, choices=(1, 2, 3), default=2)
-    options.add_argument("--rounds", type=int, default=5, help="suspensions at the same size; the median counts")
+    options.add_argument("--rounds", type=int, default=5, help="suspensions at the same size; results are medians")
     given = options.parse_args()
     warm = WarmTrain().wait()
     try:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from weights.format.foreign_json import is_deeper
+from weights.format.foreign_json import is_exceeding
 
 Record = dict[str, Any]
 Refuses = Mapping[str, tuple[Callable[[Any], bool], str]]
@@ -189,7 +189,7 @@ def loads(raw: bytes) -> Any:
             raise BadRecord(_why_not_json(raw, error)) from None
         return loads(without)
     # Walking is not cheap, but few records have enough brackets to be too deep.
-    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_exceeding(value, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
     # orjson keeps the last of two equal keys. Each key has a colon, so a value that lost one is written with fewer; a
     # colon that is escaped in a string may hide that.

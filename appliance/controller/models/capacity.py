@@ -23,7 +23,7 @@ from train.plan.estimate import Load, ModelShape
 CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 """Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
 context and pinned buffers."""
-_LEAST_TOKENS = 512  # of a row; a shorter one saves little, and cuts examples
+_LEAST_TOKENS = 512  # shortest advised row: shorter ones save little and truncate examples
 _MOST_DEVICES = 16  # of one machine
 FOUR_BITS = 0.5 + estimate.SCALE_BYTES  # bytes of a quantised weight
 LAYOUT = ("zero_stage", "offload", "activation_checkpointing", "micro_batch")
@@ -224,7 +224,7 @@ class Estimator:
             pairs.append((3, "parameters"))
             if fields["full"] or "offload" in kept:  # an adapter's optimizer is small
                 pairs += [(stage, "optimizer") for stage in (1, 2, 3)]
-        # One copy of the model has no other to share with.
+        # A single copy of the model has nothing to shard across.
         if "zero_stage" not in kept and max(map(max, sizes.values())) <= fields["tensor_parallel"]:
             pairs = [(stage, offload) for stage, offload in pairs if stage == 1 or offload == "parameters"]
         for (stage, offload), recompute, micro in product(pairs, (False, True), sizes):
@@ -244,7 +244,7 @@ class Estimator:
                 time = estimate.step_time(shape, spec, fitting[-1], box.accelerator, load=load)
                 micro_s = time.step_s * micro * (fitting[-1] // ranks_of_row(fields)) / fields["batch_size"]
                 bytes_of = box.takes(memory[fitting[-1]]), box.room_per_rank(fitting[-1])
-                # Nothing is known of links between processes of one host: the simplest that fits is as good as any.
+                # The speed of links within a host is unknown, so the simplest layout that fits is chosen.
                 weighed_s = 0.0 if box.on_host else time.step_s * (1 + WAIT * micro_s)
                 candidates.append(Layout(chosen, fitting, *bytes_of, time, weighed_s))
         by_kind = defaultdict(list)  # by all but the micro-batch
@@ -270,7 +270,7 @@ class Estimator:
         return [], ""
 
     def leanest(self) -> dict[str, Any]:
-        """The layout that takes the least memory of devices."""
+        """The layout that needs the least device memory."""
         offload = "none" if self.box.on_host else "parameters"
         return {"zero_stage": 3, "offload": offload, "activation_checkpointing": True}
 
@@ -302,7 +302,7 @@ class Estimator:
         whole_rows, micro = replace(self, load=None), fields["micro_batch"]
 
         def option(label: str, by: Estimator = whole_rows, sizes: Sequence[int] = sizes, **changes: Any) -> str:
-            """In words; "" if it does not fit either."""
+            """Describe the option; "" if it does not fit either."""
             layouts = by.layouts({**fields, **changes}, {micro: sizes})
             return f"{label} on {_devices(layouts[0].sizes[-1])}: {gb(layouts[0].device_bytes)} each" if layouts else ""
 
@@ -358,7 +358,7 @@ def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[
 
 
 def fastest_of(layouts: Sequence[Layout], near: float = 1.0) -> Layout:
-    """Of the safest, the cheapest that takes at most `near` times as long as the fastest."""
+    """The cheapest of the safest layouts that take at most `near` times as long as the fastest."""
     least = min(layout.risk for layout in layouts)
     safest = [layout for layout in layouts if layout.risk == least]
     near_s = near * min(layout.weighed_s for layout in safest)

@@ -92,7 +92,7 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     assert not (tmp_path / "data/models/starter/v1").exists(), "the damaged copy is gone"
     told = put_off(tiers, "disk")
     assert told["damaged"] == 1 and told["last_error"] in caplog.text
-    assert "was damaged and was removed, to be written again; the remote tier had it whole" in told["last_error"]
+    assert "to write it again; the remote tier has a good one" in told["last_error"]
     assert f"{tmp_path}/data/models/starter/v1/model.safetensors" in caplog.text
     await passes(flow, "disk")
     verify(tmp_path / "data/models/starter/v1")
@@ -291,7 +291,7 @@ async def test_it_comes_back_from_the_tier_that_has_it_and_stays_while_the_engin
         ("ft:x@step-9", "not an adapter of this box"),
         ("starter@v1", "not an adapter of this box"),
         ("", "not an adapter"),
-        ("ft:x@step-1", "in no tier"),
+        ("ft:x@step-1", "no tier has"),
     ],
 )
 async def test_what_no_tier_has_is_refused_with_the_reason(source, only_remote, asked, told):
