@@ -17,14 +17,14 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 PAUSES_S = (1.0, 60.0)
-"""Between restarts: the first, and the longest."""
+"""Pauses between restarts: the first, and the longest."""
 STEADY_S = 30.0
-"""A task that has run this long since its restart has recovered. A task that works in rounds has recovered after the
-first round that succeeds."""
+"""A task has recovered once it has run this long since its restart, or after a successful round if it works in
+rounds."""
 
 
 def first_words(error: BaseException) -> str:
-    """An exception in one line."""
+    """An exception's type and message in one line."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -40,16 +40,17 @@ class BackgroundTasks:
     def keep(
         self, name: str, run: Callable[[], Awaitable[None]], pauses_s: tuple[float, float] = PAUSES_S
     ) -> asyncio.Task[None]:
-        """Run it, and restart it after every exception, until it returns or is cancelled. pauses_s: first, longest."""
+        """Run `run`, and restart it after every exception, until it returns or is cancelled. pauses_s: first,
+        longest."""
         return self._start(name, self._keep(name, run, pauses_s))
 
     def keep_every(
         self, name: str, once: Callable[[], Awaitable[None]], every_s: float, *, at_once: bool = False
     ) -> asyncio.Task[None]:
-        """Run one round every `every_s`, for ever. The first runs `at_once`, else after `every_s`."""
+        """Call `run` every `every_s` seconds for ever; the first time at once if `at_once`, else after `every_s`."""
 
         async def rounds() -> None:
-            # A task that has just failed has already paused, so its next round is due now.
+            # After a failure the task has already paused, so the next round runs at once.
             if not at_once and name not in self._troubles:
                 await self._sleep(every_s)
             while True:
@@ -60,7 +61,7 @@ class BackgroundTasks:
         return self.keep(name, rounds)
 
     def once(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Run it once, under `guard`."""
+        """Run `run` once, under `guard`."""
 
         async def guarded() -> None:
             with self.guard(name):
@@ -70,7 +71,7 @@ class BackgroundTasks:
 
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
-        """For work called from another loop: an exception is logged and makes `name` degraded, but is not raised. The
+        """Log an exception of work that another loop calls, and mark `name` degraded; the exception is not raised. The
         next call without an exception ends that."""
         try:
             yield
@@ -80,11 +81,11 @@ class BackgroundTasks:
             self._well(name)
 
     def names(self) -> list[str]:
-        """Names of degraded tasks, safe for anybody to see: the part after a colon is only for operators of the box."""
+        """Names of degraded tasks without the part after a colon, which only operators of the box may see."""
         return sorted({name.partition(":")[0] for name in list(self._troubles)})
 
     def degraded(self) -> list[dict[str, Any]]:
-        """`[{"name", "since_s", "why", "failures"}]`, by name: failures in a row, since a Unix time."""
+        """`[{"name", "since_s" (Unix time), "why", "failures" (in a row)}]`, sorted by name."""
         return [{"name": name, **trouble} for name, trouble in sorted(self._troubles.items())]
 
     async def stop(self) -> None:
@@ -112,7 +113,7 @@ class BackgroundTasks:
                 pause_s = min(2 * pause_s, pauses_s[1]) if name in self._troubles else pauses_s[0]
                 self._failed(name, error)
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    return  # begun again it would never end: whoever cancelled it waits for that
+                    return  # a restart would never end, and the canceller waits for the end
             finally:
                 steady.cancel()
             await self._sleep(pause_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 
 class RuntimeLayerError(Exception):
-    """Base of all errors raised by `runtime`. `args` are what it was made of, so that pickle can make it again: a
+    """Base of all errors raised by `runtime`. `args` are the constructor's arguments, so that pickle can rebuild it: a
     supervisor in an actor raises it at its caller."""
 
 
@@ -25,7 +25,7 @@ class WarmParentError(RuntimeLayerError): ...
 
 
 class ChildDied(RuntimeLayerError):
-    """starved: the kernel's OOM killer ran at that moment."""
+    """The forked process ended. starved: the kernel's OOM killer ran at that moment."""
 
     def __init__(self, name: str, pid: int, log_path: str, log_tail: str = "", starved: bool = False):
         super().__init__(name, pid, log_path, log_tail, starved)
@@ -38,7 +38,7 @@ class ChildDied(RuntimeLayerError):
 
 
 class SupervisorDied(ChildDied):
-    """The process on its lifeline ended with it."""
+    """A supervisor died, and the process on its lifeline ended with it."""
 
     def __init__(self, name: str, why: str):
         super().__init__(name, 0, "", why)
@@ -55,7 +55,7 @@ class CopyFailed(RuntimeLayerError): ...
 
 
 class ChildError(RuntimeLayerError):
-    """The exception as name and message, and its `data`."""
+    """An exception that the forked process raised: its name, message and `data`."""
 
     def __init__(self, type_name: str, message: str, data: dict | None = None):
         super().__init__(type_name, message, data)
@@ -66,5 +66,5 @@ class ChildError(RuntimeLayerError):
 
 
 def words_of_check(message: str) -> str:
-    """The message of one of our validators, without the words that pydantic writes before it."""
+    """The message of a validator of ours without pydantic's prefix."""
     return message.removeprefix("Value error, ").removeprefix("Assertion failed, ")

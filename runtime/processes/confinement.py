@@ -1,9 +1,9 @@
-"""Confines a process to computing: for code that nobody trusts, in a child made by fork for it alone.
+"""Confines a process to computing, for untrusted code in a forked child of its own.
 
 Afterwards the process and what it starts cannot open a file for writing, read one outside the given directories, make
-a socket or a process, run a program, signal or trace anyone, or raise its limits: Landlock (landlock(7)) decides about
-files, seccomp's list of what is allowed (seccomp(2), through libseccomp) about everything else. Both need no rights and
-hold for good. What the process has in memory it can read, so it must hold no secret when it is forked.
+a socket or a process, run a program, signal or trace anyone, or raise its limits: Landlock (landlock(7)) restricts
+files; a seccomp allowlist of system calls (seccomp(2), through libseccomp) restricts everything else. Both need no
+privileges and cannot be undone. The process can read its own memory, so it must hold no secret when it is forked.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 
 from runtime.processes.kernel import last_error, libc
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # landlock's, the same on every architecture
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls of Landlock, equal on every architecture
 _VERSION = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # ABI -> number of rights that it knows
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # ABI -> number of file rights it has
 _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 38, 4
 _CAPABILITY_VERSION = 0x20080522
 
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_EQ, _LESS, _MASKED = 4, 2, 7  # libseccomp's comparisons
+_EQ, _LESS, _MASKED = 4, 2, 7  # libseccomp's comparison operators
 _CLONE_THREAD = 0x10000
 _MADV_HWPOISON = 100
 _MORE_THREADS = 64
-# What an interpreter and numpy need to compute, with threads. Not there, each for its reason: socket and its kin,
-# execve, fork, kill, ptrace, mount, keyctl, bpf, io_uring, memfd_create (memory that no limit counts), shmget, ioctl.
+# System calls that an interpreter and numpy need to compute, with threads. Left out: sockets, execve, fork, kill,
+# ptrace, mount, keyctl, bpf, io_uring, memfd_create (memory that no limit counts), shmget, ioctl.
 _CALLS = (
     "read readv pread64 write writev lseek close close_range dup dup2 dup3 pipe pipe2 poll ppoll select pselect6 "
     "openat open stat lstat fstat newfstatat statx access faccessat faccessat2 readlink readlinkat getcwd getdents "
@@ -71,15 +71,15 @@ def missing() -> str:
 
 
 def confine(readable: Iterable[Path], memory_bytes: int, cpu_s: int) -> None:
-    """Confine this process, which should have one thread, for good.
+    """Confine this process, which should have one thread, permanently.
 
-    readable: directories whose files it may go on reading. memory_bytes: beside what it has now. Raises OSError; the
-    caller then must not run what it was to confine.
+    readable: directories whose files it may still read. memory_bytes: in addition to its current memory. Raises
+    OSError; the caller must then not run the untrusted code.
     """
     if lack := missing():
         raise OSError(errno.ENOSYS, lack)
     _limit(memory_bytes, cpu_s)
-    # Also keeps others of this user from reading its memory through /proc, and it from being dumped.
+    # The second also stops core dumps, and other processes of this user from reading its memory through /proc.
     for option, value in ((_PR_SET_NO_NEW_PRIVS, 1), (_PR_SET_DUMPABLE, 0)):
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise last_error("prctl")
@@ -89,13 +89,13 @@ def confine(readable: Iterable[Path], memory_bytes: int, cpu_s: int) -> None:
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
-    threads = int(Path("/proc/loadavg").read_text().rpartition("/")[2].split()[0])  # of all users
-    most_threads = resource.getrlimit(resource.RLIMIT_NPROC)[1] % (1 << 63)  # -1: no limit
+    threads = int(Path("/proc/loadavg").read_text().rpartition("/")[2].split()[0])  # threads of all users
+    most_threads = resource.getrlimit(resource.RLIMIT_NPROC)[1] % (1 << 63)  # RLIM_INFINITY is -1: no limit
     has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for limit, value in (
         (resource.RLIMIT_AS, has + memory_bytes),
         (resource.RLIMIT_CPU, cpu_s),
-        # With small stacks, 2 GiB hold more threads than a machine may have ids for. (It does not bind root.)
+        # 2 GiB hold more small thread stacks than the machine has thread ids. (The limit does not bind root.)
         (resource.RLIMIT_NPROC, min(threads + _MORE_THREADS, most_threads)),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 64),
@@ -120,8 +120,8 @@ def _confine_files(readable: Iterable[Path]) -> None:
     abi = _landlock_abi()
     rules = _Ruleset(
         (1 << _FILE_RIGHTS.get(abi, max(_FILE_RIGHTS.values()))) - 1,
-        0b11 if abi >= 4 else 0,  # binding and connecting TCP
-        0b11 if abi >= 6 else 0,  # abstract sockets and signals of others
+        0b11 if abi >= 4 else 0,  # binding and connecting of TCP sockets
+        0b11 if abi >= 6 else 0,  # abstract sockets and signals of other processes
     )
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     ruleset = libc.syscall(_CREATE_RULESET, ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint(0))
@@ -156,8 +156,8 @@ def _seccomp() -> ctypes.CDLL | None:
 
 
 def prepare() -> None:
-    """Makes once what every `confine` in a fork of this process needs: of a hundred rules that takes 2 ms of CPU, as
-    long as what is confined may."""
+    """Build the seccomp filter once, for every `confine` in a fork of this process: its hundred rules take 2 ms of CPU,
+    as long as the confined code may run."""
     if not missing():
         _allowed_calls()
 
@@ -171,7 +171,7 @@ def _confine_calls() -> None:
 
 @cache
 def _allowed_calls() -> int:
-    """libseccomp's filter, in this process's memory. Raises OSError."""
+    """Build libseccomp's filter in this process's memory. Raises OSError."""
     library = _seccomp()
     assert library is not None
     rules = library.seccomp_init(_ERRNO | errno.EPERM)
@@ -181,7 +181,7 @@ def _allowed_calls() -> int:
     def allow(name: str, *conditions: _Compared, action: int = _ALLOW) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:
-            return  # not a call of this architecture
+            return  # no such call on this architecture
         comparisons = (_Compared * len(conditions))(*conditions)
         if (failed := library.seccomp_rule_add_array(rules, action, number, len(conditions), comparisons)) != 0:
             raise OSError(-failed, f"seccomp_rule_add({name}): {os.strerror(-failed)}")
@@ -189,10 +189,10 @@ def _allowed_calls() -> int:
     for name in _CALLS:
         allow(name)
     allow("clone", _Compared(0, _MASKED, _CLONE_THREAD, _CLONE_THREAD))
-    allow("clone3", action=_ERRNO | errno.ENOSYS)  # its flags stand in memory; libc then takes clone
+    allow("clone3", action=_ERRNO | errno.ENOSYS)  # seccomp cannot check flags in memory; libc falls back to clone
     allow("madvise", _Compared(2, _LESS, _MADV_HWPOISON))
-    allow("prlimit64", _Compared(0, _EQ, 0), _Compared(2, _EQ, 0))  # of its own, and only to read them
-    # No other command: F_SETOWN and F_SETSIG would signal others.
+    allow("prlimit64", _Compared(0, _EQ, 0), _Compared(2, _EQ, 0))  # only read its own limits
+    # No other command: F_SETOWN and F_SETSIG could signal other processes.
     for command in (1, 2, 3, 1030):  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
         allow("fcntl", _Compared(1, _EQ, command))
     return int(rules)

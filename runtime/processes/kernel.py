@@ -1,4 +1,4 @@
-"""Processes: how they end and with whom, how much memory they have, where they run, and in what order they die."""
+"""Processes: their end, death with the parent, memory use, processors, and the order of OOM kills."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUMA_NODES = Path("/sys/devices/system/node")
 
 
 def last_error(words: str) -> OSError:
-    """Return the error of the call that has just failed, behind these words."""
+    """Return the error of the libc call that has just failed, prefixed with `words`."""
     number = ctypes.get_errno()
     return OSError(number, f"{words}: {os.strerror(number)}")
 
@@ -35,7 +35,7 @@ def last_error(words: str) -> OSError:
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send this process a signal when the thread that created it ends (prctl(2)).
 
-    A fork or the exec of a set-uid program loses the request, so every process must make it. The kernel does not report
+    Forks and execs of set-uid programs drop the request, so every process must call this. The kernel does not report
     a parent that died before the call, hence the check of the parent's pid (`parent`, if noted before the fork).
     """
     parent = os.getppid() if parent is None else parent
@@ -61,17 +61,17 @@ def kill_group(pgid: int) -> None:
 
 
 def group_rss_bytes(pgid: int) -> int:
-    """Proportional resident memory of all processes of a group, in bytes: each shared page divided by its sharers."""
+    """Proportional set size of all processes of a group, in bytes: each shared page is divided among its users."""
     nbytes = 0
     for pid in group_pids(pgid):
-        with suppress(psutil.Error):  # it is gone
+        with suppress(psutil.Error):  # the process is gone
             nbytes += psutil.Process(pid).memory_full_info().pss
     return nbytes
 
 
 def group_pids(pgid: int) -> list[int]:
-    """Pids of the living processes of a group. A process lives as long as one of its threads does: the kernel shows it
-    as a zombie once its first thread has ended, but releases memory and files, a GPU's among them, with the last."""
+    """Pids of the living processes of a group. A process lives as long as any of its threads: the kernel shows a zombie
+    once the first thread has ended, but releases memory, files and GPUs only with the last thread."""
     pids = []
     for pid in psutil.pids():
         try:
@@ -95,22 +95,22 @@ def group_alive(pgid: int) -> bool:
 
 
 def how_it_ended(status: int) -> str:
-    """Completes "the process …". status: as subprocess has it, negative for a signal."""
-    if status == -signal.SIGKILL:  # nothing in the box kills such a process
+    """Completes "the process …". status: as in subprocess, negative for a signal."""
+    if status == -signal.SIGKILL:  # the box itself does not kill it
         return (
-            "was killed (SIGKILL), most likely by the kernel for want of memory: `appliance doctor` says who has it; "
+            "was killed (SIGKILL), most likely by the kernel for lack of memory: `appliance doctor` shows its users; "
             "try again"
         )
     if status == -signal.SIGILL:
-        return "was ended by SIGILL, by an instruction that this machine refuses: `appliance doctor` has its features"
+        return "was ended by SIGILL, an instruction that this machine lacks: `appliance doctor` shows its features"
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit code {status}"
 
 
 async def run_command(*command: str, within_s: float | None = None) -> tuple[int, bytes, bytes]:
-    """Run a command, and return its exit status, output and errors. It is killed if it does not end in time, or if this
-    is cancelled. Raises TimeoutError."""
+    """Run a command, and return its exit status, output and errors. Kills the command at the time limit or on
+    cancellation. Raises TimeoutError."""
     null, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=pipe)
     try:
@@ -124,18 +124,18 @@ async def run_command(*command: str, within_s: float | None = None) -> tuple[int
 
 
 def settle_garbage() -> None:
-    """Call it once in a process that serves others, when all is imported and built. Each full collection of Python
-    would walk it anew while every request waits: 0.13 s for a controller's 220,000 objects, and a body of some thousand
-    lists sets one off. Requests leave little in cycles, so that collections may be rare."""
+    """Freeze all objects for the garbage collector; call it once in a server process after start-up. Each full
+    collection would walk them while every request waits: 0.13 s for a controller's 220,000 objects, and a body of some
+    thousand lists triggers one. Requests leave few cycles, so collections may be rare."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 class DiesAs(IntEnum):
-    """`oom_score_adj` of each kind of process, by which the kernel chooses whom it kills when memory runs out: first
-    the one whose death costs least. A score is the share of all memory in thousandths plus this number; the small steps
-    only order the box's own processes. The main process keeps the value from its unit or shell.
+    """`oom_score_adj` of each kind of process, so that the kernel, when memory runs out, first kills the process whose
+    death costs least. A score is the share of all memory in thousandths plus this number; the small steps only order
+    the box's own processes. The main process keeps the value from its unit or shell.
     """
 
     TRIAL = 400
@@ -148,7 +148,7 @@ class DiesAs(IntEnum):
 
 
 def dies_as(kind: DiesAs, pid: int | str = "self") -> bool:
-    """Set one process's place in the order. False if the process is gone or the kernel refuses: an unprivileged process
+    """Set the `oom_score_adj` of a process. False if the process is gone or the kernel refuses: an unprivileged process
     may not go below a value that a privileged process set."""
     try:
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(int(kind)))
@@ -175,23 +175,23 @@ def kills_so_far() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a process that reads somebody else's file."""
+    """Limits of a process that reads an untrusted file."""
 
     cpu_s: int
     memory_bytes: int
 
     def hold(self) -> None:
-        """Bound this process from now on. Where the host's memory is short, it dies before engines and ranks."""
+        """Apply these limits to this process. If the host's memory runs out, it dies before engines and ranks."""
         die_with_parent()
         dies_as(DiesAs.TRIAL)
-        resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s + 1))  # SIGXCPU, which no lack of memory sends
+        resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s + 1))  # SIGXCPU: never from memory
         resource.setrlimit(resource.RLIMIT_DATA, (self.memory_bytes, self.memory_bytes))  # not AS: arrays are mapped
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def bind_near(numa_nodes: Sequence[int | None]) -> frozenset[int] | None:
     """Bind this process, and every thread and process that it starts from now on, to the processors of these nodes.
-    Returns the processors, None if nothing was bound. Call it before starting threads.
+    Returns the processors, or None if nothing was bound. Call it before starting threads.
 
     Memory follows: Linux takes a page from the node of the thread that touches it first (numa(7)). It binds nothing if
     a device's node is unknown (None), or if the process may use none of the nodes' processors (a container's cpuset).
@@ -200,7 +200,7 @@ def bind_near(numa_nodes: Sequence[int | None]) -> frozenset[int] | None:
     if not all(file.exists() for file in lists):
         return None
     allowed, near = os.sched_getaffinity(0), set()
-    for part in ",".join(file.read_text().strip() for file in lists).split(","):  # such as 0-3,8; "" has none
+    for part in ",".join(file.read_text().strip() for file in lists).split(","):  # such as 0-3,8; "" without processors
         first, _, last = part.partition("-")
         near |= set(range(int(first), int(last or first) + 1)) if part else set()
     near &= allowed

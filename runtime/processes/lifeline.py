@@ -1,8 +1,8 @@
 """The lifeline: one connected AF_UNIX stream socket that joins a supervisor and the process forked for it.
 
 It carries requests to the process, and answers and events back, as frames: a 4-byte big-endian length, then that many
-bytes of UTF-8 JSON. End of file means a dead peer; the kernel delivers it even after kill -9. A supervisor holds a
-Child, the process a Lifeline, which answers and ends the process when the supervisor dies.
+bytes of UTF-8 JSON. End of file means a dead peer; the kernel delivers it even after kill -9. The supervisor holds a
+Child; the process holds a Lifeline, which answers requests and ends the process when the supervisor dies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if hasattr(value, "item"):  # numpy and torch scalars
         return value.item()
-    raise TypeError(f"{type(value).__name__} cannot travel on a lifeline; send numbers, strings, lists and dicts")
+    raise TypeError(f"{type(value).__name__} cannot be sent on a lifeline; send numbers, strings, lists and dicts")
 
 
 class Lifeline:
@@ -41,7 +41,7 @@ class Lifeline:
     """
 
     def __init__(self, connection: Connection):
-        """connection: to the supervisor."""
+        """connection: connection to the supervisor."""
         self._connection, self._sending = connection, threading.Lock()
         self._handlers: Future[dict[str, Callable[..., Any]]] = Future()
         # Start the thread at once: a process that is still starting must not outlive its supervisor either.

@@ -9,7 +9,7 @@ args)`.
 
 Rules
 - The parent runs no OpenMP work and never initialises CUDA: neither survives a fork.
-- It keeps nothing open of a device's driver, whatever it imported: every fork would inherit it.
+- It closes every file of a device's driver that imports opened: forks would inherit them.
 - It stays single-threaded: a lock that another thread holds at the fork would stay locked in the child for ever.
 - `gc.freeze()` after the imports keeps the collector from touching, and thereby copying, the shared pages.
 
@@ -48,11 +48,11 @@ from runtime.processes.lifeline import Lifeline, encode
 log = logging.getLogger(__name__)
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
-"""Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
+"""Signals reset to their defaults: a library that prints the native stack first would delay death by five seconds."""
 # glibc reads these when a warm parent starts.
-# hugetlb: ranks allocate and free hundreds of MB in every step; with huge pages the faults cost a fifth. arena_max: one
-# arena lets the thread that loads a version reuse memory freed by a staging thread, which halves the pause.
-# x86_non_temporal_threshold: copies of more than 2 MiB bypass the cache, at twice the rate.
+# hugetlb: ranks allocate and free hundreds of MB in every step; huge pages cut the cost of page faults to a fifth.
+# arena_max: one arena lets the thread that loads a version reuse memory freed by a staging thread, which halves the
+# pause. x86_non_temporal_threshold: copies of more than 2 MiB bypass the cache, at twice the rate.
 _TUNABLES = {
     "glibc.malloc.hugetlb": 1,
     "glibc.malloc.arena_max": 1,
@@ -67,12 +67,12 @@ def main(argv: list[str] | None = None) -> int:
     this process's own output."""
     socket_path, preload, log_path = argv or sys.argv[1:]
     die_with_parent()
-    # The kernel would write out the memory of an engine or rank that a library aborts, as NCCL's watchdog does:
-    # prompts and weights, gigabytes. Until that is done it holds its devices and seems to hang.
+    # No core dumps: if a library aborts an engine or rank, as NCCL's watchdog does, a dump would hold gigabytes of
+    # prompts and weights, and the process would hold its devices until it is written.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _redirect_output(log_path)
     configure_logging("warm parent")
-    gc.disable()  # it would repeatedly walk everything imported so far and find nothing to free
+    gc.disable()  # the collector would repeatedly walk all imported objects and free nothing
     importlib.import_module(preload)
     kinds.before_fork()
     for crash in CRASHES:
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     gc.freeze()
     gc.enable()
 
-    # Bind under another name and rename once it listens, so that a client that sees the path can connect.
+    # Bind under a temporary name and rename after listen, so that a client that sees the path can connect.
     unborn = f"{socket_path}.unborn"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(unborn)
@@ -98,10 +98,10 @@ def main(argv: list[str] | None = None) -> int:
 def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
     """Forks for each request. Returns the request in the child; the parent exits at SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, as below Ray, no status could be read
-    clients: set[Connection] = set()  # that have sent no request yet
-    children: dict[int, tuple[int, Connection]] = {}  # by pidfd: pid and lifeline
-    ended: dict[Connection, int] = {}  # exit status by lifeline, until the lifeline has room for it
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if SIGCHLD is ignored, as below Ray, no exit status can be read
+    clients: set[Connection] = set()  # connections without a request yet
+    children: dict[int, tuple[int, Connection]] = {}  # pidfd -> (pid, lifeline)
+    ended: dict[Connection, int] = {}  # lifeline -> exit status, until the lifeline accepts it
     while True:
         readable, writable, _ = select.select([listener, *clients, *children], [*ended], [])
         for channel in writable:
@@ -126,7 +126,7 @@ def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
                 for pidfd in children:
                     os.close(pidfd)
                 for other in (*clients, *ended, *(lifeline for _, lifeline in children.values())):
-                    other.close()  # an open end would hide the other child's death
+                    other.close()  # an inherited end would hide the other child's death
                 return channel, message
             children[os.pidfd_open(pid)] = pid, channel
 
@@ -138,7 +138,7 @@ def _run_child(channel: Connection, message: dict[str, Any]) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(message["env"])
     _redirect_output(message["log_path"])
-    configure_logging(message["name"])  # until the entry configures it
+    configure_logging(message["name"])  # until the entry configures logging
     # Bind before the first thread starts: threads and forked processes inherit it.
     cpus = bind_near(message["numa_nodes"])
     if cpus is not None:
@@ -148,7 +148,7 @@ def _run_child(channel: Connection, message: dict[str, Any]) -> NoReturn:
     channel.send_bytes(encode({"pid": os.getpid()}))
     code, lifeline = 1, Lifeline(channel)
     try:
-        kind.ask_for_instructions()  # a process that computes on a GPU computes on the host too
+        kind.ask_for_instructions()  # processes on a GPU compute on the host too
         module, _, function = message["entry"].partition(":")
         code = int(getattr(importlib.import_module(module), function)(lifeline, message["args"]) or 0)
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a process: report, log, exit
@@ -184,13 +184,13 @@ class WarmSpec:
 
 
 class NodeAgent:
-    """Starts a node's warm parents and restarts each that dies; its forked children survive."""
+    """Starts a node's warm parents and restarts those that die; their forked children survive."""
 
     def __init__(self, warm: list[WarmSpec]):
         self._specs = {spec.name: spec for spec in warm}
         self._background = BackgroundTasks()
         self._tasks: list[asyncio.Task[None]] = []
-        # "" once it accepts requests, else how it died before that; absent during an import.
+        # By name: "" once it accepts requests, else how it died during the import; absent during the import.
         self._outcomes: dict[str, str] = {}
 
     async def start(self) -> None:
@@ -201,7 +201,7 @@ class NodeAgent:
 
     async def wait_warm(self, name: str, timeout_s: float) -> None:
         """Return when the warm parent `name` accepts requests. Raise WarmParentError after `timeout_s` seconds, or as
-        soon as it has ended instead; it is restarted all the same."""
+        soon as it has ended; it is restarted all the same."""
         spec = self._specs[name]
         try:
             async with asyncio.timeout(timeout_s):
@@ -209,20 +209,20 @@ class NodeAgent:
                     await asyncio.sleep(POLL_S)
             how = self._outcomes[name]
         except TimeoutError:
-            how = f"has not done so within {timeout_s} s"
+            how = f"is not ready after {timeout_s} s"
         if how:
             log = tail(spec.log_path)
-            # In the first line, which is what `status` and hand-overs show of an error.
+            # Quote the log's last line first, since `status` and hand-overs show only an error's first line.
             last = log.rpartition("\n")[2]
             ends = f"its log {spec.log_path} ends with {last!r}"
-            raise WarmParentError(f"warm parent {name} is to import {spec.preload} and {how}; {ends}:\n{log}")
+            raise WarmParentError(f"warm parent {name}, which imports {spec.preload}, {how}; {ends}:\n{log}")
 
     async def stop(self) -> None:
         """Stop the warm parents; processes forked from them continue until their supervisors stop them."""
         await self._background.stop()
 
     async def _keep(self, spec: WarmSpec) -> None:
-        """One life of a warm parent. Raises WarmParentError at its end."""
+        """Run a warm parent once. Raises WarmParentError at its end."""
         Path(spec.socket_path).unlink(missing_ok=True)
         process = await asyncio.create_subprocess_exec(
             sys.executable,

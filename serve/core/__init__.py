@@ -1,5 +1,5 @@
-"""Describes a replica without torch: its spec, memory size and settings, and the fingerprints of versions.
+"""Describes a replica without torch: its spec, memory, settings, parsers and errors.
 
-Never: Starts anything.
+Never: Starts a process.
 Begin with spec.py.
 """

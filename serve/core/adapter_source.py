@@ -1,4 +1,4 @@
-"""Requests from the box an adapter that is neither in shared memory nor in the library on disk.
+"""Protocol by which an engine requests an adapter that is neither in shared memory nor in the library on disk.
 
 The protocol runs over a Unix socket of the box: one JSON object per line, one request per connection.
 
@@ -25,11 +25,11 @@ RETRY_S = 0.2
 
 
 class AdapterUnavailable(Exception):
-    """The box cannot provide the adapter, or did not within the timeout; the text says why."""
+    """The box cannot provide the adapter, or did not within the timeout; the message says why."""
 
 
 class AdapterServer:
-    """The box's side: serves engines from `start` to `stop`. Call all methods on one event loop.
+    """The box's side of the protocol: serves engines from `start` to `stop`. Call all methods on one event loop.
 
     `lease(model, version)` copies an adapter in and returns a lease with its `path`. Errors listed in `refusals` reach
     the engine as text.
@@ -42,7 +42,7 @@ class AdapterServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen. Replaces a socket file that a killed process left."""
+        """Listen on the socket; replaces a socket file left by a killed process."""
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, sock=private_socket(self._path))
 
@@ -57,7 +57,7 @@ class AdapterServer:
                 model, _, version = json.loads(await reader.readline())["adapter"].rpartition("@")
                 with await self._lease(model, version) as lease:
                     writer.write(json.dumps({"path": str(lease.path)}).encode() + b"\n")
-                    await reader.read()  # until the engine has its own lease and disconnects
+                    await reader.read()  # wait until the engine has its own lease and disconnects
             except self._refusals as error:
                 log.error("an engine did not get its adapter: %s", error)
                 writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
@@ -67,9 +67,9 @@ class AdapterServer:
 
 @contextlib.asynccontextmanager
 async def brought_in(socket_path: str, adapter: str, timeout_s: float) -> AsyncIterator[str]:
-    """Yield the directory of `adapter` ("NAME@VERSION") in shared memory; it stays there while the context is open.
+    """Yield the directory of `adapter` ("NAME@VERSION") in shared memory, leased while the context is open.
 
-    It waits while the controller restarts. Raises AdapterUnavailable.
+    Retries while the controller restarts. Raises AdapterUnavailable.
     """
     writer = None
     try:
@@ -82,7 +82,7 @@ async def brought_in(socket_path: str, adapter: str, timeout_s: float) -> AsyncI
             writer.write(json.dumps({"adapter": adapter}).encode() + b"\n")
             answer = json.loads(await reader.readline() or b"{}")
         if "path" not in answer:
-            raise AdapterUnavailable(f"{adapter}: {answer.get('error', 'the controller went away')}")
+            raise AdapterUnavailable(f"{adapter}: {answer.get('error', 'the controller closed the connection')}")
         yield answer["path"]
     except TimeoutError as error:
         raise AdapterUnavailable(f"{adapter} did not arrive within {timeout_s:g} s") from error

@@ -1,4 +1,4 @@
-"""Settings of the engine side; the appliance's configuration composes them."""
+"""Settings of engines, which the appliance's configuration includes."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_replicas: int = Field(2, ge=1, description="replicas a model may have, unless its deployment says otherwise")
+    max_replicas: int = Field(2, ge=1, description="most replicas of a model, unless its deployment sets a number")
     max_num_seqs: int | None = Field(
         None,
         ge=1,
-        description="requests an engine runs at once, more wait in its queue; None: 1,024 on a GPU of 70 GiB or more, "
-        "256 on a smaller one, 64 on a CPU",
+        description="requests that an engine runs at once; others wait in its queue; None: 1,024 on a GPU of at least "
+        "70 GiB, 256 on a smaller GPU, 64 on a CPU",
     )
     max_model_len: int | None = Field(
-        None, ge=1, description="tokens; None: the model's own context, or as much of it as the KV cache holds"
+        None, ge=1, description="context in tokens; None: the model's own, or as much of it as the KV cache holds"
     )
     kv_cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="per device; None: on a GPU what all else leaves, on a CPU one whole context",
+        description="KV cache per device; None: the memory left on a GPU, one whole context on a CPU",
     )
     gpu_memory_fraction: float = Field(
         0.92,
         gt=0,
         le=1,
-        description="share of a GPU that one engine may use at most; engines asleep there may leave less",
+        description="largest share of a GPU that one engine may use; engines asleep there may reduce it",
     )
     start_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="from fork to healthy, with the first load of the weights and, on a GPU, the first compilation",
+        description="limit from fork to healthy, with the first load of the weights and, on a GPU, compilation",
     )
-    swap_timeout_s: float = Field(150.0, gt=0, description="bound for a weight swap, a wake or a sleep")
+    swap_timeout_s: float = Field(150.0, gt=0, description="limit for a weight swap, a wake or a sleep")
     stop_timeout_s: float = Field(10.0, gt=0, description="time to stop; then the supervisor kills the engine")
     hung_s: float = Field(
         120.0,
         gt=0,
-        description="an engine that gives no sign of life for this long is killed and restarted; on a processor one "
+        description="an engine that does not respond for this long is killed and restarted; on a processor one "
         "step may take a minute",
     )
     max_sequences_per_request: int = Field(64, ge=1, le=16384, description="upper bound of the request field `n`")
     adapter_slots: int = Field(
         4, ge=0, description="LoRA adapters per batch of an engine; 0: engines serve none, LoRA jobs publish merged"
     )
-    adapter_max_rank: int = Field(32, ge=1, le=512, description="largest rank of an adapter that engines take")
+    adapter_max_rank: int = Field(32, ge=1, le=512, description="largest adapter rank that engines accept")
     adapters_resident: int = Field(
         32, ge=1, description="adapters an engine keeps loaded (at least adapter_slots); others load on request"
     )
     adapter_drain_timeout_s: float = Field(
-        90.0, gt=0, description="time that adapter requests have to finish before the base weights change"
+        90.0, gt=0, description="time for adapter requests to finish before the base weights change"
     )
     adapter_fetch_timeout_s: float = Field(
-        60.0, gt=0, description="how long a request waits for an adapter that only a tier below memory and disk holds"
+        60.0, gt=0, description="how long a request waits for an adapter that is only in a tier below memory and disk"
     )
     fingerprint_logprob_tolerance: float = Field(
         0.15,
         gt=0,
-        description="largest difference in nats between the log-probability that training recorded for a version and "
-        "the one that an engine computes; rounding stays under 0.1",
+        description="largest difference in nats between the log-probabilities that training recorded and an engine "
+        "computes for a version's token; rounding stays under 0.1",
     )

@@ -14,7 +14,7 @@ class EngineStartFailed(ServeError):
 
 
 class EngineRefused(EngineStartFailed):
-    """The engine itself said why it does not start with what it was given, and it is no memory, file or device."""
+    """The engine rejected its settings or model at the start; memory, files and devices were not the cause."""
 
 
 class EngineOutOfMemory(EngineStartFailed):
@@ -22,24 +22,24 @@ class EngineOutOfMemory(EngineStartFailed):
 
 
 class CoreKilled(EngineStartFailed):
-    """A process of the engine was killed from outside, which says nothing of what it was started with."""
+    """A process of the engine was killed from outside, which implies no fault of its settings or model."""
 
 
 class EngineFailed(ServeError):
-    """The engine holds no weights that it may serve. Its supervisor has ended it, and a new one has to start."""
+    """The engine holds no weights that it may serve. Its supervisor has ended it; start a new engine."""
 
 
 class ReloadFailed(EngineFailed):
-    """Loading a version into the running engine failed. A new engine may take it, and no other running one of this
-    model with these settings should be asked to."""
+    """Loading a version into the running engine failed. A new engine may load it; do not try other running engines of
+    this model and settings."""
 
 
 class VersionBroken(EngineFailed):
-    """The version that was loaded computes no numbers, so a new engine would not take it either."""
+    """The loaded version computes no finite numbers, so a new engine would not accept it either."""
 
 
 class WrongState(ServeError):
-    """A call that the engine's present state does not allow, such as a swap while it sleeps."""
+    """The engine's state does not allow the call, such as a swap while it sleeps."""
 
 
 class VersionError(ServeError):
@@ -51,7 +51,7 @@ class VersionUnreadable(VersionError):
 
 
 class VersionMismatch(VersionError):
-    """A new engine takes the version, and this one does not: it was built for another model, or its kind of weights
+    """A new engine can load the version, but this engine cannot: it was built for another model, or weights of its kind
     cannot be replaced."""
 
 
@@ -70,4 +70,4 @@ def _kinds(kind: type[ServeError]) -> Iterator[type[ServeError]]:
 
 
 BY_NAME = {kind.__name__: kind for kind in _kinds(ServeError)}
-"""As errors of another process are named."""
+"""Error classes by the names that other processes report."""

@@ -1,7 +1,7 @@
-"""Keywords of JSON schemas that engines do not enforce, with their places. Pure.
+"""Finds keywords of JSON schemas that engines do not enforce, with their paths. Pure.
 
-llguidance follows schemas of answers, and xgrammar those of tools (grammars.py). Both ignore in silence what they do
-not know; tests/property/test_schema_keywords.py tries every keyword on llguidance.
+llguidance enforces schemas of answers, and xgrammar schemas of tools (grammars.py). Both silently ignore unknown
+keywords; tests/property/test_schema_keywords.py tries every keyword on llguidance.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from typing import Any, Final
 Schema = dict[str, Any]
 
 OPTIONS: Final = {"whitespace_flexible": False, "lenient": True}
-"""llguidance's. Without whitespace, so that no answer pads itself to its limit. `lenient` ignores unknown keywords: the
-gateway refuses them where they are promised."""
+"""llguidance's options. No free whitespace, so that no answer fills its limit with it. `lenient` ignores unknown
+keywords: the gateway refuses them in schemas of answers."""
 _IGNORED: Final = frozenset(
     (
         "not if contains propertyNames dependentRequired dependentSchemas dependencies unevaluatedProperties "
         "unevaluatedItems uniqueItems $dynamicRef $recursiveRef"
     ).split()
 )
-# Formats that JSON Schema defines and llguidance ignores. A format that it does not define restricts nothing.
+# Formats that JSON Schema defines and llguidance ignores. Formats outside JSON Schema restrict nothing.
 _IGNORED_FORMATS: Final = (
     "idn-email idn-hostname iri iri-reference uri-reference uri-template json-pointer relative-json-pointer regex"
 ).split()
 NOT_IN_TOOLS: Final = _IGNORED.union(
     "pattern patternProperties minLength maxLength minProperties maxProperties format multipleOf".split()
 )
-"""Calls of a tool are not held to these, even with `strict`: a refusal would keep the client from its tool. xgrammar
+"""Keywords that are not enforced on tool calls, even with `strict`: refusing them would refuse the tool. xgrammar
 took 2.4 s to compile a `maxLength` of 500 with 49,152 tokens, 15 s for counted properties, 120 s for 300 formats, and
 25 s and more, within a step of the engine, for one mask of the pattern `^(\\w{1,20}\\s?){1,50}$`."""
 _MAPS: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 
 
 def unenforced(schema: Any) -> Iterator[str]:
-    """The places of keywords that an answer would not be held to, such as `properties.a.not`."""
+    """Paths of keywords that engines do not enforce on answers, such as `properties.a.not`."""
     for path, node in nodes(schema):
         keywords = {name for name in node.keys() & _IGNORED if node[name] is not False or name != "uniqueItems"}
         if node.get("format") in _IGNORED_FORMATS:
             keywords.add("format")
-        if "properties" in node:  # llguidance counts properties only where all are required
+        if "properties" in node:  # llguidance counts properties only if all are required
             keywords |= node.keys() & {"minProperties", "maxProperties"}
         yield from (f"{path}{keyword}" for keyword in sorted(keywords))
 
 
 def unenforced_in_tools(schema: Any) -> Iterator[str]:
-    """The places of keywords that calls of a strict tool are not held to, such as `properties.a.pattern`."""
+    """Paths of keywords that engines do not enforce on calls of a strict tool, such as `properties.a.pattern`."""
     for path, node in nodes(schema):
         yield from (f"{path}{keyword}" for keyword in sorted(node.keys() & NOT_IN_TOOLS))
 
 
 def without(keywords: frozenset[str], schema: Any) -> Any:
-    """A copy of the schema without these keywords, its names of properties kept."""
+    """A copy of the schema without these keywords; properties of the same names stay."""
     copied = copy.deepcopy(schema)
     for _, node in nodes(copied):
         for keyword in node.keys() & keywords:
@@ -61,21 +61,21 @@ def without(keywords: frozenset[str], schema: Any) -> Any:
 
 
 def counted(schema: Any) -> float:
-    """The sum of all `minItems` and `maxItems`. llguidance writes out every item: 10,000 take it 0.2 s, and 2**31
-    ended its process for want of memory."""
+    """The sum of all `minItems` and `maxItems`. llguidance expands every item: 10,000 take 0.2 s, and with 2**31 its
+    process ran out of memory."""
     bounds = (node.get(name) for _, node in nodes(schema) for name in ("minItems", "maxItems"))
     return sum(bound for bound in bounds if isinstance(bound, int | float) and bound > 0)
 
 
 def defined(schema: Any) -> int:
     """The number of definitions. llguidance follows references by recursion: a chain of 400 through lists of objects
-    passed, and 500 ended its process."""
+    passed, a chain of 500 ended its process."""
     definitions = (node.get(name) for _, node in nodes(schema) for name in ("$defs", "definitions"))
     return sum(len(named) for named in definitions if isinstance(named, dict))
 
 
 def nodes(schema: Any) -> Iterator[tuple[str, Schema]]:
-    """All schemas in a schema, itself first, each with its path, which ends in a dot."""
+    """The schema and all schemas inside it, each with its path, which ends in a dot."""
     stack: list[tuple[str, Any]] = [("", schema)]
     while stack:
         path, node = stack.pop()

@@ -1,7 +1,7 @@
-"""OpenAI's older form of tools, `functions` and `function_call`, as `tools` and `tool_choice`. Pure.
+"""Converts OpenAI's older `functions` and `function_call` to `tools` and `tool_choice`. Pure.
 
-https://platform.openai.com/docs/api-reference/chat/create has both; chat templates and engines know the newer one
-alone. The gateway measures requests through it, and engines answer through it.
+https://platform.openai.com/docs/api-reference/chat/create has both forms; chat templates and engines know only the
+newer. The gateway converts requests to measure them, engines to answer them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class LegacyRefused(ValueError):
-    """A request mixes both forms, or names what is not there. `param`: the field at fault."""
+    """A request mixes both forms, or refers to a missing function. `param`: the field at fault."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -19,17 +19,17 @@ class LegacyRefused(ValueError):
 
 
 def is_legacy(request: Mapping[str, Any]) -> bool:
-    """Whether the request names functions in the older form, so that its answer has that form too."""
+    """Whether the request uses the older form, so that its answer must too."""
     return request.get("functions") is not None or request.get("function_call") is not None
 
 
 def as_tools(request: Mapping[str, Any]) -> dict[str, Any]:
-    """`tools`, `tool_choice` and `parallel_tool_calls` of a request for which `is_legacy`; its `functions` are objects.
+    """Return `tools`, `tool_choice` and `parallel_tool_calls` for a legacy request whose `functions` are objects.
     Raises LegacyRefused."""
     functions, choice = request.get("functions"), request.get("function_call") or "auto"
     for newer in ("tools", "tool_choice"):
         if request.get(newer) is not None:
-            raise LegacyRefused(newer, f"`{newer}` and the older `functions` and `function_call`: send one of the two.")
+            raise LegacyRefused(newer, f"`{newer}` excludes the older `functions` and `function_call`: send only one.")
     if not functions:
         raise LegacyRefused("function_call", "`function_call` is only allowed when `functions` are specified.")
     if not all(isinstance(function.get("name"), str) for function in functions):
@@ -43,13 +43,13 @@ def as_tools(request: Mapping[str, Any]) -> dict[str, Any]:
             "`name` of one of `functions`.",
         )
     tools = [{"type": "function", "function": function} for function in functions]
-    # The older form has room for one call.
+    # An answer in the older form holds only one call.
     return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
 
 
 def with_tool_call(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Message number `index` of a conversation, `function_call` as `tool_calls` and role `function` as `tool`. A result
-    belongs to the call in the message before it. Raises LegacyRefused."""
+    """Convert message number `index` of a conversation: `function_call` to `tool_calls`, role `function` to `tool`. A
+    result belongs to the call in the message before it. Raises LegacyRefused."""
     kept = {key: value for key, value in message.items() if key != "function_call"}
     if kept.get("role") == "function":
         kept |= {"role": "tool", "tool_call_id": kept.get("tool_call_id", f"call_{index - 1}")}
@@ -63,7 +63,7 @@ def with_tool_call(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer(choice: dict[str, Any]) -> None:
-    """Rewrites a choice of an answer, or of a chunk of one, in place: its first tool call becomes `function_call`."""
+    """Rewrite a choice of an answer or of a stream chunk in place: its first tool call becomes `function_call`."""
     part = choice["delta" if "delta" in choice else "message"]
     part.pop("function_call", None)
     call_parts: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""How one model's engines are set up, where it differs from the box's configuration, and which of vLLM's arguments a
-person may set for one model.
+"""Settings of one model's engines that differ from the box's configuration, and vLLM's arguments that may be set for
+one model.
 
-Arguments are on a list because most others open something: a file, a socket, another host, code, a key, a log. What is
-not on it is refused by its name, with the setting that does it where there is one.
+Only listed arguments are allowed, because most others open something: a file, a socket, another host, code, a key, a
+log. The refusal of another argument names the box's setting for it, if there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serve.core.config import EngineConfig
 
 Parser = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 MAX_ARGUMENT_CHARACTERS = 2000
-# vLLM 0.32's names, whose values are numbers, words or plain JSON about the computation alone.
+# vLLM 0.32's names of arguments whose values are numbers, words or plain JSON and affect only the computation.
 ENGINE_ARGUMENTS = frozenset(
     (
         "async-scheduling attention-backend block-size chat-template-content-format disable-cascade-attn "
@@ -29,7 +29,7 @@ ENGINE_ARGUMENTS = frozenset(
     ).split()
 ) | {"max-cudagraph-capture-size"}
 _FEWER_BITS = ("--quantization", "--kv-cache-dtype", "--mamba-cache-dtype", "--mamba-ssm-cache-dtype")
-# What has a setting of its own, or is the box's affair.
+# Arguments that a setting of the model or the box controls.
 ELSEWHERE = {
     **{
         name: f"--{name}"
@@ -48,13 +48,13 @@ ELSEWHERE = {
 
 
 def in_fewer_bits(engine_arguments: Iterable[str]) -> bool:
-    """Whether weights, keys and values or states are kept in fewer bits than in training. Kernels' own rounding is
-    within the tolerance of a version's token."""
+    """Whether weights, keys and values or states are kept in fewer bits than in training. Such settings change answers
+    beyond the tolerance of a version's token; kernels' rounding does not."""
     return any(argument.partition("=")[0] in _FEWER_BITS for argument in engine_arguments)
 
 
 class Sampling(BaseModel):
-    """What a request gets that does not say otherwise; None: what the model's generation_config.json says."""
+    """Defaults for requests; None: the default of the model's generation_config.json."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -67,11 +67,11 @@ class Sampling(BaseModel):
 
 
 class ModelSettings(BaseModel):
-    """None and empty: as the box's configuration and the model itself say.
+    """Settings of one model; None and empty: use the box's configuration and the model's own values.
 
-    tool_parser: vLLM's name of one, "none" for none. chat_template: its text. draft_tokens: tokens that are guessed
-    from what stands before in the prompt and then checked together (n-gram speculation). engine_args: values as
-    `vllm serve` takes them; true and false for a switch. Raises pydantic.ValidationError.
+    tool_parser: vLLM's parser name, or "none". chat_template: its text. draft_tokens: tokens guessed from n-grams in
+    the prompt and verified together (n-gram speculation). engine_args: values as for `vllm serve`; true or false for a
+    switch. Raises pydantic.ValidationError.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -93,7 +93,7 @@ class ModelSettings(BaseModel):
     @field_validator("chat_template")
     @classmethod
     def _a_template(cls, text: str | None) -> str | None:
-        # vLLM opens a chat template that names a file.
+        # vLLM would open a chat template that is a file path.
         if text is not None and "{{" not in text and "{%" not in text:
             raise ValueError("is not a Jinja template: it has neither '{{' nor '{%'")
         return text
@@ -108,7 +108,7 @@ class ModelSettings(BaseModel):
                 raise ValueError(f"{name[:100]!r} is set by {ELSEWHERE[key]}")
             if key not in ENGINE_ARGUMENTS:
                 raise ValueError(
-                    f"{name[:100]!r} may not be set for a model; those that may: {', '.join(sorted(ENGINE_ARGUMENTS))}"
+                    f"{name[:100]!r} may not be set for a model; allowed: {', '.join(sorted(ENGINE_ARGUMENTS))}"
                 )
             if len(value) > MAX_ARGUMENT_CHARACTERS or not value.isprintable():
                 raise ValueError(f"the value of {key} must be printable, at most {MAX_ARGUMENT_CHARACTERS} characters")
@@ -117,23 +117,23 @@ class ModelSettings(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Names these settings; "" for none at all. Equal settings have equal names."""
+        """A name for these settings; "" if none is set. Equal settings have equal names."""
         settings = self.as_json()
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12] if settings else ""
 
     def as_json(self) -> dict[str, Any]:
-        """What is set, as plain JSON."""
+        """The settings that are set, as plain JSON."""
         body = self.model_dump(exclude_none=True)
         return {name: value for name, value in body.items() if value not in ({}, "")}
 
     @property
     def batched_tokens(self) -> int | None:
-        """Tokens of one batch where they are set."""
+        """Tokens of one batch; None if not set."""
         text = self.engine_args.get("max-num-batched-tokens", "")
         return int(text) if text.isascii() and text.isdigit() else None
 
     def config(self, box: EngineConfig) -> EngineConfig:
-        """The box's configuration with this model's settings in place of its own."""
+        """The box's configuration, overridden by this model's settings."""
         own = {
             "max_model_len": self.max_model_len,
             "kv_cache_bytes": self.kv_cache_bytes,
@@ -143,7 +143,7 @@ class ModelSettings(BaseModel):
         return box.model_copy(update={name: value for name, value in own.items() if value is not None})
 
     def spec_fields(self) -> dict[str, Any]:
-        """Fields of a ReplicaSpec beside those that follow from `config` and the engine's size."""
+        """Fields of a ReplicaSpec, except those derived from `config` and the engine's size."""
         args = []
         if self.kv_cache_dtype is not None:
             args.append(f"--kv-cache-dtype={self.kv_cache_dtype}")
@@ -156,7 +156,7 @@ class ModelSettings(BaseModel):
             guess = {"method": "ngram", "num_speculative_tokens": self.draft_tokens, "prompt_lookup_max": 4}
             args.append(f"--speculative-config={json.dumps(guess)}")
         for name, value in self.engine_args.items():
-            # One argument with "=", so that no value can become an option of its own.
+            # Join name and value with "=", so that no value can act as an option.
             switch = {"true": f"--{name}", "false": f"--no-{name}"}.get(value)
             args.append(switch or f"--{name}={value}")
         return {
@@ -172,12 +172,12 @@ class ModelSettings(BaseModel):
 def with_system_prompt(template: str | None, prompt: str) -> str | None:
     """`template` with `prompt` in front of conversations without a system message; None stays None.
 
-    It stands in the template because vLLM knows no such setting, and because counting tokens and every route that
-    renders a conversation then agree.
+    It is part of the template because vLLM has no such setting, and because then token counts and all routes that
+    render a conversation agree.
     """
     if not template or not prompt:
         return template
-    # A string literal of Jinja is read as Python reads its escapes.
+    # Jinja reads escapes in a string literal as Python does.
     literal = prompt.encode("unicode_escape").decode("ascii").replace("'", "\\'")
     return (
         "{%- if messages and messages[0]['role'] not in ('system', 'developer') -%}"

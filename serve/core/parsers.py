@@ -1,6 +1,6 @@
-"""Which of vLLM's parsers read a model's tool calls and its reasoning: by family, chat template and tokens. Pure.
+"""Selects vLLM's parsers of a model's tool calls and reasoning by family, chat template and tokens. Pure.
 
-Engines are started with them, and `appliance model show` names them.
+Engines are started with these parsers, and `appliance model show` prints them.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-# vLLM's tool-call parser for each model family (vllm/tool_parsers; docs "Tool Calling"). An unknown family gets none:
-# tools then work only with tool_choice "required" or a named function.
+# vLLM's tool-call parser for each model family (vllm/tool_parsers; docs "Tool Calling"). An unknown family gets no
+# parser: tools then work only with tool_choice "required" or a named function.
 TOOL_PARSERS: Mapping[str, str] = {
     "llama": "llama3_json",
     "llama4": "llama4_pythonic",
@@ -31,8 +31,8 @@ TOOL_PARSERS: Mapping[str, str] = {
     "gpt_oss": "openai",
 }
 
-# What a chat template writes around calls, and vLLM's parser of it. The syntax of the template wins over the family:
-# several families are fine-tuned with another one's, whatever their architecture. The first that is found counts.
+# Marks that a chat template writes around calls, and vLLM's parser of them. The template's syntax wins over the family,
+# because models are fine-tuned with the syntax of other families. The first match counts.
 CALL_SYNTAX = (
     ("<function=", "qwen3_coder"),  # Qwen 3.5, Nemotron 3
     ("<arg_key>", "glm45"),
@@ -45,7 +45,7 @@ CALL_SYNTAX = (
     ("[TOOL_CALLS]", "mistral"),
 )
 
-# Tokens without which vLLM's parser refuses a tokenizer, and no engine starts. Other parsers start without theirs.
+# Tokens without which vLLM's parser refuses a tokenizer, so that no engine starts. Other parsers need no tokens.
 NEEDED_TOKENS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]",),
@@ -55,8 +55,8 @@ NEEDED_TOKENS: Mapping[str, tuple[str, ...]] = {
 }
 PARSER_TOKENS = frozenset(token for tokens in NEEDED_TOKENS.values() for token in tokens)
 
-# vLLM's reasoning parser of a family, and what its chat template has where the model reasons (vllm/reasoning; docs
-# "Reasoning Outputs"). Others with `<think>` tags are read by the two parsers below whatever their family.
+# vLLM's reasoning parser of a family, and the mark in chat templates of its reasoning models (vllm/reasoning; docs
+# "Reasoning Outputs"). Models of any other family with `<think>` tags get one of the two parsers below.
 REASONING_PARSERS: Mapping[str, tuple[str, str]] = {
     "gpt_oss": ("openai_gptoss", "<|channel|>"),
     "seed_oss": ("seed_oss", "<seed:think>"),
@@ -66,7 +66,7 @@ REASONING_PARSERS: Mapping[str, tuple[str, str]] = {
     "gemma4": ("gemma4", "<|channel>"),
 }
 THINK_PARSER, BEGUN_THOUGHT_PARSER = "thought", "begun_thought"
-"""Parsers of `<think>` (serve.vllm.thoughts): where the model begins its thought, or the generation prompt does."""
+"""Parsers of `<think>` (serve.vllm.thoughts): if the model writes the opening tag; if the generation prompt does."""
 _THINK, _ANSWER_BEGINS = "<think>", "add_generation_prompt"
 _CLOSED_THOUGHT = re.compile(r"<think>(\\n|\s)*</think>")
 
@@ -75,7 +75,7 @@ def parser_of_calls(model_type: str | None, chat_template: str | None) -> str | 
     """vLLM's tool parser for a model of this family (`model_type` of config.json), None if none is known.
 
     A family's own parser is used only with a template that mentions tools, otherwise text that merely looks like a call
-    would be taken for one. A template that does not mention them has been given a way to show them, with Hermes' tags
+    would be taken for a call. A template that does not mention tools was extended to show them with Hermes' tags
     (weights.format.tool_template).
     """
     template = chat_template or ""
@@ -84,12 +84,12 @@ def parser_of_calls(model_type: str | None, chat_template: str | None) -> str | 
 
 
 def missing_tokens(parser: str | None, tokens: Collection[str]) -> tuple[str, ...]:
-    """Tokens without which the tool parser refuses the tokenizer. tokens: those of PARSER_TOKENS that this has."""
+    """Tokens without which the tool parser refuses the tokenizer. tokens: the tokenizer's subset of PARSER_TOKENS."""
     return tuple(token for token in NEEDED_TOKENS.get(parser or "", ()) if token not in tokens)
 
 
 def tool_parser(model_type: str | None, chat_template: str | None, tokens: Collection[str]) -> str | None:
-    """`parser_of_calls` if it can read a tokenizer with these tokens."""
+    """`parser_of_calls` if the tokenizer has the tokens that it needs, else None."""
     parser = parser_of_calls(model_type, chat_template)
     return None if missing_tokens(parser, tokens) else parser
 
@@ -97,8 +97,8 @@ def tool_parser(model_type: str | None, chat_template: str | None, tokens: Colle
 def reasoning_parser(model_type: str | None, chat_template: str | None) -> str | None:
     """vLLM's reasoning parser for a model family, None for a model that does not reason.
 
-    The name of a family is not enough: Qwen 3's instruct models do not reason. A template that may leave a thought open
-    where the answer begins has its closing tag alone to tell one by; under others a thought begins with its tag.
+    The name of a family is not enough: Qwen 3's instruct models do not reason. If the template may open a thought at
+    the end of the prompt, the output has only the closing tag; otherwise it has both.
     """
     template = chat_template or ""
     own, sign = REASONING_PARSERS.get(model_type or "", (None, ""))

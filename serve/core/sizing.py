@@ -1,17 +1,17 @@
-"""Estimates what an engine takes of its devices and how long its context is, from sizes of the model and the device.
-vLLM gets explicit numbers, because its own fraction of a device ignores other engines and training there.
+"""Estimates an engine's memory on its devices and its context length from the sizes of model and device. vLLM gets
+explicit numbers, because its own memory fraction ignores other engines and training on the device.
 
-With b bytes per element of the dtype that computes, V tokens in the vocabulary, h hidden and f of the MLP that a token
-passes:
+With b bytes per element of the computing dtype, P parameters, V tokens in the vocabulary, h the hidden size and f the
+MLP width that a token passes:
 
-    weights      b P (as stored if quantised); on a CPU b V h more for a head tied to the embedding, which it packs
-    adapters     slots x rank x sum of the in and out of all linear layers x b, allocated at the start
+    weights      b P (as stored if quantised); on a CPU b V h more for a head tied to the embedding (packed copy)
+    adapters     slots x rank x sum of inputs and outputs of all linear layers x b, allocated at the start
     KV cache     2 x layers x heads x head size x b per token. On a CPU one whole context; on a GPU the rest of
-                 `gpu_memory_fraction`, or of what max_asleep_per_device sleeping engines leave
-    activations  a batch of tokens, and the sampling of max_num_seqs rows of V numbers
+                 `gpu_memory_fraction`, or of the memory beside max_asleep_per_device sleeping engines
+    activations  for a batch of tokens, and for sampling max_num_seqs rows of V logits
     engine       on a CPU its processes, which stay while it sleeps; on a GPU its context and captured graphs
 
-The CPU's constants were measured on two models (within 6 %), the GPU's are not yet.
+The CPU's constants were measured on two models (within 6 %), the GPU's were not.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ CPU_KV_BYTES = 256 * 2**20
 LEAST_KV_BYTES = 64 * 2**20
 LEAST_FRACTION = 0.01
 LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Dense architectures for which vLLM takes adapters on every linear layer. On a CPU it takes none for experts.
+# Dense architectures for which vLLM supports adapters on every linear layer. On a CPU it supports none for experts.
 ADAPTER_ARCHITECTURES = frozenset(
     f"{family}ForCausalLM"
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Phi3")
 )
-# Their linear layers, by the last part of their names.
+# The linear layers of these architectures, by the last part of the name.
 ADAPTER_MODULES = tuple("q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj".split())
-GRAPH_BYTES = 2**30  # vLLM reports 0.5 to 1 GiB for models of 1 to 8 B parameters and its default sizes of batches
+GRAPH_BYTES = 2**30  # vLLM reports 0.5 to 1 GiB for models of 1 to 8 B parameters and its default batch sizes
 LEAST_ACTIVATIONS_BYTES = 2**30
 
-PROCESS_BYTES, WORKER_BYTES = 285_000_000, 190_000_000  # frontend with its core, each further worker
-TOKENIZER_BYTES = 1_600  # per token of the vocabulary
-BATCH_ELEMENTS_H, BATCH_ELEMENTS_F = 16, 4  # per token of a batch, times hidden and MLP width
-# Per row and token of the vocabulary. On a CPU: logits, sorted values and indexes, their sums. On a GPU: logits, their
-# float32, what is drawn, and the counts of penalties (vllm/v1/worker/gpu/sample).
+PROCESS_BYTES, WORKER_BYTES = 285_000_000, 190_000_000  # front end with its core; each further worker
+TOKENIZER_BYTES = 1_600  # bytes per token of the vocabulary
+BATCH_ELEMENTS_H, BATCH_ELEMENTS_F = 16, 4  # elements per token of a batch, times hidden size and MLP width
+# Per row and token of the vocabulary. On a CPU: logits, sorted values, indexes and cumulative sums. On a GPU: logits,
+# float32 logits, sampling noise, and token counts for penalties (vllm/v1/worker/gpu/sample).
 SAMPLING_BYTES, GPU_SAMPLING_BYTES = 40, 16
 CPU_MAX_NUM_SEQS = 64
-BLOCK_TOKENS = 128  # on a CPU; on GPUs 16, 64 or 128, as the kernel of the attention wants (latent, FP8, heads of 256)
+BLOCK_TOKENS = 128  # on a CPU; on GPUs 16, 64 or 128, by attention kernel (latent, FP8, heads of 256)
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 INSTEAD_OF_QUANTISED = (
     "import the model as its publisher trained it (bf16 or fp16), or a GGUF file, which is dequantised"
@@ -57,17 +57,17 @@ QUANTISED = ("quantization_config", "compression_config")  # vllm/model_executor
 
 
 class NotServable(ValueError):
-    """No engine of the model can be started on such devices; the message says why and what would help."""
+    """No engine of the model can start on such devices; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedShape:
-    """Sizes of a model that stand in its config.json; 0 where it does not tell them.
+    """Sizes of a model from its config.json; 0 for sizes that it lacks.
 
-    stored_bytes: of the version's tensors as they are stored. quantized: they are served as they are stored, whatever
-    the engine's dtype. layers: those that keep keys and values; latent: values that each keeps of a token where that is
-    one latent vector (multi-head latent attention) and not `kv_heads` of `head_dim`. tied: the head uses the embedding.
-    lora_sides: sum of in + out over the linear layers that engines take adapters on.
+    stored_bytes: of the version's tensors as stored. quantized: tensors are served as stored, whatever the engine's
+    dtype. layers: number of layers with keys and values. latent: numbers that each layer keeps per token as one latent
+    vector (multi-head latent attention); 0: it keeps `kv_heads` of `head_dim`. tied: the head uses the embedding.
+    lora_sides: sum of inputs + outputs of the linear layers that support adapters.
     """
 
     stored_bytes: int
@@ -86,7 +86,7 @@ class ServedShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], stored_bytes: int, n_parameters: int) -> ServedShape:
-        """From a Hugging Face config.json; the text part of a multimodal model."""
+        """The shape from a Hugging Face config.json; of a multimodal model its text part."""
         text = text_part(config)
         number = partial(size, text)
         hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
@@ -119,8 +119,8 @@ class ServedShape:
         )
 
     def kv_elements_per_token(self, tensor_parallel: int) -> int:
-        """Numbers that one worker keeps of a token; 0 if config.json does not tell. Workers beyond the heads of keys
-        and values keep copies."""
+        """Numbers that one worker keeps per token; 0 if unknown. Workers beyond the number of key-value heads keep
+        copies."""
         if self.latent:
             return self.layers * self.latent
         return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_dim if self.kv_heads else 0
@@ -128,7 +128,7 @@ class ServedShape:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes that an engine takes of each of its devices under full load."""
+    """Bytes that an engine uses on each of its devices under full load."""
 
     weights_bytes: int
     adapters_bytes: int
@@ -143,13 +143,13 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """An engine as it would be started.
+    """The computed size of an engine and its start parameters.
 
-    max_model_len: its context in tokens, None where the model does not say. kv_tokens: tokens that the KV cache holds,
-    None if unknown. max_num_seqs: requests at once. gpu_memory_fraction: of a GPU that must be free after the engine's
-    own context. room_bytes: what it may take of each device. adapter_slots, adapter_max_rank: 0 if it takes none.
-    shortened: why the context is shorter than set or the model's own, "" if it is not. problem: why it cannot be
-    started, "" if it can.
+    max_model_len: its context in tokens, None if the model states none. kv_tokens: tokens that the KV cache holds,
+    None if unknown. max_num_seqs: requests at once. gpu_memory_fraction: share of a GPU that must be free after the
+    engine's own context. room_bytes: most that it may use on each device. adapter_slots, adapter_max_rank: 0 without
+    adapters. shortened: why the context is shorter than the set or the model's length, else "". problem: why it cannot
+    be started, else "".
     """
 
     memory: EngineMemory
@@ -166,7 +166,7 @@ class EngineSize:
     problem: str
 
     def spec_fields(self) -> dict[str, Any]:
-        """Fields of a ReplicaSpec. Raises NotServable."""
+        """The size as fields of a ReplicaSpec. Raises NotServable."""
         if self.problem:
             raise NotServable(self.problem)
         names = (
@@ -181,14 +181,14 @@ def lora_rank_bound(rank: int) -> int:
 
 
 def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
-    """Return the largest adapter rank that engines of this model accept; 0: they accept no adapters."""
+    """Return the largest adapter rank that engines of this model accept; 0: no adapters."""
     takes = config.adapter_slots and task == "generate" and arch in ADAPTER_ARCHITECTURES
     return config.adapter_max_rank if takes else 0
 
 
 def default_batch(device_memory_bytes: int, device_name: str, *, on_host: bool) -> tuple[int, int]:
-    """vLLM 0.32's (requests at once, tokens in a batch) for its server (EngineArgs.get_batch_defaults); on a CPU, which
-    gains nothing from more, fewer requests."""
+    """(requests at once, tokens in a batch): vLLM 0.32's server defaults (EngineArgs.get_batch_defaults), but fewer
+    requests on a CPU, which gains nothing from more."""
     if on_host:
         return CPU_MAX_NUM_SEQS, 2048
     if device_memory_bytes >= 160 * 2**30:
@@ -211,7 +211,7 @@ def engine_size(
 ) -> EngineSize:
     """Size an engine over `tensor_parallel` devices. All bytes are per device.
 
-    config: the box's. settings: the model's own. asleep_per_device: engines that may sleep on a device beside this one.
+    config: the box's. settings: the model's own. asleep_per_device: other engines that may sleep on a device.
     """
     settings = settings or ModelSettings()
     config, kv_dtype = settings.config(config), settings.kv_cache_dtype
@@ -225,22 +225,22 @@ def engine_size(
 
     weights, activations, engine = _parts(kind, shape, shards, element, tokens, seqs if task == "generate" else 0)
     if settings.draft_tokens and task == "generate" and not kind.on_host:
-        # Logits of each guess, and the tokens of every request, in which guesses are looked up
+        # Logits of each drafted token, and the tokens of every request, in which n-grams are looked up
         # (vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, states.py).
         activations += 4 * (min(seqs * settings.draft_tokens, tokens) * shape.vocab + seqs * (context or 0))
-    # Without fully_sharded_loras a worker keeps the hidden side of each layer whole, which is less than half of all.
+    # Without fully_sharded_loras a worker keeps each layer's hidden side unsharded, less than half of the adapter.
     sides = shape.lora_sides * (shards + 1) // (2 * shards)
     adapters = config.adapter_slots * lora_rank_bound(rank) * sides * element if rank else 0
 
-    # vLLM refuses to start if less is free, when its context is there already (vllm/v1/worker/utils.request_memory).
-    # Rounded down, so that what the command line shows is never more.
+    # vLLM refuses to start if less is free once its context exists (vllm/v1/worker/utils.request_memory). Round down,
+    # so that the value on the command line is never larger.
     free = device_memory_bytes - asleep_per_device * kind.asleep_bytes
     share = (free - kind.context_bytes) * 10_000 // device_memory_bytes / 10_000
     fraction = min(config.gpu_memory_fraction, max(LEAST_FRACTION, share))
     room = device_memory_bytes if kind.on_host else min(int(device_memory_bytes * config.gpu_memory_fraction), free)
 
     block_bytes = BLOCK_TOKENS * shape.kv_elements_per_token(shards) * (1 if "fp8" in (kv_dtype or "") else element)
-    # One block more than a sequence fills: vLLM keeps one that no request gets.
+    # One block more than a sequence fills: vLLM reserves one block for itself.
     whole = (-(-context // BLOCK_TOKENS) + 1) * block_bytes if context else 0
     problem = _not_computed(kind, shape, dtype, kv_dtype, rank)
     if config.kv_cache_bytes is not None:
@@ -253,10 +253,10 @@ def engine_size(
         kv = max(left, LEAST_KV_BYTES)
         if left < kv:
             problem = problem or (
-                f"{weights} bytes of weights per device, {others} for adapters, activations and the engine itself, and "
-                f"{device_memory_bytes - room} for other engines that sleep there leave {left} bytes of "
-                f"{device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} are needed: raise the deployment's "
-                "tensor_parallel, or lower [scheduler] max_asleep_per_device"
+                f"a device of {device_memory_bytes} bytes has {left} left for the KV cache, which needs at least "
+                f"{LEAST_KV_BYTES}: weights take {weights}, adapters, activations and the engine {others}, engines "
+                f"asleep there {device_memory_bytes - room}. Raise the deployment's tensor_parallel, or lower "
+                "[scheduler] max_asleep_per_device"
             )
     kv_tokens = (kv // block_bytes - 1) * BLOCK_TOKENS if block_bytes else None
     length, shortened = context, ""
@@ -285,12 +285,12 @@ def engine_size(
 
 
 def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, kv_dtype: str | None, adapter_rank: int) -> str:
-    """Why engines on such devices do not compute the model, whatever memory they have; "" if they do."""
+    """Why engines on such devices cannot compute the model, whatever their memory; "" if they can."""
     where, on_gpu = f"engines on a {kind.title}", not kind.on_host
     if shape.quantized and (lacking := kind.lacks_for_quantised()):
         return (
-            f"its layers are quantised, and engines compute such layers only on a processor with {lacking}, which this "
-            f"one does not have; {INSTEAD_OF_QUANTISED}"
+            f"its layers are quantised, which engines compute only on a processor with {lacking}; this processor "
+            f"lacks it: {INSTEAD_OF_QUANTISED}"
         )
     if on_gpu and adapter_rank and dtype == "float32":
         return (
@@ -300,10 +300,10 @@ def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, kv_dtype: st
     if on_gpu and kv_dtype in ELEMENT_BYTES and kv_dtype != dtype:
         return (
             f"its keys and values are set to {kv_dtype} and it is computed in {dtype}, which {where} do not mix: "
-            "set both alike, or leave keys and values to follow (--kv-cache-dtype none)"
+            "set both to the same dtype, or unset keys and values (--kv-cache-dtype none)"
         )
     sizes = kind.head_sizes
-    if sizes and shape.head_dim and shape.head_dim not in sizes and not shape.latent:  # which has its own kernel
+    if sizes and shape.head_dim and shape.head_dim not in sizes and not shape.latent:  # latent attention: other kernel
         known = ", ".join(map(str, sorted(sizes)))
         return f"its attention heads have {shape.head_dim} elements, and {where} compute heads of {known}"
     return ""
@@ -317,7 +317,7 @@ def _process_bytes(shape: ServedShape, tensor_parallel: int) -> int:
 def _parts(
     kind: DeviceKind, shape: ServedShape, shards: int, element: int, tokens: int, rows: int
 ) -> tuple[int, int, int]:
-    """(bytes of weights, of activations, of the engine itself) per device. rows: that are sampled at once."""
+    """(bytes of weights, of activations, of the engine itself) per device. rows: sampled at once."""
     hidden, ffn = BATCH_ELEMENTS_H * shape.hidden, BATCH_ELEMENTS_F * shape.ffn
     weights = shape.stored_bytes if shape.quantized or not shape.n_parameters else shape.n_parameters * element
     if kind.on_host:
@@ -326,7 +326,7 @@ def _parts(
         activations = tokens * (hidden + ffn) * element + rows * shape.vocab * SAMPLING_BYTES
         return -(-weights // shards), activations // shards, -(-_process_bytes(shape, shards) // shards)
     if 2 * shape.stored_bytes < 3 * shape.n_parameters:
-        weights = shape.stored_bytes  # narrower than any dtype: quantised, and another file says how (ModelOpt)
-    # Tensor parallelism divides only the MLP.
+        weights = shape.stored_bytes  # under 1.5 bytes per parameter: quantised, as another file specifies (ModelOpt)
+    # Tensor parallelism divides only the MLP's activations.
     activations = tokens * (hidden + ffn // shards) * element + rows * shape.vocab * GPU_SAMPLING_BYTES
     return -(-weights // shards), max(LEAST_ACTIVATIONS_BYTES, activations), kind.context_bytes + GRAPH_BYTES

@@ -1,4 +1,4 @@
-"""Defines the spec of one replica, which travels as JSON from the scheduler to the forked engine."""
+"""Defines the spec of one replica, which the scheduler sends as JSON to the forked engine."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 
-# struct sockaddr_un.sun_path holds 108 bytes including the final NUL, and vLLM names its inner sockets by a UUID inside
-# the scratch directory, which takes 38.
+# struct sockaddr_un.sun_path holds 108 bytes including the final NUL; vLLM's inner sockets in the scratch directory
+# have a UUID as name, 38 bytes with the slash.
 MAX_SOCKET_PATH_BYTES = 107 - 38
 SEGMENTS = Path("/dev/shm")
-"""Where engines create segments outside the box's own folder, by whose names any surviving process can remove them."""
+"""Where engines create segments outside the box's folder; their names let any surviving process remove them."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ReplicaSpec:
     """One vLLM engine on one or more devices. Raises pydantic.ValidationError.
 
-    version_path: a HF checkpoint directory on tmpfs. kind: of devices. host: this machine's address on the network of
-    the box's machines, at which the engine then listens too ("": it does not). devices: indexes on the replica's
-    `node`, of which `tensor_parallel` are used. kv_cache_bytes: per worker. gpu_memory_fraction: of a GPU, that must be
-    free at the start. max_model_len: None takes the model's own. task: "generate" or "embed". numa_nodes: of the
-    devices; the engine runs there (empty or None: anywhere).
+    version_path: a HF checkpoint directory on tmpfs. kind: kind of its devices. host: this machine's address on the
+    network of the box's machines, where the engine listens too ("": only on the socket). devices: indexes on the
+    replica's `node`, of which `tensor_parallel` are used. kv_cache_bytes: per worker. gpu_memory_fraction: share of a
+    GPU that must be free at the start. max_model_len: None: the model's own. task: "generate" or "embed". numa_nodes:
+    nodes of the devices, on which the engine runs (empty or None: anywhere).
 
     adapter_slots: LoRA adapters of rank up to `adapter_max_rank` in one batch (0: none), of which `adapters_resident`
-    stay loaded. Engines look for them in `adapter_roots`, as `<root>/<name>/<version>`, then ask the box at the socket
-    `adapter_source` ("": they do not). otlp_endpoint: base URL of an OTLP/HTTP collector of spans ("": no spans).
+    stay loaded. Engines look up adapters in `adapter_roots`, as `<root>/<name>/<version>`, then request them at the
+    socket `adapter_source` ("": never). otlp_endpoint: base URL of an OTLP/HTTP collector of spans ("": no spans).
 
-    settings: names the model's own settings ("": none). chat_template, system_prompt: texts ("": the checkpoint's, and
-    none). tool_parser, reasoning_parser: vLLM's names ("": that of the model's family; "none").
+    settings: digest of the model's own settings ("": none). chat_template: text ("": the checkpoint's). system_prompt:
+    text ("": none). tool_parser, reasoning_parser: vLLM's names or "none" ("": the family's).
     """
 
     replica_id: str
@@ -72,7 +72,7 @@ class ReplicaSpec:
         if len(self.socket_path.encode()) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(
                 f"socket_path is {self.socket_path}, expected at most {MAX_SOCKET_PATH_BYTES} bytes, so that vLLM's "
-                "sockets below it fit too"
+                "longer socket paths fit too"
             )
         if len(self.devices) < self.tensor_parallel or len(set(self.devices)) != len(self.devices):
             raise ValueError(f"devices are {self.devices}, expected at least {self.tensor_parallel} different indexes")
@@ -84,12 +84,12 @@ class ReplicaSpec:
         return str(Path(self.socket_path).with_suffix(".d"))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """The spec as plain values for JSON."""
         return asdict(self)
 
 
 def segment_prefix_of(socket_path: str | Path) -> str:
-    """Return the name prefix of all segments in /dev/shm of the engine that listens on this socket."""
+    """Return the name prefix of all /dev/shm segments of the engine that listens on this socket."""
     path = Path(socket_path)
     return f"{_folder_prefix(path.parent)}{hashlib.sha256(path.name.encode()).hexdigest()[:6]}."
 
@@ -99,7 +99,7 @@ def _folder_prefix(sockets: Path) -> str:
 
 
 def remove_segments_of(socket_path: str | Path) -> None:
-    """Remove the segments left by the engine that listened on this socket."""
+    """Remove the segments of the dead engine that listened on this socket."""
     for segment in SEGMENTS.glob(f"{segment_prefix_of(socket_path)}*"):
         segment.unlink(missing_ok=True)
 

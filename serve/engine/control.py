@@ -1,19 +1,19 @@
-"""Swap, sleep and wake of one engine, inside its API process, by the methods behind vLLM's own routes.
+"""Swap, sleep and wake of one engine, inside its API process, through the methods behind vLLM's own routes.
 
 A swap, in order:
 
     check     configuration, tokenizer and every tensor against the engine          (nothing touched yet)
     stage     map the new version, and on a GPU lock its pages                      (requests continue)
-    pause     keep requests and clear the prefix cache, which other weights computed
+    pause     keep requests and clear the prefix cache, which the old weights computed
     load      every worker loads its part (serve.load.loader)
-    name      answers carry the new version from the next step on
-    resume    requests that were running are computed again with the new weights, and go on
+    name      answers report the new version from the next step on
+    resume    running requests are recomputed with the new weights and continue
     check     one token against the version's record (serve.load.version_check), in the first step
 
 Rules
-- A version that is refused before the pause leaves the engine as it was. After a failed load or check its weights are
-  not to be served: EngineFailed, on which the supervisor ends the engine and a new one starts.
-- One operation at a time (`_lock`); a sleeping engine takes only `wake`.
+- A version that is refused before the pause leaves the engine unchanged. After a failed load or check the weights must
+  not be served: on EngineFailed the supervisor ends the engine and a new one starts.
+- One operation at a time (`_lock`); a sleeping engine accepts only `wake`.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ DRAIN_GRACE_S = 2.0
 FIRST = -(1 << 31)
 """Priority of the fingerprint's request: before all others."""
 MOST_LIKELY = 5
-"""Tokens whose log-probabilities are read, because near ties change places with rounding."""
+"""Number of most likely tokens to read, because rounding can reorder near ties."""
 UNRECORDED = (0, 1)
-"""Prompt where no record has one."""
+"""Prompt for versions without a record."""
 
 
 class EngineControl:
-    """Owns the engine's state: `ready`, `asleep` or `failed`, and which version it serves."""
+    """Owns the engine's state (`ready`, `asleep` or `failed`) and its served version."""
 
     def __init__(self, llm: AsyncLLM, app_state: Any, spec: ReplicaSpec, limits: dict[str, float], group: int):
         self.llm, self.spec = llm, spec
@@ -72,7 +72,7 @@ class EngineControl:
         self.state = "ready"
         self._app_state, self._limits, self._group = app_state, limits, group
         self._identity = identity(spec.version_path)
-        # Held while the engine serves the version: the store writes new bytes into the files of evicted versions.
+        # Held while the engine serves the version, because the store reuses the files of evicted versions.
         self._lease: DirectoryLock | None = lease(spec.version_path)
         self._lock = asyncio.Lock()
         self.adapters = EngineAdapters(llm, app_state.openai_serving_models, spec, limits)
@@ -81,11 +81,11 @@ class EngineControl:
     # -- calls over the lifeline --------------------------------------------------------------------------------
 
     async def started(self) -> dict[str, Any]:
-        """Check the version's token, before the engine serves anything."""
+        """Check the version's token before the engine serves requests."""
         return await (await self._ask_token(self.path))
 
     async def status(self) -> dict[str, Any]:
-        """State, version, memory in bytes (shared pages divided by their sharers), numbers of requests: `running` ones,
+        """State, version, memory in bytes (shared pages divided among their users), and numbers of requests: `running`,
         or `waiting` for the engine to wake."""
         requests = self.llm.output_processor.get_num_unfinished_requests()
         return {
@@ -98,14 +98,14 @@ class EngineControl:
         }
 
     async def pulse(self) -> None:
-        """Returns once the core has answered, which it does between two steps, asleep too."""
+        """Return once the core answers: between two steps, and also when asleep."""
         await self.llm.is_paused()
 
     async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Serve another version of the same architecture under the name `model`.
 
-        Returns total `seconds`, `pause_s` (no step runs), `load_s` (of the slowest worker), `bytes` and `bytes_read` by
-        worker, `how` it was loaded, and the verdict on its `fingerprint`. Raises VersionError (untouched) or
+        Returns total `seconds`, `pause_s` (no step runs), `load_s` (of the slowest worker), `bytes`, `bytes_read` of
+        each worker, `how` it was loaded, and the verdict on its `fingerprint`. Raises VersionError (untouched) or
         EngineFailed (kill it).
         """
         async with self._lock:
@@ -123,7 +123,7 @@ class EngineControl:
                 await self._pause()
                 paused_s = time.perf_counter()
                 report = await self._load(model, version, version_path, held)
-                token = await self._ask_token(version_path)  # waits in the engine, before all others
+                token = await self._ask_token(version_path)  # queued in the engine before all other requests
                 await self.llm.resume_generation()
                 pause_s = time.perf_counter() - paused_s
                 verdict = await token
@@ -135,9 +135,9 @@ class EngineControl:
             return {"model": model, "version": version, **report, **done}
 
     async def sleep(self) -> dict[str, Any]:
-        """Free weights and KV memory; where no other version can be loaded, move the weights to host memory instead.
-        The caller has drained the engine; if requests remain after a short grace period, it raises WrongState. Raises
-        EngineFailed (kill it) if vLLM fails, because then its scheduler is paused and its memory half released."""
+        """Free weights and KV memory; if the engine can load no other version, move the weights to host memory instead.
+        Drain the engine before: raises WrongState if requests remain after a grace period. Raises EngineFailed (kill
+        it) if vLLM fails and leaves its scheduler paused and its memory partly released."""
         async with self._lock:
             self._require("ready", "sleep")
             await self._drained()
@@ -145,16 +145,16 @@ class EngineControl:
             await self.adapters.close()
             refusal = (await self.llm.collective_rpc("shm_refusal"))[0]
             try:
-                # "keep": vLLM computes a request that arrived since the check after the wake instead of aborting it.
+                # "keep": vLLM runs requests that arrived after the check when it wakes, instead of aborting them.
                 await self.llm.sleep(level=1 if refusal else 2, mode="keep")
-            except Exception as error:  # noqa: BLE001 - what it has released is unknown
+            except Exception as error:  # noqa: BLE001 - how much is released is unknown
                 self.state = "failed"
-                raise EngineFailed(f"the engine did not fall asleep: {error}") from error
+                raise EngineFailed(f"the engine failed to sleep: {error}") from error
             self.state, self._lease = "asleep", None
             return {"seconds": time.perf_counter() - began_s}
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
-        """Wake with the weights of `version_path`, which may differ from the version before the sleep if those were
+        """Wake with the weights of `version_path`, which may be another version than before the sleep if weights were
         freed. Raises VersionError (still asleep) or EngineFailed (kill it)."""
         async with self._lock:
             self._require("asleep", "wake")
@@ -170,8 +170,8 @@ class EngineControl:
                 else:
                     await self.llm.wake_up(["weights"])
                     report = await self._load(model, version, version_path, held)
-                    token = await self._ask_token(version_path)  # before all that waits
-                    await self.llm.wake_up(["kv_cache"])  # scheduling resumes
+                    token = await self._ask_token(version_path)  # before all waiting requests
+                    await self.llm.wake_up(["kv_cache"])  # also resumes scheduling
                 verdict = await token
             except Exception as error:  # noqa: BLE001 - whatever failed, the weights are not to be served
                 raise self._failed(version_path, error) from error
@@ -184,10 +184,10 @@ class EngineControl:
 
     def _require(self, state: str, call: str) -> None:
         if self.state != state:
-            raise WrongState(f"{call} needs a {state} engine, this one is {self.state}")
+            raise WrongState(f"{call} needs a {state} engine, but this engine is {self.state}")
 
     async def _drained(self) -> None:
-        """vLLM's engine dies when it sleeps with decodes in flight (vllm#45520)."""
+        """Wait until no request is left: vLLM's engine dies if it sleeps with decodes in flight (vllm#45520)."""
         deadline_s = time.perf_counter() + DRAIN_GRACE_S
         processor = self.llm.output_processor
         while unfinished := processor.get_num_unfinished_requests() + answers.unbegun():
@@ -196,7 +196,7 @@ class EngineControl:
             await asyncio.sleep(0.01)
 
     async def _check(self, path: str) -> tuple[DirectoryLock, int]:
-        """Lease a version that the engine can load; returns its bytes too. Raises VersionError."""
+        """Lease a version that the engine can load; returns the lease and its bytes. Raises VersionError."""
         await asyncio.to_thread(check_same_model, self._identity, path)
         held = lease(path)
         await asyncio.to_thread(recorded_token, path)
@@ -220,16 +220,16 @@ class EngineControl:
         try:
             await self.llm.collective_rpc("shm_unmap")
         except Exception as error:  # noqa: BLE001 - the version is served all the same
-            log.error("a version that was loaded stays mapped: %s", error)
+            log.error("could not unmap a loaded version: %s", error)
 
     async def _pause(self) -> None:
-        # AsyncLLM.pause_generation without its 20 ms sleep, "not required for correctness", which would be most of a
-        # small model's pause.
+        # As AsyncLLM.pause_generation, without its 20 ms sleep ("not required for correctness"), which would be most of
+        # a small model's pause.
         await self.llm.renderer.clear_mm_cache_async()
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def _load(self, model: str, version: str, path: str, held: DirectoryLock) -> dict[str, Any]:
-        """Load into the paused engine, and name it. Returns how, bytes read per worker, seconds of the slowest one."""
+        """Load the version into the paused engine. Returns how, bytes by worker, and the slowest worker's seconds."""
         reports = await self.llm.collective_rpc("shm_load", args=(path,))
         self._rename(model, version, path, held)
         return {
@@ -239,8 +239,8 @@ class EngineControl:
         }
 
     def _failed(self, path: str, error: Exception) -> EngineFailed:
-        """ReloadFailed for what loading into a running engine does each time; not if the engine died of it, memory ran
-        out, the version itself is broken or a token differs once."""
+        """ReloadFailed if loading into a running engine would fail again; not if the engine died, memory ran out, the
+        version itself is broken or a token differed."""
         self.state = "failed"
         problem = f"{path} failed to load: {error}"
         if isinstance(error, VersionBroken):
@@ -249,8 +249,8 @@ class EngineControl:
         return EngineFailed(problem) if by_chance else ReloadFailed(problem)
 
     async def _ask_token(self, path: str) -> Coroutine[Any, Any, dict[str, Any]]:
-        """Ask the engine for the token after the prompt of the version's record. Awaiting the result checks it."""
-        # Quantised when it is loaded, a version answers as another model does.
+        """Request the token after the prompt of the version's record. Awaiting the result checks the token."""
+        # A version that is quantised at loading gives other answers than recorded.
         record = None if in_fewer_bits(self.spec.extra_args) else await asyncio.to_thread(recorded_token, path)
         params: SamplingParams | PoolingParams
         if self.spec.task == "embed":
@@ -266,11 +266,11 @@ class EngineControl:
         if self.spec.task == "embed":
             answer = dict(enumerate(ended.outputs.data.float().flatten().tolist()))
         else:
-            answer = {token: found.logprob for token, found in ended.outputs[0].logprobs[0].items()}
+            answer = {token: entry.logprob for token, entry in ended.outputs[0].logprobs[0].items()}
         return check_token(answer, record, tolerance=self._limits["fingerprint_logprob_tolerance"], version=path)
 
     def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:
-        """Answer under the new name. Change the list in place, because vLLM's model registry shares it."""
+        """Answer under the new name. Changes the list in place, because vLLM's model registry shares it."""
         self._app_state.openai_serving_models.base_model_paths[:] = [BaseModelPath(name=model, model_path=path)]
         for handler in vars(self._app_state)["_state"].values():
             if getattr(handler, "system_fingerprint", None) is not None:

@@ -2,9 +2,9 @@
 
 `main` is the entry that runtime.processes.warm_parent calls in the child. It builds vLLM's engine and FastAPI
 application from vLLM's own command line, loads the version from shared memory, checks its fingerprint, and serves.
-Swap, sleep and wake arrive over the lifeline (serve.engine.control): vLLM's routes for them would not lease, check and
-name a version, so they stay disabled. `check_settings` is the entry of a process that says what vLLM refuses: it builds
-everything of an engine that needs no weights.
+Swap, sleep and wake arrive over the lifeline (serve.engine.control): vLLM's routes for them stay disabled, because they
+do not lease, check and name versions. `check_settings` is the entry of a process that reports what vLLM refuses: it
+builds the parts of an engine that need no weights.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
 
 
 def check_settings(lifeline: Lifeline, args: dict[str, Any]) -> int:
-    """Tell why vLLM would not start an engine. `args`: as of `main`. Event "checked": {"refused": text, or ""}."""
+    """Report why vLLM would not start an engine. `args`: as for `main`. Event "checked": {"refused": text, or ""}."""
     spec = ReplicaSpec(**args["spec"])
     configure_logging("settings check", replica=spec.replica_id)
     _enter(spec, 1)
@@ -90,7 +90,7 @@ def _enter(spec: ReplicaSpec, max_sequences_per_request: int) -> None:
     """Prepare this process for vLLM."""
     os.environ.update(engine_environment(spec, max_sequences_per_request))
     Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
-    tempfile.tempdir = spec.scratch_path  # the warm parent has cached its own
+    tempfile.tempdir = spec.scratch_path  # the warm parent cached its own environment
 
 
 def _options(spec: ReplicaSpec) -> Namespace:
@@ -114,7 +114,7 @@ def _refusal(spec: ReplicaSpec) -> str:
             ("reasoning", options.reasoning_parser, ReasoningParserManager),
         ):
             if name and name not in (known := parsers.list_registered()):
-                raise ValueError(f"there is no {kind} parser {name}; vLLM has {', '.join(sorted(known))}")
+                raise ValueError(f"unknown {kind} parser {name}; vLLM has {', '.join(sorted(known))}")
         AsyncEngineArgs.from_cli_args(options).create_engine_config()
         return ""
     except ValidationError as error:
@@ -124,7 +124,7 @@ def _refusal(spec: ReplicaSpec) -> str:
 
 
 def in_words(error: ValidationError) -> str:
-    """What is wrong, without the names of vLLM's classes, all of its arguments and an address of pydantic's."""
+    """Fields and messages of a validation error, without vLLM's class names and arguments or pydantic's URL."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     names = (".".join(map(str, detail["loc"])).replace("_", "-") for detail in errors)
     messages = (words_of_check(detail["msg"]) for detail in errors)
@@ -133,11 +133,11 @@ def in_words(error: ValidationError) -> str:
 
 @contextlib.asynccontextmanager
 async def _engine(arguments: AsyncEngineArgs) -> AsyncIterator[Frontend]:
-    """As vLLM's build_async_engine_client_from_engine_args, with our classes. Raises what ended the core."""
+    """As vLLM's build_async_engine_client_from_engine_args, with our classes. Raises the error that ended the core."""
     context = UsageContext.OPENAI_API_SERVER
     config = arguments.create_engine_config(usage_context=context)
-    # vLLM sets "spawn" on the CPU: each process would import itself again (12 s). This one was forked from a parent
-    # without threads or CUDA, so forking again is safe.
+    # vLLM sets "spawn" on the CPU: each process would import everything again (12 s). This process was forked from a
+    # parent without threads or CUDA, so forking again is safe.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     try:
         llm = Frontend.from_vllm_config(config, usage_context=context, stat_loggers=[Metrics])
@@ -146,7 +146,7 @@ async def _engine(arguments: AsyncEngineArgs) -> AsyncIterator[Frontend]:
             raise
         raise deaths.cause(deaths.core_of_failed_start(error)) from error
     try:
-        await llm.reset_mm_cache()  # of vLLM's trial request
+        await llm.reset_mm_cache()  # from vLLM's warm-up request
         yield llm
     finally:
         llm.shutdown(timeout=config.shutdown_timeout)
@@ -195,10 +195,10 @@ async def _serve(
             http="httptools",
             loop="none",
             timeout_keep_alive=3600,
-            timeout_graceful_shutdown=1,  # in which streams get vLLM's error event after its core died
+            timeout_graceful_shutdown=1,  # time for streams to get vLLM's error event after the core died
         )
-        # vLLM reads this to answer after its core has died; without it vLLM answered with an AttributeError, which the
-        # gateway took for a fault of the request and did not retry.
+        # vLLM needs `server` to answer after its core has died; without it vLLM answers with an AttributeError, which
+        # the gateway treats as a fault of the request and does not retry.
         server = app.state.server = NoSignalServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
@@ -219,7 +219,7 @@ async def _serve(
         if llm.errored:
             with contextlib.suppress(ChannelClosed):
                 lifeline.fatal(_cause(llm))
-            # vLLM's shutdown would wait for the dead core; the supervisor kills what is left of the group.
+            # vLLM's shutdown would wait for the dead core; the supervisor kills the rest of the group.
             os._exit(70)
         dead.cancel()
     return 0
@@ -231,7 +231,7 @@ def _handlers(
     loop = asyncio.get_running_loop()
 
     def on_loop(method: Callable[..., Any]) -> Callable[..., Future]:
-        alone = method.__name__ in ("status", "pulse", "stop")  # they detect a dead core themselves
+        alone = method.__name__ in ("status", "pulse", "stop")  # these calls detect a dead core themselves
         return lambda **args: asyncio.run_coroutine_threadsafe(
             method(**args) if alone else _while_alive(method(**args), dead, method.__name__), loop
         )
@@ -251,5 +251,5 @@ async def _until_dead(llm: Frontend) -> None:
 
 def _listen(path: str) -> socket.socket:
     if os.path.exists(path):
-        raise WrongState(f"{path} exists: another engine uses this socket, or a dead one left it")
+        raise WrongState(f"{path} exists: another engine uses this socket, or a dead engine left it")
     return private_socket(path)

@@ -1,8 +1,8 @@
 """Supervises one forked engine (a replica), without torch.
 
-Runs inside a Ray actor (wrapped in scheduler.ray.effects) or in any asyncio program. It asks the node's warm parent
-for an engine process, holds its lifeline, and forwards calls. The engine dies with it; of an engine that died,
-`wait_dead` says why.
+Runs inside a Ray actor (wrapped in scheduler.ray.effects) or in any asyncio program. It requests an engine process from
+the node's warm parent, holds its lifeline, and forwards calls. The engine dies with its supervisor; `wait_dead` reports
+why an engine died.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ log = logging.getLogger(__name__)
 
 ENTRY = "serve.engine.main:main"
 _LOADS = ("swap", "sleep", "wake")
-"""Calls after a failure of which nobody knows which weights the engine holds."""
+"""Calls whose failure leaves unknown weights in the engine."""
 PULSE_EVERY_S, SILENT_S = 2.0, 6.0
-"""How often an engine's core is asked for a sign of life, and the silence after which `status` reports it."""
+"""Interval of liveness calls to an engine's core, and the silence after which `status` reports `silent`."""
 _OF_THE_MACHINE = {
     kind.__name__ for kind in (OSError, MemoryError, StoreError, IntegrityError, VersionUnreadable, CoreKilled)
 }
-"""Kinds of errors at an engine's start of which its settings are no cause."""
+"""Errors at an engine's start that its settings do not cause."""
 
 
 class Replica:
-    """Start, swap, sleep, wake and stop one engine. One operation at a time; `status` at any time."""
+    """Start, swap, sleep, wake and stop one engine. Call one operation at a time, but `status` at any time."""
 
     def __init__(self, warm_socket: str, log_dir: str, config: EngineConfig | None = None):
         self._warm_socket, self._log_dir = warm_socket, Path(log_dir)
@@ -58,20 +58,20 @@ class Replica:
         self._address = ""
         self._state = "dead"
         self._watching: asyncio.Task[None] | None = None
-        self._pulsed_s = 0.0  # when its core last gave a sign of life
-        self._operations = 0  # under way, each with a time limit of its own
+        self._pulsed_s = 0.0  # when its core last answered
+        self._operations = 0  # in progress, each with its own time limit
         self._killed, self._load_failed = "", False  # why the supervisor has killed the engine
-        self._last: dict[str, Any] | None = None  # what the engine answered to `status`
+        self._last: dict[str, Any] | None = None  # the engine's last answer to `status`
 
     async def start(self, spec: ReplicaSpec) -> dict[str, Any]:
         """Fork an engine, load its version from shared memory and return when it serves.
 
         Returns `{"pid", "seconds": {...}, "fingerprint": {...}}`. Raises EngineStartFailed (with the end of the
-        engine's log), WrongState when one runs already, WarmParentError.
+        engine's log), WrongState if an engine runs already, WarmParentError.
         """
         if self._child is not None and self._child.alive:
             raise WrongState(f"replica {self._spec.replica_id} runs an engine already (pid {self._child.pid})")
-        _remove_leftovers(spec)  # left by a supervisor that was killed with its engine
+        _remove_leftovers(spec)  # of a supervisor that was killed with its engine
         began_s = time.perf_counter()
         log_path = self._log_dir / f"engine-{spec.replica_id}.log"
         child = await Child.spawn(
@@ -85,7 +85,7 @@ class Replica:
         self._child, self._spec, self._state = child, spec, "starting"
         self._last = None
         self._killed, self._load_failed = "", False
-        group_dies_as(DiesAs.ENGINE, child.pid)  # and processes it forks from now on
+        group_dies_as(DiesAs.ENGINE, child.pid)  # inherited by processes that it forks from now on
         ready = await self._started(child, spec)
         self._state, self._address = "ready", ready["address"]
         self._watching = asyncio.create_task(self._end_if_hung(child), name=f"pulse of {child.name}")
@@ -93,7 +93,7 @@ class Replica:
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
 
     async def _started(self, child: Child, spec: ReplicaSpec) -> dict[str, Any]:
-        """What the engine says once it serves. Raises EngineStartFailed, with nothing of the engine left."""
+        """Wait for the engine's "ready" event. Raises EngineStartFailed once nothing of the engine is left."""
         late = False
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
@@ -113,7 +113,7 @@ class Replica:
         raise _start_failed(spec, child, event, child.how_it_ended())
 
     async def life(self) -> dict[str, Any]:
-        """Return this supervisor's runtime.processes.kernel.life; callers also use it as a liveness check."""
+        """Return runtime.processes.kernel.life of this supervisor; callers also use the call as a liveness check."""
         return life()
 
     async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
@@ -135,15 +135,15 @@ class Replica:
         return answer
 
     async def unload_adapter(self, name: str) -> bool:
-        """Unload the LoRA adapter `NAME@VERSION` after its requests ended; False if this engine does not know it."""
+        """Unload the LoRA adapter `NAME@VERSION` after its requests ended; False if it is not loaded."""
         if self._child is None or not self._child.alive or self._state != "ready":
             return False
         return await self._call("unload_adapter", name=name)
 
     async def status(self) -> dict[str, Any]:
         """Return EngineControl.status plus `pid`, `devices`, `node`, `address` (path of its Unix socket, or
-        https://HOST:PORT on another machine), and whether it is `silent`, in which case the rest is its last report;
-        the state of a dead engine is "dead", of one that does not serve yet "starting"."""
+        https://HOST:PORT on another machine), and whether it is `silent`: then the rest is its last report. State
+        "dead": no engine runs; "starting": it does not serve yet."""
         spec, child = self._spec, self._child
         alive = child is not None and child.alive
         own = {
@@ -154,7 +154,7 @@ class Replica:
             "settings": spec.settings if spec else "",
             "silent": False,
         }
-        if not alive or self._state == "starting":  # an engine that starts answers nothing, for a minute or more
+        if not alive or self._state == "starting":  # a starting engine does not answer, for a minute or more
             of = {"model": spec and spec.model, "version": spec and spec.version}
             state = "starting" if alive else "dead"
             return {"state": state, **of, "rss_bytes": 0, "running": 0, "waiting": 0, **own}
@@ -165,7 +165,7 @@ class Replica:
         return self._last
 
     async def _end_if_hung(self, child: Child) -> None:
-        """Kill an engine whose core, which answers between two steps and asleep too, is silent for `hung_s`."""
+        """Kill an engine whose core is silent for `hung_s`. A core answers between steps and when asleep."""
         while True:
             self._pulsed_s = time.monotonic()
             await asyncio.sleep(PULSE_EVERY_S)
@@ -173,19 +173,19 @@ class Replica:
                 await child.call("pulse", timeout_s=self._config.hung_s)
             except ChildTimeout:
                 if not self._operations:
-                    return self._kill(child, f"it hung: no sign of life for {self._config.hung_s:.0f} s")
+                    return self._kill(child, f"it hung: no answer for {self._config.hung_s:.0f} s")
             except ChildDied:
                 return
             except ChildError:
-                pass  # an answer too; a core that died ends the engine by itself
+                pass  # an error is an answer too; the engine ends itself if its core died
 
     def _kill(self, child: Child, why: str) -> None:
         self._killed = why
-        log.error("engine %s: %s; it is killed", self._spec.replica_id, why)
+        log.error("engine %s is killed: %s", self._spec.replica_id, why)
         child.kill()
 
     async def stop(self) -> None:
-        """End the engine and everything it started; does nothing without an engine."""
+        """End the engine and all processes that it started; does nothing without an engine."""
         if self._child is not None:
             if self._child.alive:
                 await self._child.stop(self._config.stop_timeout_s)
@@ -194,8 +194,8 @@ class Replica:
         self._state = "dead"
 
     async def wait_dead(self) -> dict[str, Any]:
-        """Resolves when the engine process is dead: `{"exit": reason, "log": its log's end, "starved", "load_failed"}`,
-        the last two bool: memory ran out, or the supervisor killed it after a failed swap, sleep or wake."""
+        """Return when the engine process is dead: `{"exit": reason, "log": end of its log, "starved": memory ran out,
+        "load_failed": the supervisor killed it after a failed swap, sleep or wake}`, the last two bool."""
         if self._child is None:
             raise WrongState("no engine was started")
         await self._child.closed()
@@ -236,7 +236,7 @@ class Replica:
             failed = EngineOutOfMemory if error.starved else EngineFailed
             raise failed(f"{method}: {error}") from error
         except ChildTimeout as error:
-            if method in _LOADS:  # which weights it holds is unknown
+            if method in _LOADS:  # its weights are unknown
                 self._load_failed = True
                 self._kill(self._child, f"{method}: {error}")
             raise EngineFailed(f"{method}: {error}") from error
@@ -245,7 +245,7 @@ class Replica:
 
 
 def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None, ended: str) -> ServeError:
-    """fatal: what the engine said when it ended, if it did. ended: completes "its process …"."""
+    """The error of a failed start. fatal: the engine's "fatal" event, if any. ended: completes "its process …"."""
     if child.starved:
         return EngineOutOfMemory("the engine was killed while it started, because the host's memory ran out")
     message = fatal["message"] if fatal else child.log_end()
@@ -264,12 +264,12 @@ def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None,
 
 
 def _cause(fatal: dict[str, Any]) -> str:
-    """What a process said when it ended. Our own errors are sentences; of others the kind says more than the text."""
+    """The message of a "fatal" event. Our own errors are sentences; other errors need their type too."""
     return fatal["message"] if fatal["type"] in BY_NAME else f"{fatal['type']}: {fatal['message']}"
 
 
 def _with_log(problem: str, child: Child) -> str:
-    """People are shown the first line of an error; the rest is for the log of the box."""
+    """Append the end of the log. People see the first line of an error; the rest is for the box's log."""
     return f"{problem}; its log is {child.log_path}\n{child.log_end()}"
 
 

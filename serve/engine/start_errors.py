@@ -1,4 +1,4 @@
-"""Translates vLLM's start errors into the box's terms: which of its settings to change, never a vLLM option.
+"""Translates vLLM's start errors into the box's terms: which setting of the box to change, never a vLLM option.
 
 vLLM's messages name its own command-line options, which users of the box never see. Unknown messages stay unchanged.
 """
@@ -32,15 +32,15 @@ _KNOWN = (
     ),
     (
         r"max_num_seqs \((?P<asked>\d+)\) exceeds available Mamba cache blocks \((?P<held>\d+)\)",
-        "{model} keeps a state of each request, and memory holds {held} of them, not {asked}: `appliance model deploy "
+        "{model} keeps a state per request, and memory holds {held} states, not {asked}: `appliance model deploy "
         "{model} --max-num-seqs {held}`, or spread it over more devices (`--tensor-parallel N`)",
     ),
     (
         r"FP8 KV cache is not supported by the Triton .*? on (?P<device>.+?) "
         r"\(compute capability (?P<capability>[\d.]+)",
         "keys and values in FP8 need compute capability 8.9 or higher, and {device} has {capability}: `appliance model "
-        "deploy {model} --kv-cache-dtype bfloat16` (float16 for a model set to that) keeps them in full, whatever the "
-        "checkpoint asks for",
+        "deploy {model} --kv-cache-dtype bfloat16` (float16 for a model set to that) keeps them in 16 bits, "
+        "regardless of the checkpoint's setting",
     ),
     (
         r"Failed to find a kernel that can implement the (?P<format>\w+) linear layer",
@@ -49,7 +49,7 @@ _KNOWN = (
     (r"Unknown quantization method: (?P<format>[\w.-]+)", _NO_FORMAT),
     (r"(?P<format>[\w.-]+) quantization is currently not supported in \w+", _NO_FORMAT),
     (r"is not supported for quantization method (?P<format>[\w-]+)", _NO_FORMAT),
-    # An operator that the CPU's build declares and does not have.
+    # An operator that the CPU build declares without implementing it.
     (r"_C::\w*(?P<format>fp8|int8)\w*\(\) expected at most 0 argument", _NO_FORMAT),
     (
         _MEMORY,
@@ -62,7 +62,7 @@ _PROPOSED = re.compile(r"estimated maximum model length is (\d+)")
 
 
 def out_of_memory(message: str) -> bool:
-    """Whether this message of vLLM's or torch's says that memory ran out, so that a retry may succeed later."""
+    """Whether this message of vLLM or torch reports a lack of memory, so that a retry may succeed later."""
     return re.search(_MEMORY, message) is not None
 
 
@@ -75,6 +75,6 @@ def in_our_words(message: str, model: str) -> str | None:
         "shorter": f"at most {proposed[1]}" if proposed else "lower",
     }
     for pattern, text in _KNOWN:
-        if found := re.search(pattern, message, re.S):
-            return text.format(**found.groupdict(), **more)
+        if match := re.search(pattern, message, re.S):
+            return text.format(**match.groupdict(), **more)
     return kinds.not_ready(message) or None

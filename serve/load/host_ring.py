@@ -2,7 +2,7 @@
 
 Columns of a row-parallel matrix, tensors of another dtype and pages that are not locked are packed into a buffer first.
 Each thread has one buffer and one stream: while the device reads one thread's buffer, the others pack theirs. Locking
-fresh pages instead would cost more than it saves when they are read once, as by a wake.
+fresh pages instead would cost more than it saves for a single read, as in a wake.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ BUFFER_BYTES = 16 * 2**20
 
 
 class HostRing:
-    """Use it as a context; leaving it waits for all copies and re-raises the first error.
+    """Context manager whose exit waits for all copies and re-raises the first error.
 
-    threads: that pack at once, each with a page-locked buffer of `buffer_bytes`.
+    threads: number of packing threads, each with a page-locked buffer of `buffer_bytes`.
     """
 
     def __init__(self, device: torch.device, threads: int = 1, buffer_bytes: int = BUFFER_BYTES):
         self._device, self._kind = device, of_torch(device)
         self._buffer_bytes = buffer_bytes
-        self._inference = torch.is_inference_mode_enabled()  # of this thread; a model's tensors may be of that mode
+        self._inference = torch.is_inference_mode_enabled()  # inherited by packing threads
         self._mine = local()
         self._pending: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(threads, "pack", initializer=self._begin)
 
     def copy(self, target: torch.Tensor, stored: torch.Tensor) -> None:
-        """Queue a copy of `stored` into `target` of the same shape, whose dtype it takes."""
+        """Queue a copy of `stored` into `target`, which has the same shape; converts to the dtype of `target`."""
         if not target.dim():
             target, stored = target.view(1), stored.view(1)
         rows = self._buffer_bytes // target[:1].nbytes if target.numel() else 0
         if rows:
             for into, origin in zip(target.split(rows), stored.split(rows), strict=True):
                 self._pending.append(self._pool.submit(self._copy, into, origin))
-        else:  # a row does not fit
+        else:  # a row exceeds the buffer
             for into, origin in zip(target, stored, strict=True):
                 self.copy(into, origin)
 
@@ -52,7 +52,7 @@ class HostRing:
             pending.result()
 
     def _begin(self) -> None:
-        self._kind.use(self._device)  # a new thread starts on the first one
+        self._kind.use(self._device)  # a new thread starts on the first device
         self._mine.buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=self._kind.locks_pages)
 
     def _copy(self, target: torch.Tensor, stored: torch.Tensor) -> None:

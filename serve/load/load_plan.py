@@ -3,7 +3,8 @@
 Every vLLM model has a `load_weights` that knows how checkpoint names map to its fused, sliced and padded parameters.
 The first load runs under a dispatch mode that notes each `copy_` from the mapped files into a parameter. Later versions
 are loaded by replaying these notes, which under tensor parallelism name exactly the slices that this worker reads. A
-parameter written from anything but mapped bytes or zero is `unplanned` (`unwritten` if nothing was seen to fill it).
+parameter that is written from other bytes than mapped bytes or zeros is `unplanned`, and `unwritten` if no write was
+recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from serve.core.errors import VersionMismatch
 from serve.load.host_ring import HostRing
 from serve.load.shm_source import VersionSource
 
-# Tensors that checkpoints contain but models compute themselves.
+# Tensors in checkpoints that models compute themselves.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias")
 
 
@@ -43,7 +44,7 @@ class Region:
 
     @property
     def extent(self) -> int:
-        """Elements from its first to its last one."""
+        """Number of elements from the region's first to its last."""
         if not self.numel:
             return 0
         return 1 + sum((extent - 1) * stride for extent, stride in zip(self.size, self.stride, strict=True))
@@ -54,7 +55,7 @@ class Region:
 
     @property
     def dense(self) -> bool:
-        """Whether the region is one unbroken run of elements in row-major order."""
+        """Whether the region is contiguous in row-major order."""
         expected = 1
         for extent, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
             if extent != 1 and stride != expected:
@@ -65,7 +66,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Piece:
-    """One copy: region `source` of the stored tensor `name` into region `target` of a parameter."""
+    """One copy from region `source` of the stored tensor `name` to region `target` of a parameter."""
 
     target: Region
     name: str
@@ -74,7 +75,7 @@ class Piece:
 
 @dataclass
 class Target:
-    """A parameter or buffer of the model in its checkpoint form, and the pieces that fill it."""
+    """A parameter or buffer of the model in the checkpoint's layout, and the pieces that fill it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -83,16 +84,15 @@ class Target:
 
     @property
     def covered(self) -> bool:
-        """Whether a piece writes or zeroes (vocabulary padding) every element."""
+        """Whether every element is written by a piece or zeroed (vocabulary padding)."""
         seen = {piece.target: piece.target.numel for piece in self.pieces}
         seen |= {region: region.numel for region in self.zeroed}
         return sum(seen.values()) >= math.prod(self.shape)
 
     def fill(self, flat: torch.Tensor, source: VersionSource, ring: HostRing | None = None) -> None:
-        """Write all of it into the one-dimensional `flat` on any device; on a GPU the copies may still be running on
-        return.
+        """Write the whole target into the one-dimensional `flat` on any device; on a GPU copies may outlast the call.
 
-        `ring` takes what the device cannot read at full rate where it lies: columns, other dtypes, pages not locked.
+        `ring` copies data that the device cannot read in place at full rate: columns, other dtypes, unlocked pages.
         """
         for region in self.zeroed:
             region.view(flat).zero_()
@@ -110,8 +110,8 @@ class Target:
             else:
                 target.copy_(piece.source.view(whole), non_blocking=True)
 
-    def lying_in(self, source: VersionSource) -> torch.Tensor | None:
-        """All of it where it lies in the mapped file, only to be read; None if its pieces lie apart there."""
+    def mapped_view(self, source: VersionSource) -> torch.Tensor | None:
+        """A read-only view of the whole target in the mapped file; None if its pieces are not adjacent there."""
         pieces = sorted(self.pieces, key=lambda piece: piece.target.offset)
         parts = [piece.source.view(source.tensor(piece.name).reshape(-1)) for piece in pieces]
         dense = all(piece.source.dense and piece.target.dense for piece in pieces)
@@ -126,7 +126,7 @@ class Target:
 
 
 def _runs(piece: Piece, whole: torch.Tensor, source: VersionSource) -> list[tuple[int, int]] | None:
-    """Elements [first, last) of the stored tensor that may be copied in one piece each; None if not page-locked."""
+    """Runs [first, last) of the stored tensor's elements, each one copy; None if not page-locked."""
     if not (piece.source.dense and piece.target.dense and source.aligned(piece.name)):
         return None
     item, start = whole.element_size(), piece.source.offset
@@ -136,10 +136,10 @@ def _runs(piece: Piece, whole: torch.Tensor, source: VersionSource) -> list[tupl
 
 @dataclass
 class LoadPlan:
-    """What a model needs of a version.
+    """Copies that load a version into a model.
 
-    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, and the
-    first of them in model order comes first.
+    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, in model
+    order.
     """
 
     targets: dict[tuple[int, str], Target]
@@ -149,8 +149,8 @@ class LoadPlan:
     read: frozenset[str]
 
     def follow_first_load(self, model: torch.nn.Module) -> str:
-        """The stored tensor of a parameter that was filled on its own and is another parameter by now, "" if there is
-        none: vLLM ties a head again that is equal to the embedding (vllm/model_executor/model_loader/weight_tying.py).
+        """The stored tensor of a parameter that vLLM replaced by another after filling it, "" if there is none: vLLM
+        ties a head whose values equal the embedding's (vllm/model_executor/model_loader/weight_tying.py).
         """
         kept: dict[int, Target] = {}
         for module in model.modules():
@@ -167,8 +167,8 @@ class LoadPlan:
         return not self.unplanned
 
     def check(self, source: VersionSource) -> None:
-        """Compare a version with the one this engine was built from. Raises VersionMismatch naming the tensors. vLLM
-        only warns of missing ones, which leaves a mixture of two models."""
+        """Compare a version with the version this engine was built from. Raises VersionMismatch naming the tensors.
+        vLLM only warns of missing tensors, which would leave a mixture of two models."""
         problems = []
         for name in sorted(self.read):
             stored, expected = source.described.get(name), self.expected[name]
@@ -189,12 +189,12 @@ class LoadPlan:
             )
 
     def bytes_read(self, source: VersionSource) -> int:
-        """Bytes of the version that this worker reads (its slices only, under tensor parallelism)."""
+        """Bytes of the version that this worker reads (under tensor parallelism only its slices)."""
         return sum(piece.source.numel * source.described[piece.name].dtype.itemsize for piece in self._pieces())
 
     def spans(self, source: VersionSource, *, in_one_piece: bool = False) -> dict[str, list[tuple[int, int]]]:
-        """Byte ranges [start, end) of each file that contain all that this worker reads; or those alone that it copies
-        in one piece, without columns of a row-parallel matrix, which are gathered first."""
+        """Byte ranges [start, end) of each file that this worker reads. in_one_piece: only ranges copied as a whole,
+        without columns of a row-parallel matrix, which are gathered first."""
         spans: dict[str, list[tuple[int, int]]] = {}
         for piece in self._pieces():
             if in_one_piece and not piece.source.dense:
@@ -205,13 +205,13 @@ class LoadPlan:
         return spans
 
     def _pieces(self) -> Iterator[Piece]:
-        """Each target once, however many modules share it."""
+        """The pieces of all targets, once for a shared target."""
         for target in {id(target): target for target in self.targets.values()}.values():
             yield from target.pieces
 
 
 class LoadRecorder(TorchDispatchMode):
-    """Watches one `load_weights` call that reads from `source`, and turns it into a LoadPlan."""
+    """Records one `load_weights` call that reads from `source` as a LoadPlan."""
 
     def __init__(self, model: torch.nn.Module, source: VersionSource):
         super().__init__()
@@ -244,7 +244,7 @@ class LoadRecorder(TorchDispatchMode):
         return result
 
     def plan(self) -> LoadPlan:
-        """Return the plan of everything seen so far."""
+        """Return the plan of all copies recorded so far."""
         targets: dict[tuple[int, str], Target] = {}
         unplanned, unwritten = list[str](), list[str]()
         for key, owners in self._owners.items():
@@ -273,8 +273,8 @@ class LoadRecorder(TorchDispatchMode):
         return key, self._targets.setdefault(key, Target(tuple(whole.shape), whole.dtype))
 
     def _stored(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """Name and element offset of the stored tensor that this is a view of, or a clone, as vLLM makes of the first
-        ones of a model that embeds (vllm/model_executor/models/adapters.py)."""
+        """Name and element offset of the stored tensor that this tensor is a view or clone of. vLLM clones the first
+        tensors of an embedding model (vllm/model_executor/models/adapters.py)."""
         if not in_host_memory(tensor.device) or not tensor.numel():
             return None
         if clone := self._clones.get(tensor.untyped_storage().data_ptr()):

@@ -1,13 +1,13 @@
 """Loads a version into a running model, at a swap or a wake, from one mapping of its files.
 
-Two ways, by what the model is made of (`how`):
+Two ways (`how`), depending on the model's layers:
 
-    in-place    the recorded first load again (serve.load.load_plan): on a GPU into the tensors where they are, so that
-                captured graphs stay valid; on the CPU layer by layer, each packed for its kernels again
+    in-place    replays the recorded first load (serve.load.load_plan): on a GPU into the existing tensors, so that
+                captured graphs stay valid; on the CPU layer by layer, packing each layer for its kernels
     layerwise   vLLM's own reload (vllm/model_executor/model_loader/reload), for unquantised experts and latent
-                attention on GPUs, whose kernels keep weights in a layout of their own
+                attention on GPUs, whose kernels use their own weight layout
 
-A load that fails leaves mixed weights: the engine ends.
+A failed load leaves mixed weights: the engine ends.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadPlan
 from serve.load.shm_source import ToLock, VersionSource
 
-NICENESS = 10  # of the thread that maps and unmaps, added to the engine's own
-COPY_THREADS = 8  # they share the memory's rate: more would add little
+NICENESS = 10  # niceness of the mapping thread, added to the engine's
+COPY_THREADS = 8  # they share the memory bandwidth: more would add little
 MADE_ONCE = ("_merged_conv_weight", "_wp_fp32", "_combined_gate_weight", "_fused_w13_fp8", "workspace")
-"""What layers make once, at the first load or pass, and vLLM never makes again: convolutions and token choice of
-GLM 5 Next, gates of shared experts on AMD's GPUs, the experts with which dots3 reads images, the memory through which
-MiniMax-M2's workers sum."""
+"""Attributes that layers compute once, at the first load or pass, and vLLM never recomputes: convolutions and token
+selection of GLM 5 Next, gates of shared experts on AMD's GPUs, dots3's image experts, the all-reduce workspace of
+MiniMax-M2."""
 
 
 class VersionLoader:
-    """Loads versions into one worker's model. `reload`: vLLM's `reload_weights`. `workers`: that share the cores."""
+    """Loads versions into one worker's model. `reload`: vLLM's `reload_weights`. `workers`: sharers of the cores."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class VersionLoader:
         self._threads = max(1, min(len(os.sched_getaffinity(0)) // workers, COPY_THREADS))
         self._heads = _head_ids(model)
         self._own_layout = self._kept_in_own_layout()
-        self._beside = ThreadPoolExecutor(1, "versions", self._begin)  # maps and unmaps beside the engine's steps
-        self._mapped: Future[VersionSource] | None = None  # what is staged or loaded
+        self._beside = ThreadPoolExecutor(1, "versions", self._begin)  # maps and unmaps during the engine's steps
+        self._mapped: Future[VersionSource] | None = None  # the version that is staged or loaded
         self._retied = plan.follow_first_load(model)
 
     @property
@@ -70,17 +70,17 @@ class VersionLoader:
         return "layerwise" if self._own_layout else "in-place"
 
     def refusal(self) -> str:
-        """Why only a new engine takes another version, "" if this one does; known once the model has run."""
+        """Why this engine can load no other version, "" if it can; valid once the model has run."""
         if self._model_config.quantization is not None:
             return f"its weights are quantised ({self._model_config.quantization})"
         if hasattr(self.model, "process_weights_after_loading"):
-            return f"{type(self.model).__name__} has a post-load step of its own"
+            return f"{type(self.model).__name__} has its own post-load step"
         if self._retied:
-            return f"{self._retied} was equal to its embedding when it was loaded, and vLLM keeps them once"
+            return f"{self._retied} equalled its embedding when it was loaded, and vLLM keeps both as one tensor"
         for name, module in self.model.named_modules():
             tensors = [key for key in MADE_ONCE if isinstance(getattr(module, key, None), torch.Tensor)]
             if tensors:
-                return f"{name} makes {tensors[0]} once"
+                return f"{name} computes {tensors[0]} only once"
         return self._own_layout if self._kind.on_host else ""
 
     # -- before a pause ------------------------------------------------------------------------------------
@@ -97,19 +97,19 @@ class VersionLoader:
             source.close()
 
     def stage(self, path: str) -> None:
-        """Begin to map `path` in the background, fault its pages in and on a GPU lock them; poll `staged`."""
+        """Start mapping `path` in the background: fault its pages in and on a GPU lock them; poll `staged`."""
         self.unmap()
         lock = self._kind.locks_pages and not self._own_layout
         self._mapped = self._beside.submit(self._open, path, lock=lock)
 
     def staged(self) -> bool:
-        """Whether the version is mapped. Raises what stopped that."""
+        """Whether the version is mapped. Raises the error of a failed mapping."""
         if self._mapped is None:
             raise WrongState("no version is being staged")
         return self._mapped.done() and self._mapped.result() is not None
 
     def unmap(self) -> None:
-        """Unmap what is staged or loaded, in the background, because unlocking takes time."""
+        """Unmap the staged or loaded version, in the background because unlocking takes time."""
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
             self._beside.submit(_close, mapped)
@@ -117,7 +117,7 @@ class VersionLoader:
     def _begin(self) -> None:
         me = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + NICENESS, 19))
-        # A new thread uses the first GPU: locking pages from it would leave a context of every tensor parallel worker
+        # A new thread uses the first GPU: locking pages from it would create a context of every tensor parallel worker
         # there, half a gigabyte each.
         self._kind.use(self.device)
 
@@ -135,8 +135,8 @@ class VersionLoader:
 
     @torch.no_grad()
     def load(self, path: str) -> dict[str, Any]:
-        """Load the version, from what is staged or else mapped now without locking its pages, which takes longer than
-        it saves. Returns how, the bytes that this worker read, and seconds without mapping."""
+        """Load the version from its staged mapping, or else map it now without locking pages, which would take longer
+        than it saves. Returns how, the bytes that this worker read, and seconds without mapping."""
         if self._mapped is None or str(self._mapped.result().path) != path:
             self.unmap()
             self._mapped = Future()
@@ -147,7 +147,7 @@ class VersionLoader:
             before = [(tensor, tensor.data) for tensor in chain(self.model.parameters(), self.model.buffers())]
             with disable_mtp_completeness_check():
                 self._reload(weights_iterator=source.tensors())
-            for tensor, first in before:  # captured graphs read it where it was
+            for tensor, first in before:  # captured graphs read the old address
                 if tensor.data_ptr() != first.data_ptr() and tensor.shape == first.shape:
                     first.copy_(tensor.data)
                     tensor.data = first
@@ -174,27 +174,27 @@ class VersionLoader:
         self._kind.synchronize(self.device)
 
     def _pack(self, source: VersionSource) -> None:
-        """Load on the CPU. vLLM 0.32 packs linear layers, heads and experts and drops their plain form, so each gets a
-        plain one again: of a linear layer the mapped file, where that has it in one piece. The experts' kernel packs
-        every form after the first."""
-        filled: set[int] = set()  # a tied head shares its embedding's target
+        """Load on the CPU. vLLM 0.32 packs linear layers, heads and experts and drops the plain weights, so plain
+        weights are restored before packing: for a linear layer a view of the mapped file, if contiguous there. After
+        the first load, experts are packed by their kernel."""
+        filled: set[int] = set()  # a tied head shares the embedding's target
         for module in self.model.modules():
             tensors = {**module._parameters, **module._buffers}
             names = [name for name in tensors if (id(module), name) in self.plan.targets]
             method = getattr(module, "quant_method", None)
             replaced = isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod)
-            lying: dict[str, torch.Tensor] = {}
+            views: dict[str, torch.Tensor] = {}
             if names:
                 drop_packed(module)
             for name in names:
                 target, tensor = self.plan.targets[id(module), name], tensors[name]
-                if isinstance(method, UnquantizedLinearMethod) and (mapped := target.lying_in(source)) is not None:
-                    lying[name] = tensor = mapped
+                if isinstance(method, UnquantizedLinearMethod) and (mapped := target.mapped_view(source)) is not None:
+                    views[name] = tensor = mapped
                 elif replaced:
                     tensor = torch.empty(target.shape, dtype=target.dtype)
                 if replaced:
                     module._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
-                if name not in lying and (replaced or id(target) not in filled):
+                if name not in views and (replaced or id(target) not in filled):
                     target.fill(tensor.data.view(-1), source)
                     filled.add(id(target))
             if not names:
@@ -203,7 +203,7 @@ class VersionLoader:
                 method.moe_kernel.fused_experts.process_weights_after_loading(module)
             elif replaced or id(module) in self._heads:
                 method.process_weights_after_loading(module)
-            for name, tensor in lying.items():  # a bias, or a weight that vLLM did not pack
+            for name, tensor in views.items():  # a bias or unpacked weight must not refer to the mapped file
                 if module._parameters[name].data_ptr() == tensor.data_ptr():
                     module._parameters[name].data = tensor.clone()
 
@@ -214,7 +214,7 @@ class VersionLoader:
         self._beside.shutdown()
 
     def _kept_in_own_layout(self) -> str:
-        """Why parameters are not in the checkpoint's layout, "" if they are."""
+        """Why parameters do not have the checkpoint's layout, "" if they do."""
         if not self.plan.complete:
             return f"not all parameters are filled by plain copies: {', '.join(self.plan.unplanned[:4])}"
         for name, module in self.model.named_modules():
@@ -225,7 +225,7 @@ class VersionLoader:
                 continue
             experts = isinstance(method, UnquantizedFusedMoEMethod)
             if experts and (not self._kind.on_host or hasattr(module, "w13_bias")):
-                return f"{name}: experts are laid out for the device's kernel"
+                return f"{name}: experts have the layout of the device's kernel"
             if not experts and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
                 return f"{name} is quantised ({type(method).__name__})"
         return ""
@@ -237,7 +237,7 @@ def _close(mapped: Future[VersionSource]) -> None:
 
 
 def skip_unused_packing(model: torch.nn.Module) -> None:
-    """Free packed copies of embeddings that no head uses, which vLLM makes on the CPU."""
+    """Free packed copies that vLLM makes on the CPU of embeddings that no head uses."""
     heads = _head_ids(model)
     for module in model.modules():
         if isinstance(getattr(module, "quant_method", None), UnquantizedEmbeddingMethod) and id(module) not in heads:
@@ -245,7 +245,7 @@ def skip_unused_packing(model: torch.nn.Module) -> None:
 
 
 def drop_weights(module: torch.nn.Module) -> None:
-    """Free a module's packed weights. A forward pass before the next load fails on the empty shapes."""
+    """Free a module's packed weights. A forward pass before the next load would fail on the empty shapes."""
     drop_packed(module)
     if isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
         for parameter in module._parameters.values():

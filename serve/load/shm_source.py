@@ -1,9 +1,9 @@
-"""Maps a version's files as torch tensors over one private mapping per file, without copies.
+"""Maps a version's files as torch tensors, with one mapping per file and without copies.
 
-The mappings are private and writable on the host: vLLM's loaders and torch assume they may write to a tensor, and a
-store into a read-only or shared page would kill the engine or corrupt the version for all readers. For a GPU the
-mapping is shared, and what this worker copies is page-locked, so that copies run at the link's rate. While a driver
-locks or unlocks pages, the engine's own calls of it wait, so both go in pieces of LOCK_BYTES, which no copy may cross.
+For a CPU the mappings are private and writable: vLLM's loaders and torch may write to tensors, and a write to a
+read-only or shared page would kill the engine or corrupt the version for all readers. For a GPU the mapping is shared,
+and pages that this worker copies are locked, so that copies run at the link's rate. While a driver locks or unlocks
+pages, the engine's driver calls wait; so both run in pieces of LOCK_BYTES, which no copy may cross.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weights.memory.locks import DirectoryLock
 
 FAULT_IN_BYTES = 4 * 2**20
 LOCK_BYTES = 16 * 2**20
-MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
+MADV_POPULATE_READ = 22  # from linux/mman.h; Python's mmap module lacks it
 
 
 Spans = Mapping[str, Iterable[tuple[int, int]]]
@@ -38,26 +38,26 @@ Spans = Mapping[str, Iterable[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class ToLock:
-    """`spans`: what a device will copy from; `pages` locks their pages."""
+    """Ranges to page-lock. `spans`: byte ranges that a device copies from; `pages`: locks their pages."""
 
     spans: Spans
     pages: PageLock
 
 
 def lease(path: str | Path) -> DirectoryLock:
-    """The store's lock on a version (weights.memory.locks), which prevents eviction and reuse of its files.
+    """Take the store's lock on a version (weights.memory.locks), which prevents eviction and reuse of its files.
 
     Locking a directory outside the store is harmless. Raises VersionUnreadable.
     """
     lock = DirectoryLock.try_shared(Path(path))
     if lock is None:
         raise VersionUnreadable(f"version directory {path} does not exist or is being removed")
-    os.utime(lock.fd)  # the store evicts the least recently used version, by the directory's mtime
+    os.utime(lock.fd)  # for the store's eviction order, which goes by the directory's mtime
     return lock
 
 
 class VersionSource:
-    """The tensors of one leased version directory. Close it when no view is in use any more.
+    """The tensors of one leased version directory. Close it when no view is in use.
 
     described: dtype and shape of each tensor, without its bytes. Raises VersionUnreadable if the directory is missing
     or is not a valid safetensors checkpoint. It checks the headers before it maps anything.
@@ -84,8 +84,8 @@ class VersionSource:
     def map(self, to_lock: ToLock | None = None, read: Spans | None = None) -> VersionSource:
         """Map all files and fault their pages in. Call it before a pause, because fresh mappings read at half rate.
 
-        With `to_lock` the mappings are shared and only for copies to a GPU: nothing may write into them. `read`:
-        the byte ranges by file that this process will read, whose pages alone are faulted in; None: all.
+        With `to_lock` the mappings are shared and only for copies to a GPU: nothing may write into them. `read`: byte
+        ranges by file that this process reads; only their pages are faulted in. None: all.
         """
         for file in self.layout.files:
             if file.name not in self._maps:
@@ -94,14 +94,14 @@ class VersionSource:
         return self
 
     def locked_runs(self, name: str, start: int, end: int) -> list[tuple[int, int]] | None:
-        """Cut bytes [start, end) of a stored tensor where a copy has to end; None if not all of them are page-locked.
-        The cuts count from the tensor's start too."""
+        """Split bytes [start, end) of a stored tensor into runs that one copy may cover; None if not all are
+        page-locked. All offsets count from the tensor's start."""
         placed = self.layout.find(name)
         runs = self._maps[placed.file].locked_runs(placed.start + start, placed.start + end)
         return runs and [(first - placed.start, last - placed.start) for first, last in runs]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view, shape and dtype as stored, of the mapped bytes."""
+        """A view of the mapped bytes with the stored shape and dtype; a copy if not `aligned`."""
         placed = self.layout.find(name)
         described = self.described[name]
         flat = self._maps[placed.file].bytes[placed.start : placed.end]
@@ -110,7 +110,8 @@ class VersionSource:
         return flat.view(described.dtype).view(described.shape)
 
     def aligned(self, name: str) -> bool:
-        """Whether `tensor(name)` is a view; foreign files may hold tensors at odd offsets, which are copied."""
+        """Whether `tensor(name)` is a view; foreign files may hold tensors at unaligned offsets, which `tensor`
+        copies."""
         placed = self.layout.find(name)
         return (self._maps[placed.file].bytes.data_ptr() + placed.start) % self.described[name].dtype.itemsize == 0
 
@@ -120,7 +121,7 @@ class VersionSource:
             yield name, self.tensor(name)
 
     def close(self) -> None:
-        """Unmap. Views in use keep their file mapped until they are freed."""
+        """Unmap all files. Views in use keep their file mapped until they are freed."""
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
@@ -169,12 +170,12 @@ class _MappedFile:
         for start, _ in self._locked:
             self._pages.unlock(address + start)
         self._locked.clear()
-        # The tensor holds the mapping's buffer, so the pages are freed with the last view.
+        # The tensor owns the mapping's buffer, so the pages are freed with the last view.
         del self.bytes
 
 
 def lock_pieces(spans: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """The pages of byte ranges of a file of `size` bytes, cut at its multiples of LOCK_BYTES."""
+    """The pages of byte ranges of a file of `size` bytes, split at multiples of LOCK_BYTES."""
     for start, end in page_runs(spans):
         end = min(end, size)
         while start < end:
@@ -184,7 +185,7 @@ def lock_pieces(spans: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[i
 
 
 def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
-    """Widen byte ranges to whole pages and join those that touch, because no page may be locked twice."""
+    """Widen byte ranges to whole pages and join adjacent ranges, because no page may be locked twice."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         start, end = start // page_bytes * page_bytes, -(-end // page_bytes) * page_bytes
@@ -196,17 +197,17 @@ def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE)
 
 
 def _fault_in(mapping: mmap.mmap, first: int, last: int) -> None:
-    """Make the pages of bytes [first, last) present for reading, with a kernel call available since Linux 5.14.
+    """Fault in the pages of bytes [first, last) for reading, by a kernel call available since Linux 5.14.
 
-    MAP_POPULATE is unsuitable: on a private writable mapping it faults for writing and so copies every page. So is
-    `mapping.madvise`: it holds the interpreter's lock meanwhile and so stops the engine's steps. The calls go in
-    pieces, because each holds the kernel's lock on the address space, and a step that needs memory waits for it.
+    MAP_POPULATE is unsuitable: on a private writable mapping it faults for writing and so copies every page.
+    `mapping.madvise` is unsuitable too: it holds the GIL and so stops the engine's steps. Each call covers a small
+    range, because it holds the kernel's lock on the address space, and a step that needs memory waits for that lock.
     """
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     for offset in range(first, last, FAULT_IN_BYTES):
         size = min(FAULT_IN_BYTES, last - offset)
         if libc.madvise(start + offset, size, MADV_POPULATE_READ):
-            error = last_error("cannot make the pages of a version present")
-            if error.errno != errno.EINVAL:  # of an older kernel, with which they come when they are read
+            error = last_error("cannot fault in the pages of a version")
+            if error.errno != errno.EINVAL:  # an older kernel: pages are faulted in on access
                 raise error
             return

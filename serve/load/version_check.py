@@ -1,11 +1,11 @@
-"""Checks whether a running engine may load a version, by its files, and whether it did, by one token.
+"""Checks by a version's files whether a running engine may load it, and by one token whether it did.
 
-Shapes alone are not enough. With a different rope base or head count of equal shapes the engine would silently give
-wrong answers, and the running frontend would ignore a different tokenizer or chat template.
+Comparing shapes is not enough. If the rope base or head count differs but shapes are equal, the engine would silently
+give wrong answers, and the running front end would ignore a different tokenizer or chat template.
 
 The manifest of a trained version holds a token that training computed, in its `meta`: `{"fingerprint": {"prompt":
-[token ids], "token": id, "logprob": nats}}`, or None where the weights computed no numbers. Of a version without a
-record, such as an imported one, only that its numbers are finite can be said.
+[token ids], "token": id, "logprob": nats}}`, or None if the weights compute no finite numbers. For a version without a
+record, such as an imported version, the check is only that its numbers are finite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weights.format.manifest import Manifest
 from weights.format.names import MANIFEST_FILE, TOKENIZER_FILES
 
 META_KEY = "fingerprint"
-# Keys that describe how config.json or generation_config.json was written, not what the model computes.
+# Keys of config.json or generation_config.json that do not change the model's results.
 IGNORED_KEYS = frozenset(
     (
         "_name_or_path transformers_version torch_dtype dtype use_cache auto_map _attn_implementation "
@@ -40,7 +40,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def read_chat_template(path: str | Path) -> str | None:
-    """The chat template a tokenizer loaded from `path` would use, None if there is none."""
+    """The chat template of the tokenizer in `path`, None if there is none."""
     template = Path(path) / "chat_template.jinja"
     if template.exists():
         return template.read_text()
@@ -49,7 +49,7 @@ def read_chat_template(path: str | Path) -> str | None:
 
 
 def identity(path: str | Path) -> dict[str, dict[str, Any]]:
-    """All beside weights that an engine is built from, by file and key. It is kept in memory, because the store may
+    """Everything but weights that an engine is built from, by file and key. Keep it in memory, because the store may
     evict the directory while the engine sleeps. Raises VersionUnreadable."""
     directory = Path(path)
     tokenizer = _read_json(directory / "tokenizer_config.json", required=False)
@@ -62,8 +62,8 @@ def identity(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def check_same_model(serving: dict[str, dict[str, Any]], offered: str | Path) -> None:
-    """serving: the `identity` of a running engine. Raises VersionMismatch if `offered` needs a new engine,
-    VersionUnreadable if it is not a checkpoint."""
+    """Compare a version with a running engine. serving: the engine's `identity`. Raises VersionMismatch if `offered`
+    needs a new engine, VersionUnreadable if it is not a checkpoint."""
     new = identity(offered)
     differences = [
         f"{file}: {key} is {_show(new[file].get(key))}, the running engine has {_show(old.get(key))}"
@@ -80,7 +80,7 @@ def check_same_model(serving: dict[str, dict[str, Any]], offered: str | Path) ->
 
 @dataclass(frozen=True)
 class Token:
-    """token: the most likely one after `prompt`; logprob: its log-probability in nats."""
+    """token: most likely token after `prompt`; logprob: its log-probability in nats."""
 
     prompt: tuple[int, ...]
     token: int
@@ -88,20 +88,20 @@ class Token:
 
 
 def recorded_token(version_path: str | Path) -> Token | None:
-    """The token that training recorded in the version's manifest, if it did. Raises WithoutNumbers."""
+    """The token that training recorded in the version's manifest, None without a record. Raises WithoutNumbers."""
     path = Path(version_path)
     meta = Manifest.read(path).meta if (path / MANIFEST_FILE).exists() else {}
     if META_KEY not in meta:
         return None
     if (record := meta[META_KEY]) is None:
-        raise WithoutNumbers(f"version {path} computes no finite numbers, as its training found")
+        raise WithoutNumbers(f"version {path} computes no finite numbers, according to its training")
     return Token(tuple(record["prompt"]), record["token"], record["logprob"])
 
 
 def check_token(answer: Mapping[int, float], record: Token | None, *, tolerance: float, version: str) -> dict[str, Any]:
-    """Compare the most likely next tokens, by their log-probabilities in nats, with the record.
+    """Compare the most likely next tokens and their log-probabilities in nats with the record.
 
-    `tolerance` in nats: other kernels round differently. Raises VersionBroken, or
+    tolerance: in nats, because other kernels round differently. Raises VersionBroken, or
     FingerprintMismatch.
     """
     if not all(map(math.isfinite, answer.values())):

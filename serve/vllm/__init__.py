@@ -1,5 +1,5 @@
-"""Contains everything that plugs into vLLM or changes it: arguments, front end, workers, load format, patches.
+"""Everything that plugs into vLLM or changes it: arguments, front end, workers, load format, patches.
 
-Never: Decides for the box.
+Never: Decides policies of the box.
 Begin with frontend.py, worker.py, patches.py.
 """

@@ -1,9 +1,9 @@
 """Resolves LoRA adapters by name for one engine, and keeps their files in place while requests may need them.
 
-The gateway names an adapter `NAME@VERSION` in a request's `model` field. vLLM asks its resolvers for a name it does not
-know, loads the result, and keeps up to `--max-cpu-loras` of them; a step that needs an evicted adapter loads it again
-from its path. So its directory is leased as long as anything refers to its `HeldAdapter`: vLLM's table or a request. An
-adapter belongs to one version of one base: an engine with other weights does not find it, the gateway tries another.
+The gateway names an adapter `NAME@VERSION` in a request's `model` field. vLLM passes an unknown name to its resolvers,
+loads the result, and keeps up to `--max-cpu-loras` adapters; a step that needs an evicted adapter loads it again from
+its path. So the directory is leased as long as vLLM's table or a request refers to its `HeldAdapter`. An adapter
+belongs to one version of one base: an engine with other weights does not resolve it, and the gateway tries another.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 
 
 class HeldAdapter(LoRARequest, weakref=True):
-    """A LoRARequest whose end of life is noticed. vLLM's table refers to it, and each request until its end."""
+    """A LoRARequest that supports weak references. vLLM's table and each of its unfinished requests refer to it."""
 
 
 class LoadedAdapters(LRUCache[str, LoRARequest]):
-    """vLLM's table of adapters by name. vLLM looks a request's adapter up twice, and others may have evicted it in
-    between: what a request has found it finds until the core has the request."""
+    """vLLM's table of adapters by name. vLLM looks up a request's adapter twice, and it may be evicted in between: a
+    request keeps the adapter of its first lookup until the core has the request."""
 
     def __contains__(self, name: object) -> bool:
         known, answer = super().__contains__(name), answers.current()
@@ -62,7 +62,7 @@ class LoadedAdapters(LRUCache[str, LoRARequest]):
 
 
 class EngineAdapters(LoRAResolver):
-    """The adapters of one engine, which may take none. Call all methods on its event loop.
+    """The adapters of one engine, which may accept none. Call all methods on its event loop.
 
     models: vLLM's OpenAIServingModels. limits: an EngineConfig's values.
     """
@@ -73,7 +73,7 @@ class EngineAdapters(LoRAResolver):
         self._alive = weakref.WeakValueDictionary[int, HeldAdapter]()
         self._loaded = LoadedAdapters(max(1, spec.adapters_resident))
         models.lora_requests, models.lora_resolvers = self._loaded, [self]
-        # Answers name the model without the version.
+        # Responses contain the model's name without the version.
         models.model_name = lambda adapter=None: (
             adapter.lora_name.rpartition("@")[0] if adapter else models.base_model_paths[0].name
         )
@@ -84,8 +84,8 @@ class EngineAdapters(LoRAResolver):
         self._base = decode_name(directory.parent.name), decode_name(directory.name)
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """vLLM calls this for an unknown name, numbers the result and loads it. None: this engine has no such adapter,
-        or its weights are about to change."""
+        """Find an adapter for vLLM, which calls this for an unknown name and loads the result. None: this engine has no
+        such adapter, or its weights are about to change."""
         base = self._base
         held = await asyncio.to_thread(self._find, lora_name)
         if held is None and self._spec.adapter_source:
@@ -104,15 +104,15 @@ class EngineAdapters(LoRAResolver):
 
     async def unload(self, name: str) -> bool:
         """Forget the adapter `NAME@VERSION` once its requests have ended, before its files are deleted; False if it was
-        unknown. The caller has already removed it from the routing table. Raises WrongState."""
+        unknown. Remove it from the routing table first. Raises WrongState."""
         if not self._uses_of(name):
             return False
         await self._ended(name)
         return True
 
     async def close(self) -> None:
-        """Find no adapters until `serve_on`, and unload all once their requests have ended. Raises WrongState. After an
-        error adapters are found again."""
+        """Resolve no adapters until `serve_on`, and unload all once their requests have ended. Raises WrongState. After
+        an error adapters are resolved again."""
         if not self._spec.adapter_slots:
             return
         base, self._base = self._base, None
@@ -132,11 +132,11 @@ class EngineAdapters(LoRAResolver):
             async with asyncio.timeout(self._limits["adapter_drain_timeout_s"]):
                 while self._uses_of(name):
                     for known in list(self._loaded) if name is None else [name]:
-                        self._loaded.pop(known, None)  # a late request may have loaded it again
+                        self._loaded.pop(known, None)  # a late request may have reloaded the adapter
                     await asyncio.sleep(POLL_S)
         except TimeoutError as error:
             raise WrongState(f"{name or 'adapters'} still have requests; route them elsewhere") from error
-        await self._llm.list_loras()  # the core has taken notice of requests that were aborted
+        await self._llm.list_loras()  # returns once the core has handled aborted requests
 
     def _find(self, name: str) -> tuple[DirectoryLock, Path] | None:
         model, _, version = name.rpartition("@")

@@ -1,7 +1,7 @@
-"""Answers as clients of OpenAI's and Anthropic's APIs expect them, where vLLM 0.32's differ.
+"""Adapts vLLM 0.32's responses to clients of OpenAI's and Anthropic's APIs.
 
-`Answers`, around vLLM's application, names the version of each answer and counts requests that the core does not have.
-The classes below it stand in the places of vLLM's handlers.
+`Answers` wraps vLLM's application, adds the version to each response and counts requests that have not reached the
+core. The classes below it replace vLLM's handlers.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from vllm.lora.request import LoRARequest
 from runtime.errors import words_of_check
 from serve.core import legacy_functions as legacy
 
-# The gateway reads it (appliance/gateway/server/inference.py), because its table can lag behind the engine.
+# The gateway reads this header (appliance/gateway/server/inference.py): its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"
-# What vLLM raises, and would answer with 500, where a request has a value that one of its steps does not expect.
+# vLLM raises these, and would answer 500, if a request has a value that one of its steps does not expect.
 _UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, UnicodeError)
 KINDS = (ValueError, NotImplementedError, *_UNREADABLE)
-# A value of the wrong type is not the fault if another type fits except for something else.
+# Endings of pydantic error types for a wrong type; other errors of a union's members are more specific.
 _OTHER_TYPE = ("_type", "literal_error", "union_tag_invalid")
-# Parts of a location that are types, or tags by which vLLM tells the forms of one field apart.
+# Parts of a pydantic location that are no field names: types, and tags of vLLM's unions.
 _FIELD = re.compile(r"[a-z0-9_]+")
 _NO_FIELDS = frozenset("body str int float bool list dict enabled disabled adaptive tool_definition".split())
 UNREADABLE = (
-    "A value in this request has a type or shape that is not expected in its place: compare messages, tools and "
-    "formats with the documentation of this route."
+    "A value in this request has an unexpected type or shape: compare messages, tools and formats with the "
+    "documentation of this route."
 )
 
-# vLLM tries five models for each and writes an error for every token that is not a message: 4 s for 100,000 tokens, on
-# the loop that answers every owner.
+# vLLM tries five models per request and creates an error for every token that is not a message: 4 s for 100,000 tokens,
+# on the event loop of all requests.
 EmbeddingBody = Annotated[  # type: ignore[valid-type]
     Annotated[get_args(embeddings.EmbeddingRequest)[0], Field(union_mode="left_to_right")],
     BeforeValidator(embeddings.reject_removed_pooling_parameters),
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """State of one HTTP answer. begun: the core has its request. adapter: what its request has found, until then."""
+    """State of one HTTP response. begun: the core has its request. adapter: its resolved adapter until then."""
 
     begun: bool = False
     adapter: LoRARequest | None = None
@@ -70,24 +70,24 @@ _open: set[Answer] = set()
 
 
 def current() -> Answer | None:
-    """The answer that the calling task makes."""
+    """The response of the calling task."""
     return _ANSWER.get()
 
 
 def begin() -> None:
-    """The core has the request whose task calls this."""
+    """Note that the core has the request of the calling task."""
     if (answer := _ANSWER.get()) is not None:
         answer.begun, answer.adapter = True, None
 
 
 def fault_of(error: Exception) -> Exception:
-    """The error to answer: until the core has the request, most errors are the request's fault."""
+    """The error to respond with: until the core has the request, most errors are the request's fault."""
     answer = _ANSWER.get()
     return error if answer is None or answer.begun else of_request(error)
 
 
 def of_request(error: Exception) -> Exception:
-    """What a client is told about an error that was raised while its request was read."""
+    """The client's error for an exception raised while its request was read."""
     if isinstance(error, ValidationError | RequestValidationError):
         faults = error.errors()
         fault = next((candidate for candidate in faults if not candidate["type"].endswith(_OTHER_TYPE)), faults[0])
@@ -95,7 +95,7 @@ def of_request(error: Exception) -> Exception:
         fields = [str(name) for name in fault["loc"] if _FIELD.fullmatch(str(name)) and name not in _NO_FIELDS]
         param = re.sub(r"\.([0-9]+)", r"[\1]", ".".join(fields))
         words = words_of_check(fault["msg"]).removesuffix(".")[:2000]
-        # Without a parameter it is a check of several fields together, which its words name.
+        # Without a parameter it is a check across fields, and its message names them.
         text = f"Invalid value for `{param}`: {words}." if param else f"{words}."
         return VLLMValidationError(text, parameter=param or None)
     if isinstance(error, VLLMError) or not isinstance(error, KINDS):
@@ -104,17 +104,17 @@ def of_request(error: Exception) -> Exception:
 
 
 def unbegun() -> int:
-    """How many open requests the engine does not have yet. Whoever drains the engine waits for them too."""
+    """Number of open requests that have not reached the engine. Draining the engine waits for them too."""
     return sum(not answer.begun for answer in _open)
 
 
 class Answers:
-    """ASGI application around vLLM's. It delays the head of an answer until the first body chunk: then the first token
-    exists, and the head names the version that computed it. `version` returns the served one, which only changes while
-    the core is paused.
+    """ASGI application around vLLM's. It delays the response head until the first body chunk: then the first token
+    exists, and the head names the version that computed it. `version` returns the served version, which only changes
+    while the core is paused.
 
-    A stream that raises is answered with the error's status, or ends with vLLM's error event once its head is out;
-    vLLM itself writes that event for chat and completions alone.
+    If a stream raises, the response has the error's status, or, once its head is sent, ends with vLLM's error event;
+    vLLM itself writes that event only for chat and completions.
     """
 
     def __init__(self, app: Any, version: Callable[[], str]):
@@ -150,7 +150,7 @@ class Answers:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # starlette wraps it
             fault = create_error_response(fault_of(cause))
             if fault.error.code >= 500:
-                log.error("a stream failed", exc_info=cause)
+                log.error("a response stream failed", exc_info=cause)
             if head:
                 await JSONResponse(fault.model_dump(), fault.error.code)(scope, receive, send)
             else:
@@ -158,11 +158,11 @@ class Answers:
                 await send({"type": "http.response.body", "body": event, "more_body": False})
         finally:
             _open.discard(answer)
-            answer.adapter = None  # contexts of vLLM's tasks may keep the answer
+            answer.adapter = None  # contexts of vLLM's tasks may keep the Answer alive
 
 
 class Chat(OpenAIServingChat):
-    """A request with the older `functions` gets `function_call`; the gateway has added the newer `tools`."""
+    """Answers requests with the older `functions` in that form; the gateway has added the newer `tools`."""
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
         result = await super().create_chat_completion(request, raw_request)
@@ -174,7 +174,7 @@ class Chat(OpenAIServingChat):
 
 
 class LegacyResponse(ChatCompletionResponse):
-    """Has `function_call` where a ChatCompletionResponse has `tool_calls`."""
+    """A ChatCompletionResponse with `function_call` in place of `tool_calls`."""
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
         body = super().model_dump(**options)
@@ -184,7 +184,7 @@ class LegacyResponse(ChatCompletionResponse):
 
 
 async def legacy_stream(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Server-sent events of vLLM's chat stream, in the older form. Each is `data: JSON` or `data: [DONE]`."""
+    """Convert the server-sent events of vLLM's chat stream to the older form. Each is `data: ...`."""
     async for event in events:
         if "tool_calls" in event and event.startswith(_DATA):
             chunk = json.loads(event[len(_DATA) :])
@@ -195,9 +195,9 @@ async def legacy_stream(events: AsyncGenerator[str, None]) -> AsyncGenerator[str
 
 
 class Messages(AnthropicServingMessages):
-    """Ids begin with `msg_`. A conversation that ends with the assistant's own text is continued from there. A call
-    whose arguments are not JSON, because a limit cut them, has an empty `input`. A stream that fails ends with vLLM's
-    error object, of which the gateway makes the client's event."""
+    """Ids begin with `msg_`. If a conversation ends with the assistant's text, the answer continues it. A call whose
+    arguments are truncated JSON gets an empty `input`. A failed stream ends with vLLM's error object, which the gateway
+    converts to the client's event."""
 
     async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
         try:
@@ -244,8 +244,8 @@ class Messages(AnthropicServingMessages):
 
 
 def set_up(app: Any) -> None:
-    """Put our subclasses in the places of vLLM's handlers, for whose classes it has no option. app: of vLLM's
-    build_app, after init_app_state and before it answers."""
+    """Replace vLLM's handlers by our subclasses, for which vLLM has no option. app: from vLLM's build_app, after
+    init_app_state and before its first request."""
     for kind in (RequestValidationError, *KINDS):
         app.add_exception_handler(kind, _answer_fault)
     for name, own in (("openai_serving_chat", Chat), ("anthropic_serving_messages", Messages)):
@@ -254,7 +254,7 @@ def set_up(app: Any) -> None:
     if getattr(app.state, "serving_embedding", None) is not None:
         app.add_api_route("/v1/embeddings", _embed, methods=["POST"])
         app.router.routes.insert(0, app.router.routes.pop())
-    app.middleware_stack = app.build_middleware_stack()  # vLLM has built one, without these handlers
+    app.middleware_stack = app.build_middleware_stack()  # vLLM's was built without these handlers
 
 
 async def _answer_fault(request: Request, error: Exception) -> Any:

@@ -1,6 +1,6 @@
 """Builds vLLM's command line from a replica's spec, as a pure function.
 
-The forked engine goes through vLLM's own argument parser, so whatever `vllm serve` accepts, `extra_args` may add.
+The forked engine uses vLLM's own argument parser, so `extra_args` may add any argument of `vllm serve`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weights.format.tool_template import with_tools
 EXECUTOR = "serve.vllm.deaths.ShmExecutor"
 CPU_WORKER, GPU_WORKER = "serve.vllm.cpu_worker.ShmCPUWorker", "serve.vllm.worker.ShmGPUWorker"
 CPU_PROMPT_TOKENS = 256
-"""Tokens of one prompt in a step on the CPU, where each takes milliseconds: streams wait for the step."""
+"""Tokens of one prompt in a step on the CPU, where each takes milliseconds and streams wait for the step."""
 LOAD_FORMAT = "shm"
 
 
@@ -27,7 +27,7 @@ def engine_arguments(
 ) -> list[str]:
     """Command line of vLLM's OpenAI server for this replica.
 
-    `model_config` is the version's config.json, `chat_template` its template text if it has one, `tokens` those of
+    `model_config` is the version's config.json, `chat_template` its template text if it has one, `tokens` the subset of
     PARSER_TOKENS that its tokenizer has.
     """
     kind = kind_of(spec.kind)
@@ -43,9 +43,9 @@ def engine_arguments(
         "--max-num-seqs": str(spec.max_num_seqs),
         "--fingerprint-mode": "custom",
         "--fingerprint-value": spec.version,
-        "--scheduling-policy": "priority",  # the gateway gives each request its number
+        "--scheduling-policy": "priority",  # the gateway sets each request's priority
         "--structured-outputs-config.backend": "guidance",  # serve.vllm.grammars
-        "--structured-outputs-config.disable_any_whitespace": "true",  # so that no answer pads itself to its limit
+        "--structured-outputs-config.disable_any_whitespace": "true",  # stops endless whitespace
     }
     args = [word for pair in values.items() for word in pair]
     args += ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-fastapi-docs"]
@@ -54,7 +54,7 @@ def engine_arguments(
     if kind.on_host:
         args += ["--enforce-eager"]
     else:
-        # Otherwise vLLM refuses to start if less than its own default fraction is free, whatever the KV cache size;
+        # Otherwise vLLM refuses to start if less than its default fraction is free, whatever the KV cache size; but
         # sleeping engines keep a CUDA context and more on the device.
         args += ["--gpu-memory-utilization", str(spec.gpu_memory_fraction)]
     if spec.tensor_parallel > 1:
@@ -70,7 +70,7 @@ def engine_arguments(
             str(lora_rank_bound(spec.adapter_max_rank)),
             "--max-cpu-loras",
             str(spec.adapters_resident),
-            # Embedding and head are left out: vLLM otherwise wraps and calls them in every step.
+            # Without embedding and head, which vLLM would otherwise wrap and call in every step.
             "--lora-target-modules",
             *ADAPTER_MODULES,
         ]
@@ -86,10 +86,10 @@ def engine_arguments(
 def _generation_arguments(
     spec: ReplicaSpec, model_config: Mapping[str, Any], chat_template: str | None, tokens: Collection[str]
 ) -> list[str]:
-    # Needed for its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway blocks the
-    # other routes that this enables.
+    # Enables vLLM's renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway blocks the
+    # other routes that this option enables.
     args = ["--enable-scale-out"]
-    if kind_of(spec.kind).on_host and "vision_config" not in model_config:  # an image is not cut into parts
+    if kind_of(spec.kind).on_host and "vision_config" not in model_config:  # an image cannot be split
         bounds = CPU_PROMPT_TOKENS, spec.max_model_len, model_config.get("max_position_embeddings")
         args += ["--long-prefill-token-threshold", str(min(filter(None, bounds)))]
     model_type = model_config.get("model_type")
@@ -111,10 +111,10 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         # "auto" pins every engine of a machine to the same first core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(spec.threads_per_worker),
-        # Without it vLLM does not resolve unknown adapters (serve.vllm.adapters).
+        # Required for vLLM to resolve unknown adapters (serve.vllm.adapters).
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if spec.adapter_slots else "0",
         "VLLM_SERVER_DEV_MODE": "0",
-        # By default the sockets between frontend and core are in /tmp, where every user may connect.
+        # By default the sockets between front end and core are in /tmp, where every user may connect.
         "VLLM_RPC_BASE_PATH": spec.scratch_path,
         "TMPDIR": spec.scratch_path,
         # All processes of an engine are on one node, so their traffic stays there.
@@ -129,12 +129,12 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         env |= {
             "OTEL_SERVICE_NAME": "appliance-engine",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            # Also the longest time that an unreachable collector delays the end of an engine.
+            # Seconds; also the longest delay of an engine's end by an unreachable collector.
             "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
         }
     kind = kind_of(spec.kind)
     if kind.on_host:
-        # Runs the single CPU worker inside the engine core: one process and one hop less. vLLM uses a separate worker
-        # for thread binding, which is off.
+        # Runs the single CPU worker inside the engine core: one process and one hop less. vLLM needs a separate worker
+        # only for thread binding, which is off.
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return env | kind.visibility(spec.devices) | kind.engine_environment()

@@ -1,4 +1,4 @@
-"""A CPU worker that returns the memory of weights and KV cache to the host in a sleep, which vLLM's ignores."""
+"""A CPU worker whose sleep returns the memory of weights and KV cache to the host; vLLM's CPU worker ignores sleep."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from serve.vllm.worker import ShmWorker, tensors_in
 
 
 class ShmCPUWorker(ShmWorker, CPUWorker):
-    """Set with `--worker-cls`, because vLLM lets an extension class add methods but not replace them."""
+    """Set with `--worker-cls`, because an extension class of vLLM can add methods but not override them."""
 
     def init_device(self) -> None:
         folder, _, name = self.distributed_init_method.rpartition("/")
-        if folder.startswith("file://"):  # vLLM's collectives name their segments by this file
+        if folder.startswith("file://"):  # vLLM's collectives name their segments after this file
             self.distributed_init_method = f"{folder}/{self.segment_prefix}{name}"
-        # Make torch 2.13 replace the pool of threads that this fork inherited. It does so without a lock, and a thread
-        # that computes meanwhile fails with "Invalid thread pool!" (caffe2/utils/threadpool/pthreadpool-cpp.cc).
+        # Make torch 2.13 replace the inherited thread pool before any thread computes: the replacement takes no lock,
+        # and a thread that computes meanwhile fails (caffe2/utils/threadpool/pthreadpool-cpp.cc).
         torch._C.set_num_threads(torch.get_num_threads())
         super().init_device()
 
@@ -36,7 +36,7 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
 
     def sleep(self, level: int = 1) -> None:
         """Free KV cache and adapter slots, at level 2 the weights too. Their addresses stay valid: the kernel maps each
-        page again, zeroed, when it is first written to, not all at wake. Weights are undefined until the next load."""
+        page again, zeroed, at its first write rather than at wake. Weights are undefined until the next load."""
         held = list(tensors_in(self.model_runner.kv_caches))
         for module in self.model_runner.model.modules():
             if level == 2:
@@ -52,14 +52,14 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
             _drop_pages(tensor.untyped_storage())
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Nothing to do: memory comes back as it is written to."""
+        """Do nothing: writes map the memory again."""
 
 
 @contextmanager
 def untouched(runner: Any) -> Iterator[None]:
-    """Within it, a request whose prompt is not read to its end in this step draws no random numbers of its own: its
-    sample is thrown away. vLLM 0.32 lets it draw and then rewinds the generator, which a generator on the host cannot
-    do: an engine died of any long prompt with a `seed` (_bookkeeping_sync)."""
+    """Hide the generators of requests whose prompt continues after this step, since their samples are discarded. vLLM
+    0.32 draws a sample and then rewinds the generator, which a CPU generator cannot do: any long prompt with a `seed`
+    ended the engine (_bookkeeping_sync)."""
     generators = runner.input_batch.generators
     unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
     kept = {place: generators.pop(place) for place in unread.tolist() if place in generators}
@@ -76,6 +76,6 @@ def _drop_pages(storage: torch.UntypedStorage) -> None:
     if last <= first:
         last = first = storage.data_ptr()
     elif libc.madvise(first, last - first, mmap.MADV_DONTNEED):
-        raise last_error("cannot return the memory of a tensor to the host")
+        raise last_error("cannot return a tensor's memory to the host")
     ctypes.memset(storage.data_ptr(), 0, first - storage.data_ptr())
     ctypes.memset(last, 0, storage.data_ptr() + storage.nbytes() - last)

@@ -1,7 +1,7 @@
-"""Ends an engine's core with a worker that dies, and says why a core ended. vLLM reports only that it did.
+"""Ends an engine's core when a worker dies, and reports why a core ended. vLLM reports only that it ended.
 
-The first cause is left in a file of the engine's scratch directory: the error that vLLM logs when the core or a worker
-fails, or how a worker died. Of a core that left none the exit status tells.
+The first cause is written to a file in the engine's scratch directory: the error that vLLM logs when the core or a
+worker fails, or how a worker died. Without the file, the core's exit status is the cause.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from serve.core.errors import BY_NAME, CoreKilled, EngineStartFailed, ServeError
 log = logging.getLogger(__name__)
 
 OUT_OF_STEP = 70
-"""Exit code of a worker, or of the core, where a worker has failed and another one would wait for it for ever."""
+"""Exit code of a worker, or of the core, if a worker has failed and another worker would wait for it for ever."""
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 _FATAL = ("EngineCore failed", "EngineCore encountered a fatal error", "WorkerProc failed")
 REAPED_WITHIN_S = 2.0
 LATE_REPLY_S = 10.0
-"""How long the other workers have to reply once one has failed."""
+"""Time for the other workers to reply after one has failed."""
 NOTICED_WITHIN_S = 0.2
-"""Between the ends of a dead worker's pipes."""
+"""Longest time between the closing of a dead worker's pipes."""
 
 
 def watch() -> None:
-    """Call it before the core is forked."""
+    """Record the causes of deaths. Call it before the core is forked."""
     for name in _LOGGERS:
-        logging.getLogger(name).addFilter(_witness)  # vLLM configures logging again, which removes handlers
+        logging.getLogger(name).addFilter(_witness)  # not a handler: vLLM reconfigures logging, which removes handlers
 
 
 def _witness(record: logging.LogRecord) -> bool:
@@ -54,17 +54,17 @@ def _witness(record: logging.LogRecord) -> bool:
 
 
 def cause(core: BaseProcess | None) -> ServeError:
-    """Why this core, which is dead, has ended; None: a core whose process is not known."""
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # a process killed while it wrote
+    """Why this dead core has ended. core: None if its process is unknown."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # no note, or its writer was killed
         kind, message = json.loads(_note().read_text())
         return BY_NAME[kind](message)
     if core is not None:
-        core.join(REAPED_WITHIN_S)  # its end is seen a moment before it can be reaped
+        core.join(REAPED_WITHIN_S)  # its death is visible shortly before its exit status
     return CoreKilled("its core ended") if core is None or not core.exitcode else _death("its core", core.exitcode)
 
 
 def core_of_failed_start(error: BaseException) -> BaseProcess | None:
-    """The core that this error of vLLM's front end is about. Only a frame of vLLM's has it by then."""
+    """The core that this error of vLLM's front end is about. Only a stack frame of vLLM still refers to it."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if (launch := frame.f_locals.get("launch")) is not None and launch.engine_manager is not None:
             return launch.engine_manager.processes[0]
@@ -72,7 +72,7 @@ def core_of_failed_start(error: BaseException) -> BaseProcess | None:
 
 
 def _leave(cause: ServeError) -> None:
-    """The first one stays."""
+    """Write the cause of the death; the first cause stays."""
     with contextlib.suppress(FileExistsError), open(_note(), "x") as note:
         json.dump([type(cause).__name__, str(cause)], note)
 
@@ -87,21 +87,21 @@ def _death(process: str, status: int) -> ServeError:
 
 
 class ShmExecutor(multiproc_executor.MultiprocExecutor):
-    """vLLM's, in the engine's core: ends the core with a worker, and leaves no reply of a failed call in its queues."""
+    """vLLM's executor in the engine's core; also ends the core with a worker and reads all replies of a call."""
 
     @staticmethod
     def _ensure_worker_termination(worker_procs: list[BaseProcess]) -> None:
-        """vLLM calls it to end its workers, also once one of them has died: the others may wait for that one in a
-        collective, and the core for their replies, for ever."""
+        """End the core if a worker has died: the other workers may wait for it in a collective, and the core for their
+        replies, for ever. vLLM calls this to end its workers, also after a death."""
         over = wait([worker.sentinel for worker in worker_procs], NOTICED_WITHIN_S)
         for worker in worker_procs:
             if worker.sentinel not in over:
                 continue
-            worker.join()  # its end is seen a moment before it can be reaped
+            worker.join()  # its death is visible shortly before its exit status
             if worker.exitcode:
                 death = _death(f"its worker {worker.name}", worker.exitcode)
                 _leave(death)
-                log.error("%s; the core ends too: the others would wait for it", death)
+                log.error("%s; the core ends too: other workers would wait for it", death)
                 logging.shutdown()
                 os._exit(OUT_OF_STEP)
         multiproc_executor.MultiprocExecutor._ensure_worker_termination(worker_procs)
@@ -116,8 +116,8 @@ class ShmExecutor(multiproc_executor.MultiprocExecutor):
         unique_reply_rank: int | None = None,
         **aggregators: Any,
     ) -> Any:
-        """A call that fails on several workers raises at the first reply in vLLM 0.32, and the other replies stay in
-        their queues: each later call takes them for its own (vllm#57846)."""
+        """Call all workers and read all replies. If a call fails, vLLM 0.32 raises at the first failed reply and leaves
+        the others in their queues, where each later call reads them as its own (vllm#57846)."""
         if non_block or unique_reply_rank is not None:
             return super().collective_rpc(method, timeout, args, kwargs, non_block, unique_reply_rank, **aggregators)
         call = super().collective_rpc(method, timeout, args, kwargs, True, **aggregators)
@@ -126,8 +126,8 @@ class ShmExecutor(multiproc_executor.MultiprocExecutor):
 
 
 def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> list[Any]:
-    """One reply of each worker. Raises RuntimeError with the first failure, TimeoutError. Ends the engine if a worker
-    is silent while another has failed: it may be waiting for that one in a collective for ever."""
+    """One reply of each worker. Raises RuntimeError with the first failure, or TimeoutError. Ends the engine if a
+    worker does not reply after another failed: it may wait for the failed worker in a collective for ever."""
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     replies: list[Any] = []
     failed: RuntimeError | None = None
@@ -137,7 +137,7 @@ def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> lis
         except TimeoutError as error:
             if failed is None:
                 raise TimeoutError(f"RPC call to {method} timed out.") from error
-            log.error("a worker is silent after another one has failed in %s: %s", method, failed)
+            log.error("a worker does not reply after another worker has failed in %s: %s", method, failed)
             logging.shutdown()
             os._exit(OUT_OF_STEP)
         replies.append(result)

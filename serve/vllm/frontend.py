@@ -1,8 +1,8 @@
-"""The engine client of the front end: vLLM's AsyncLLM with bounds on what one request may do to an engine's steps.
+"""The engine client of the front end: vLLM's AsyncLLM with checks of requests that would end the engine.
 
-Ids beyond the model's vocabulary: a tokenizer may know tokens that the model has no row for, such as placeholders of
-images, and vLLM checks ids against the larger of the two vocabularies. `bad_words`: the runner for GPUs has rows of a
-fixed length and raises if one is too short. In both cases the engine would end, with every request on it.
+Ids beyond the model's vocabulary: a tokenizer may have tokens without a row in the model, such as image placeholders,
+and vLLM checks ids against the larger of the two vocabularies. `bad_words`: the GPU runner has rows of fixed length and
+raises if the words exceed one. In both cases the engine would end, with all its requests.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from weights.format.tool_template import with_tools
 log = logging.getLogger(__name__)
 
 UNFOLLOWED = (
-    "No answer can follow the form that this request asks for (`response_format`, `structured_outputs`, "
-    "`text.format`, `output_config` or its tools) to its end: it allows no value, refers to itself without an object "
-    "or a list in between, or takes too long to check. Ask for a simpler form: fewer alternatives, repeats and "
-    "patterns."
+    "No answer can satisfy the requested format (`response_format`, `structured_outputs`, `text.format`, "
+    "`output_config` or tools): it allows no value, refers to itself without an object or list in between, or takes "
+    "too long to check. Simplify it: use fewer alternatives, repeats and patterns."
 )
 
 
 class Frontend(AsyncLLM):
-    """The process that serves builds one in place of an AsyncLLM."""
+    """The engine client that the serving process builds in place of an AsyncLLM."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,7 +50,7 @@ class Frontend(AsyncLLM):
         return collector
 
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """A request that its grammar ended gets 400, where vLLM answers 500 (vllm#18783)."""
+        """Answer 400 if the grammar ended the request, where vLLM answers 500 (vllm#18783)."""
         async with aclosing(super().generate(prompt, sampling_params, *args, **kwargs)) as outputs:
             async for output in outputs:
                 if sampling_params.structured_outputs is not None:
@@ -61,16 +60,16 @@ class Frontend(AsyncLLM):
 
 
 class Inputs(InputProcessor):
-    """Makes the core's requests."""
+    """Builds and checks the core's requests."""
 
     def process_inputs(self, *args: Any, **kwargs: Any) -> EngineCoreRequest:
         request = super().process_inputs(*args, **kwargs)
         known = self.model_config.get_vocab_size()
         ids = request.prompt_token_ids
-        # Models that read images put these in the places of such tokens.
+        # Models that read images replace such tokens by image embeddings.
         if ids and max(ids) >= known and not self.model_config.is_multimodal_model:
             raise VLLMValidationError(
-                f"The prompt has the token {max(ids)}, which the tokenizer has and the model does not.",
+                f"The prompt contains token {max(ids)}, which the tokenizer has but the model does not.",
                 parameter="prompt",
             )
         if (params := request.sampling_params) is not None:
@@ -82,14 +81,14 @@ class Inputs(InputProcessor):
             return super()._validate_params(params, supported_tasks)
         reasoning = self.vllm_config.reasoning_config
         if reasoning is None or not reasoning.enabled:
-            params.thinking_token_budget = None  # clients set it for every model
+            params.thinking_token_budget = None  # clients set it for all models
         with grammars.prepared(params):
             return super()._validate_params(params, supported_tasks)
 
 
 def bound_forbidden(params: SamplingParams, known: int) -> None:
-    """A token that the model lacks need not be forbidden: a kernel would do it in the next request's row. known: size
-    of the model's vocabulary. Raises VLLMValidationError for too many bad words."""
+    """Drop forbidden tokens that the model lacks: a kernel would forbid them in the next request's row. known: size of
+    the model's vocabulary. Raises VLLMValidationError for too many bad words."""
     words = params.bad_words_token_ids or []
     if sum(map(len, words)) > envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS:
         message = f"The bad_words have more than {envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS} tokens together."
@@ -100,8 +99,8 @@ def bound_forbidden(params: SamplingParams, known: int) -> None:
 
 
 def end_turns_of(llm: Any, template: str) -> None:
-    """Every further request ends where `template`, which was set for the model, ends a turn too. That of the
-    checkpoint's own template is in its generation_config.json since it was imported."""
+    """Let all later requests also end at the token by which `template`, set for the model, ends a turn. For the
+    checkpoint's own template the import has added that token to generation_config.json."""
     tokenizer: Any = llm.get_tokenizer()
     fields = llm.input_processor.generation_config_fields
     ids = fields.get("eos_token_id")
@@ -125,8 +124,8 @@ def _rendered(tokenizer: Any, template: str, probe: dict[str, Any]) -> str | Non
 
 
 class Metrics(PrometheusStatLogger):
-    """Without vLLM's series for each order in which adapters were requested: of 20 adapters of one owner 93,000 took
-    112 MiB, and each scrape held the loop that sends tokens for 2.6 s."""
+    """vLLM's metrics without its series per order of requested adapters: 20 adapters of one owner gave 93,000 series,
+    which took 112 MiB and blocked the event loop for 2.6 s per scrape."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)

@@ -1,9 +1,8 @@
-"""Has llguidance follow the forms of answers, and xgrammar the calls of tools.
+"""Makes llguidance enforce the grammars of answers, and xgrammar the grammars of tool calls.
 
-llguidance took 0.5 s at most to read schemas of 256 KiB, and ends what needs more than its limits; it holds Python's
-lock for none of it. xgrammar took 13 s for one `maxLength`, so it follows structural tags alone, which llguidance does
-not know, and without the keywords that are costly (keywords.NOT_IN_TOOLS). A grammar that takes the engine too long to
-follow ends its own request.
+llguidance took at most 0.5 s to read schemas of 256 KiB, rejects grammars beyond its limits, and releases the GIL.
+xgrammar took 13 s for one `maxLength`, so it only handles structural tags, which llguidance lacks, and without costly
+keywords (keywords.NOT_IN_TOOLS). A grammar that takes the engine too long ends its own request.
 """
 
 from __future__ import annotations
@@ -28,22 +27,23 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate
 from serve.core.keywords import NOT_IN_TOOLS, OPTIONS, nodes, without
 
 ACCEPT_S, MASK_S, MOST_BEYOND_S = 0.02, 0.3, 0.5
-"""Seconds of thread time for a grammar to accept tokens and to fill a mask, and how much all of a request's may take
-beyond that. Most forms take 0.01 to 4 ms; a mask of a text of `maxLength` 500 takes 0.2 s on busy cores."""
+"""Thread time in seconds to accept tokens and to fill a mask, and the total excess that a request may use beyond these.
+Most grammars take 0.01 to 4 ms; a mask of a text of `maxLength` 500 takes 0.2 s on busy cores."""
 
 
 def apply() -> None:
-    """In the process that makes the engine, before it forks its core. The engine's backend is `guidance`."""
-    # Removed by: vllm#55153, with which llguidance follows structural tags, and a bound on a grammar's time.
+    """Patch vLLM before the engine forks its core. The engine's backend must be `guidance`."""
+    # Removed by: vllm#55153, with which llguidance supports structural tags, and a bound on a grammar's time.
     structured_output.GuidanceBackend = FormBackend
-    # Removed by: vllm#55153 too, which leaves nothing to xgrammar.
+    # Removed by: vllm#55153 too, which makes xgrammar unnecessary.
     abstract_parser._xgrammar_supports = _cheap(abstract_parser._xgrammar_supports)
 
 
 @contextmanager
 def prepared(params: SamplingParams) -> Iterator[None]:
-    """Within it vLLM checks the parameters. The form has what this backend needs, and a structural tag is hidden, since
-    vLLM would have llguidance check it. Raises VLLMValidationError or ValueError for a form that cannot be followed."""
+    """Prepare the grammar for this backend; vLLM checks the parameters in the context. A structural tag is hidden
+    meanwhile, since vLLM would check it with llguidance. Raises VLLMValidationError or ValueError for an unsupported
+    grammar."""
     form = params.structured_outputs
     if form is None:
         yield
@@ -53,7 +53,7 @@ def prepared(params: SamplingParams) -> Iterator[None]:
     else:
         form.structural_tag = json.dumps(_lean(json.loads(form.structural_tag)))
         validate_xgrammar_grammar(params)
-        form._backend = "guidance"  # whose name selects FormBackend
+        form._backend = "guidance"  # this name selects FormBackend
         params.structured_outputs = None
         try:
             yield
@@ -62,8 +62,8 @@ def prepared(params: SamplingParams) -> Iterator[None]:
 
 
 def _closed(grammar: Any) -> Any:
-    """Objects have only the properties that the schema names, unless it says otherwise or combines schemas, which would
-    exclude each other's properties."""
+    """Forbid properties that the schema does not list, unless it allows them or combines schemas, which would exclude
+    each other's properties."""
     schema = json.loads(grammar) if isinstance(grammar, str) else grammar
     if not isinstance(schema, dict):
         return grammar
@@ -75,7 +75,7 @@ def _closed(grammar: Any) -> Any:
 
 
 def _lean(tag: Any) -> Any:
-    """A structural tag whose schemas have no costly keywords."""
+    """A copy of a structural tag without costly keywords in its schemas."""
     if isinstance(tag, list):
         return [_lean(inner) for inner in tag]
     if not isinstance(tag, dict):
@@ -86,7 +86,7 @@ def _lean(tag: Any) -> Any:
 
 
 class FormBackend(GuidanceBackend):
-    """In the engine's core. vLLM has one backend for all requests."""
+    """The backend in the engine's core; vLLM uses one backend for all requests."""
 
     @functools.cached_property
     def _tags(self) -> XgrammarBackend:
@@ -98,7 +98,7 @@ class FormBackend(GuidanceBackend):
         if request_type == StructuredOutputOptions.STRUCTURAL_TAG:
             grammar = self._tags.compile_grammar(request_type, grammar_spec, stop_token_ids)
             length = self.vocab_size
-        else:  # it keeps the form in an attribute, which another thread would overwrite
+        else:  # a copy: its attribute for the grammar is shared by threads
             grammar = GuidanceBackend.compile_grammar(copy.copy(self), request_type, grammar_spec, stop_token_ids)
             length = self.ll_tokenizer.vocab_size
         bounded = BoundedGrammar(grammar, length)
@@ -110,14 +110,14 @@ class FormBackend(GuidanceBackend):
         return bounded
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
-        """As long as the model's vocabulary, and not page-locked: llguidance would open a CUDA context of 0.5 GB in a
-        core that has none."""
+        """A mask as long as the model's vocabulary, not page-locked: llguidance's page-locked mask would open a CUDA
+        context of 0.5 GB in the core."""
         return xgrammar.allocate_token_bitmask(max_num_seqs, self.vocab_size)
 
 
 class BoundedGrammar:
-    """A grammar that accepts no token, which ends its request, once it has taken too long. length: of the vocabulary
-    that its masks are made for; a tokenizer may have a longer one than the model."""
+    """A grammar that accepts no more tokens, which ends its request, once it has taken too long. length: vocabulary
+    size of its masks; a tokenizer's vocabulary may be longer than the model's."""
 
     def __init__(self, grammar: StructuredOutputGrammar, length: int) -> None:
         self._grammar, self._length, self._beyond_s = grammar, length, 0.0
@@ -144,8 +144,8 @@ class BoundedGrammar:
 
 
 def _cheap(supports: Callable[[StructuredOutputsParams], bool]) -> Callable[[StructuredOutputsParams], bool]:
-    """Whether xgrammar follows an answer's form, as an alternative to calls of strict tools; else vLLM gives the form
-    alone to llguidance, and the model calls no tool."""
+    """Whether xgrammar handles an answer's grammar as an alternative to calls of strict tools; else vLLM gives only
+    that grammar to llguidance, and the model calls no tool."""
 
     @functools.wraps(supports)
     def run(form: StructuredOutputsParams) -> bool:

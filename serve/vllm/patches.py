@@ -1,4 +1,4 @@
-"""Applies every change this project makes inside vLLM 0.32, each with its reason and what would remove it.
+"""Applies every change that this project makes inside vLLM 0.32, each with its reason and the condition for removal.
 
 The forked engine process applies them once, before it forks its engine core; the core and its workers inherit the
 patched modules. Written against the pinned version; tests/e2e/test_engine_contract.py fails if an upgrade moves patched
@@ -28,13 +28,13 @@ _applied: list[bool] = []
 
 
 def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
-    """Idempotent. `kind`: of device; `eager`: the engine runs without compiled graphs."""
+    """Apply all patches; idempotent. `kind`: kind of device; `eager`: the engine runs without compiled graphs."""
     if _applied:
         return
     _applied.append(True)
     grammars.apply()
-    # Tensor-parallel workers communicate through segments in /dev/shm that only an orderly exit removes. Names chosen
-    # here let the supervisor remove them after a crash. Removed by: an option for the prefix of these names.
+    # Tensor-parallel workers communicate through segments in /dev/shm that only an orderly exit removes. With a known
+    # prefix the supervisor can remove them after a crash. Removed by: an option for the prefix.
     shared_memory._SHM_NAME_PREFIX = f"/{segment_prefix}"
     shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
     if kind_of(kind).on_host:
@@ -44,30 +44,30 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
 
 
 def _patch_on_device(kind: str) -> None:
-    """kind: of device, on which torch computes and which has memory of its own."""
+    """kind: a kind of device with its own memory, on which torch computes."""
     # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
-    # would compile each new one again, for 30 s and more, into the same code. Removed by: vllm#53193.
+    # would compile the same code for each new version, for 30 s and more. Removed by: vllm#53193.
     ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
-    # The warm parent's imports may have asked about its first GPU, and this engine's may be another kind.
+    # The warm parent's imports may have cached the first GPU's properties; this engine's GPU may differ.
     forget_devices(type(current_platform))
     if kind_of(kind).compiled_attention:
         prefer_ready_made(type(current_platform), kind_of(kind))
-    # The front end imports classes of models too, and the core that it then forks has to find the devices unused.
-    # Removed by: kernels of gated delta nets that do not ask for the device when they are imported.
+    # The front end imports model classes too, but must not touch a device before it forks the core. Removed by: kernels
+    # of gated delta nets that do not query the device at import.
     load = _LazyRegisteredModel.load_model_cls
     _LazyRegisteredModel.load_model_cls = with_device_at_import(load, current_platform, kind_of(kind))
 
 
 def _patch_on_host(eager: bool) -> None:
-    # It applies the last slot's adapter to tokens without one, and takes 17 times as long as the layer itself for a
-    # prompt. Removed by: a mend of the first in vLLM, and its kernels of adapters for the CPU.
+    # vLLM's wrapper applies the last slot's adapter to tokens without an adapter, and for a prompt takes 17 times as
+    # long as the layer itself. Removed by: a fix in vLLM, and adapter kernels for the CPU.
     punica_cpu.PunicaWrapperCPU = GroupedLoRA
-    # It asks the layer's weight where an adapter goes, and kernels of quantised layers have packed that away. Removed
-    # by: vLLM asking its platform.
+    # vLLM places an adapter on the device of the layer's weight, which kernels of quantised layers have packed away.
+    # Removed by: vLLM using its platform's device.
     base_linear._get_lora_device = lambda base_layer: torch.device(HOST_MEMORY)
     if eager:
-        # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
-        # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
+        # Even in eager mode vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks),
+        # and their first request waits for a C++ compiler: 3 s warm, 30 s cold.
         torch.compiler.set_stance("force_eager")
 
 
@@ -82,8 +82,8 @@ def forget_devices(platform: type) -> None:
 
 
 def with_device_at_import(load: Callable[[Any], type], platform: Any, kind: DeviceKind) -> Callable[[Any], type]:
-    """`load`: imports the class of a model, whose modules may ask what the device is; `platform`: vLLM's, which knows
-    without touching it."""
+    """Wrap `load`, which imports a model class whose modules may query the device. `platform`: vLLM's, which knows the
+    device without touching it."""
 
     @functools.wraps(load)
     def run(model: Any) -> type:
@@ -94,8 +94,8 @@ def with_device_at_import(load: Callable[[Any], type], platform: Any, kind: Devi
 
 
 def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:
-    """A platform of vLLM's takes an attention backend that has to be compiled only where no other computes the model,
-    or an argument of the engine asks for it. Removed by: FlashInfer's ready-made kernels in the image for GPUs."""
+    """Make vLLM's platform choose an attention backend that needs a compiler only if no other computes the model, or an
+    engine argument names it. Removed by: FlashInfer's precompiled kernels in the image for GPUs."""
     every = platform.get_valid_backends.__func__
 
     @functools.wraps(every)
@@ -120,14 +120,14 @@ def _of_any_path(compute_hash):
 
 
 class GroupedLoRA(punica_cpu.PunicaWrapperCPU):
-    """One pair of matrix products for each adapter in the batch. vLLM 0.32 copies both factors for every token, and
-    takes the index -1 of a token without an adapter for the last slot."""
+    """Computes one pair of matrix products for each adapter in the batch. vLLM 0.32 copies both factors for every
+    token, and uses the index -1 of a token without an adapter as the last slot."""
 
     def add_lora_linear(
         self, y: torch.Tensor, x: torch.Tensor, downs: Any, ups: Any, scale: float, widths: Any, **kwargs: Any
     ) -> None:
-        """y (tokens, sum of `widths`) += x (tokens, in) @ A^T @ B^T * scale, each token by its own adapter. Factors are
-        stacked by slot: `downs` A (slots, 1, rank, in), `ups` B (slots, 1, out, rank), one pair for each slice of y."""
+        """y (tokens, sum of `widths`) += x (tokens, in) @ A^T @ B^T * scale, each token with its own adapter. Factors
+        are stacked by slot: `downs` A (slots, 1, rank, in), `ups` B (slots, 1, out, rank), one pair per slice of y."""
         slots = self.token_lora_indices
         for slot in set(slots.tolist()) - {-1}:
             rows, start = (slots == slot).nonzero().view(-1), 0

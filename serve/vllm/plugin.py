@@ -1,5 +1,5 @@
 """The `vllm.general_plugins` entry point `serve.vllm.plugin:register`, which vLLM calls in each of its processes, and
-the load format `shm` that it registers: weights straight from a version's mapped files. The model path is the version's
+the load format `shm` that it registers: weights directly from a version's mapped files. The model path is the version's
 directory itself."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from serve.vllm import thoughts
 from serve.vllm.arguments import LOAD_FORMAT
 
 PLAN_ATTRIBUTE = "_shm_load_plan"
-"""Of the model: how later versions replay the load."""
+"""Attribute of the model with its LoadPlan, by which later versions replay the load."""
 
 
 def register() -> None:
@@ -35,8 +35,8 @@ def register() -> None:
 
 
 def _register_imported() -> None:
-    """Register models that the warm parent has imported by their classes. Others vLLM inspects in a process of its own,
-    so as not to initialise CUDA: 10 s of imports for the first engine of an architecture."""
+    """Register the model classes that the warm parent has imported. vLLM inspects other classes in a separate process,
+    to avoid initialising CUDA: 10 s of imports for the first engine of an architecture."""
     for architecture, model in ModelRegistry.models.items():
         if isinstance(model, _LazyRegisteredModel) and model.module_name in sys.modules:
             ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(model.load_model_cls())
@@ -57,7 +57,7 @@ class ShmModelLoader(BaseModelLoader):
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Raises VersionMismatch if the version has no tensor for a parameter of an unquantised model."""
+        """Load all weights. Raises VersionMismatch if tensors are missing and the model is unquantised."""
         source = VersionSource(model_config.model).map()
         try:
             with LoadRecorder(model, source) as recorder:
@@ -71,7 +71,7 @@ class ShmModelLoader(BaseModelLoader):
 
 
 def _refuse_holes(plan: LoadPlan, path: str) -> None:
-    """vLLM starts with random values if a checkpoint lacks a parameter's tensor; this check prevents serving them."""
+    """Refuse to serve a checkpoint that lacks a parameter's tensor; vLLM would start with random values."""
     if plan.unwritten:
         shown = ", ".join(plan.unwritten[:8])
         raise VersionMismatch(

@@ -1,8 +1,8 @@
 """Reasoning parsers for models that may answer without a thought.
 
-A model that is fine-tuned on answers without thoughts writes none. vLLM's parser for `<think>` takes whatever has no
-`</think>` for a thought, and such an answer would have no content. And templates write empty lines between a thought
-and the answer; vLLM makes them part of the answer.
+A model that is fine-tuned on answers without thoughts writes none. vLLM's parser for `<think>` treats output without
+`</think>` as a thought, so such an answer would have no content. Also, templates write empty lines between a thought
+and the answer, which vLLM makes part of the answer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from serve.core.parsers import BEGUN_THOUGHT_PARSER, THINK_PARSER
 
 
 class _StrippingParser(Qwen3Parser):
-    """The empty lines before an answer are no part of it. The thought counts as ended once they are over, because vLLM
-    hands on what comes after its end unread (as vllm/parser/granite_thinking.py)."""
+    """Strips the empty lines before an answer. The thought counts as ended only after them, because vLLM passes on
+    everything after its end unparsed (as vllm/parser/granite_thinking.py)."""
 
     _answer_begun = False
 
@@ -47,19 +47,19 @@ class _StrippingParser(Qwen3Parser):
 
 
 class ThoughtParser(_StrippingParser):
-    """For a template whose generation prompt begins no thought: one begins with `<think>`, all else is the answer."""
+    """For a template whose generation prompt does not open a thought: `<think>` opens it, all else is the answer."""
 
     def __init__(self, tokenizer: Any, tools: Any = None, **kwargs: Any) -> None:
         config = qwen3_config(thinking=False, name=THINK_PARSER, turn_boundary_tokens=self.TURN_BOUNDARIES)
         begins = Transition(ParserState.REASONING, (EventType.REASONING_START,))
         transitions = {**config.transitions, (ParserState.CONTENT, "THINK_START"): begins}
-        # A structured answer may have a thought before it, which its grammar does not hold.
+        # A structured answer may follow a thought, which its grammar must not constrain.
         kwargs["parser_engine_config"] = replace(config, transitions=transitions, wait_for_reasoning=True)
         super().__init__(tokenizer, tools, **kwargs)
 
 
 class BegunThoughtParser(_StrippingParser):
-    """For a template whose generation prompt begins a thought: what ended without `</think>` is the answer."""
+    """For a template whose generation prompt opens a thought: complete output without `</think>` is the answer."""
 
     _streamed = ""
 
@@ -75,11 +75,11 @@ class BegunThoughtParser(_StrippingParser):
         return delta
 
     def get_streaming_fallback_content(self, text: str, request: Any) -> str | None:
-        """What the stream sent as reasoning, when it turns out to be the answer."""
+        """The text that was streamed as reasoning, if it turns out to be the answer."""
         return self._streamed.lstrip("\n") if self._ended(self._streamed, request) else None
 
     def _ended(self, text: str, request: Any) -> bool:
-        """Whether the model ended by itself: vLLM does not tell parsers."""
+        """Whether the model ended the text itself, judged by its length because vLLM does not tell parsers."""
         limits = ("max_completion_tokens", "max_tokens", "max_output_tokens")
         most = next((limit for name in limits if (limit := getattr(request, name, None))), None)
         return most is None or len(self.model_tokenizer.encode(text, add_special_tokens=False)) < most - 1

@@ -1,5 +1,5 @@
-"""What the box adds to vLLM's workers: loads of versions from shared memory, called over `collective_rpc`, and what a
-sleep of level 2 on a GPU would lose. `ShmGPUWorker` is set with `--worker-cls`; cpu_worker.py has the CPU's.
+"""Extends vLLM's workers: loads versions from shared memory, called over `collective_rpc`, and preserves tensors that a
+sleep of level 2 on a GPU would lose. `ShmGPUWorker` is set with `--worker-cls`; cpu_worker.py has the CPU's worker.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 
 
 class ShmWorker(Worker):
-    """Methods of both kinds of workers. `shm_loader` exists once the first version is loaded."""
+    """Methods of GPU and CPU workers. `shm_loader` exists once the first version is loaded."""
 
     shm_loader: VersionLoader
     numa_nodes: Sequence[int | None] = ()
-    """Of each worker's device (vLLM's --numa-bind starts processes anew, these are forked)."""
+    """Nodes of the workers' devices (not vLLM's --numa-bind, which cannot bind forked processes)."""
     segment_prefix = ""
-    """Of the names of segments in /dev/shm, by which its supervisor finds them after a crash. The engine sets both
+    """Prefix of segments in /dev/shm, by which the supervisor finds them after a crash. The engine sets both attributes
     before it forks its core."""
 
     def init_device(self) -> None:
-        die_with_parent()  # the core's end is noticed by a pipe that its workers hold too
+        die_with_parent()  # vLLM detects the core's end by a pipe, which workers inherit too
         bind_near(self.numa_nodes[self.local_rank :][:1])
         super().init_device()
 
@@ -59,14 +59,14 @@ class ShmWorker(Worker):
             self.parallel_config.world_size,
         )
         self.shm_loader = loader
-        # Called over `collective_rpc` by these names, as are the methods below.
+        # `collective_rpc` calls these names and the methods below.
         self.shm_refusal, self.shm_stage, self.shm_staged = loader.refusal, loader.stage, loader.staged
         self.shm_unmap = loader.unmap
 
     def shm_check(self, path: str) -> dict[str, Any]:
         """Check whether and how a version can be loaded: see VersionLoader.check.
 
-        vLLM carries only the text of a worker's exception, so a refusal travels as `{"refused": [type, text]}`.
+        vLLM transmits only the text of a worker's exception, so a refusal is returned as `{"refused": [type, text]}`.
         """
         try:
             return self.shm_loader.check(path)
@@ -87,7 +87,7 @@ class ShmWorker(Worker):
 
 
 class ShmGPUWorker(ShmWorker):
-    """Keeps over a sleep of level 2 what is neither a weight nor a buffer."""
+    """Preserves tensors that are neither weights nor buffers over a sleep of level 2."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -105,8 +105,8 @@ class ShmGPUWorker(ShmWorker):
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Also zero the KV cache, which is mapped again unwritten: kernels read whole blocks and mask what no token
-        wrote, and a masked NaN stays one (vLLM itself writes zeros on ROCm only, vllm/device_allocator/cumem.py)."""
+        """Also zero the KV cache, which is mapped again uninitialised: kernels read whole blocks and mask unwritten
+        slots, but a masked NaN stays a NaN (vLLM writes zeros on ROCm only, vllm/device_allocator/cumem.py)."""
         super().wake_up(tags)
         if tags is None or "weights" in tags:
             self._loose.put_back()
@@ -117,20 +117,20 @@ class ShmGPUWorker(ShmWorker):
 
 @contextmanager
 def ending_out_of_step(rank: int) -> Iterator[None]:
-    """End a worker that fails in a step to which another one replies. vLLM only logs such an error, and the one that
-    replies waits for it in a collective until vLLM gives up after five minutes (vllm#23985)."""
+    """End a worker that fails in a step in which another worker replies. vLLM only logs such an error, and the replying
+    worker waits in a collective until vLLM gives up after five minutes (vllm#23985)."""
     try:
         yield
     except Exception:
-        if rank == 0:  # its error is the reply
+        if rank == 0:  # rank 0's error is the reply
             raise
-        log.exception("worker %d fails in a step, and ends: others would wait for it", rank)
+        log.exception("worker %d failed in a step and ends: other workers would wait for it", rank)
         logging.shutdown()
-        os._exit(OUT_OF_STEP)  # an orderly end would wait for the others too
+        os._exit(OUT_OF_STEP)  # an orderly end would wait for the other workers
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists: vLLM keeps one for a layer, or several for layers with a state."""
+    """All tensors in nested lists: vLLM keeps one per layer, or several for layers with a state."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Iterable):

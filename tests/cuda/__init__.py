@@ -1,1 +1,1 @@
-"""The CUDA build of the packages on a machine without a GPU: stub drivers, and what may be imported before a fork."""
+"""Tests of the CUDA build on a machine without a GPU: stub drivers, and imports before a fork."""

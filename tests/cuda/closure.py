@@ -1,9 +1,9 @@
-"""Runs in an environment with the CUDA packages, beside the stub drivers: imports what a warm parent imports, forks,
-and in the child reads an engine's command line up to vLLM's whole configuration.
+"""Runs in an environment with the CUDA packages and stub drivers: imports a warm parent's modules, forks, and in the
+child turns an engine's command line into vLLM's configuration.
 
     python -m tests.cuda.closure serve MODEL_DIRECTORY     or: train
 
-Prints one line of JSON. The stub of libcuda ends the process at the first call (test_wheels_soak.py).
+Prints one line of JSON. The stub of libcuda ends the process at its first call (test_wheels_soak.py).
 """
 
 import ctypes
@@ -22,22 +22,22 @@ SPEC = {"replica_id": "r", "model": "m", "version": "v1", "kind": "cuda", "kv_ca
 
 
 def main(half: str, model: str = "") -> int:
-    nvml.CONTROL = Path(os.devnull)  # there is a driver, of a kind
+    nvml.CONTROL = Path(os.devnull)  # pretend that a driver exists
     assert kinds.present().name == "cuda"
     importlib.import_module({"serve": "serve.engine.preload", "train": "train.trainer.preload"}[half])
     import torch
 
-    said = {"modules": len(sys.modules), "initialized": torch.cuda.is_initialized(), "bad_fork": False}
+    report = {"modules": len(sys.modules), "initialized": torch.cuda.is_initialized(), "bad_fork": False}
     assert not torch.cuda.is_initialized()
-    said["threads"] = [thread.name for thread in threading.enumerate()]
-    said["children"] = len(psutil.Process().children())
+    report["threads"] = [thread.name for thread in threading.enumerate()]
+    report["children"] = len(psutil.Process().children())
     child = os.fork()
     if child == 0:
         os._exit(_child(half, model))
-    said["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    said["flashinfer"] = any(name.split(".")[0] == "flashinfer" for name in sys.modules)
-    print(json.dumps(said), flush=True)
-    return said["child"]
+    report["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    report["flashinfer"] = any(name.split(".")[0] == "flashinfer" for name in sys.modules)
+    print(json.dumps(report), flush=True)
+    return report["child"]
 
 
 def _child(half: str, model: str) -> int:
@@ -50,7 +50,7 @@ def _child(half: str, model: str) -> int:
         for tensor_parallel in (1, 2):
             _configure(model, tensor_parallel)
         _import_classes()
-    # The stub is really the one that is called: this process ends with the stub's code.
+    # Prove that the stub is used: the call ends this process with the stub's exit code.
     ctypes.CDLL("libcuda.so.1").cuInit(0)
     return 4
 
@@ -64,7 +64,7 @@ def _configure(model: str, tensor_parallel: int) -> None:
             **SPEC,
             "version_path": model,
             "shm_root": model,
-            "socket_path": "/run/s",  # a short one, whatever folder the tests have; nothing is made there
+            "socket_path": "/run/s",  # short enough in any test folder; never created
             "devices": list(range(tensor_parallel)),
             "numa_nodes": [None] * tensor_parallel,
             "tensor_parallel": tensor_parallel,
@@ -82,7 +82,7 @@ def _configure(model: str, tensor_parallel: int) -> None:
 
 
 def _import_classes() -> None:
-    """Those of models that read pictures, which the front end imports before it forks; one has gated delta nets."""
+    """Import two classes of image models, as the front end does before it forks; one has gated delta nets."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     from serve.vllm import patches

@@ -6,7 +6,7 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-/* The library counts its users, and who lets go until there is none waits for the error. */
+/* NVML counts its sessions; callers shut it down until it returns an error. */
 static int users = 0;
 int nvmlInit(void) { users++; return 0; }
 int nvmlInit_v2(void) { users++; return 0; }

@@ -1,6 +1,6 @@
-"""The CUDA build beside stub drivers: neither warm parent touches CUDA before it forks, every engine's command line
-becomes a configuration, and a worker compiles kernels with what is among the packages. Installs 9 GB (six minutes),
-unless `.venv-cuda` is there: `make setup VENV=.venv-cuda` with APPLIANCE_BUILD=cuda.
+"""The CUDA build with stub drivers: no warm parent touches CUDA before it forks, engines' command lines become
+configurations, and a worker compiles kernels with files of the packages only. Installs 9 GB (six minutes), unless
+`.venv-cuda` exists: `make setup VENV=.venv-cuda` with APPLIANCE_BUILD=cuda.
 """
 
 import json
@@ -27,7 +27,7 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
 }
-# As humming-kernels has its kernels compiled (humming/jit/compiler.py).
+# Compiles a kernel as humming-kernels does (humming/jit/compiler.py).
 COMPILES = """
 import subprocess, sys
 from runtime.devices.kinds import kind_of
@@ -41,8 +41,8 @@ subprocess.run([*program, *flags], check=True)
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.timeout(3600),  # the limit of one test counts the installation too
-    pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the real driver would be asked"),
+    pytest.mark.timeout(3600),  # includes the installation
+    pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="would use the real driver"),
     pytest.mark.skipif(not (shutil.which("cc") and shutil.which("nm")), reason="builds the stubs with cc and nm"),
 ]
 
@@ -50,15 +50,15 @@ pytestmark = [
 # --- stub drivers: a `libcuda.so.1` that ends any process that calls it, a `libnvidia-ml.so.1` with eight GPUs
 
 ENDED_WITH = 86
-# They touch no device, and answer an error.
+# Functions that touch no device; they return an error.
 ANSWERED = ("cuDriverGetVersion", "cuGetErrorString", "cuGetErrorName")
-# The CUDA runtime finds all others through cuGetProcAddress, when it initialises the driver.
+# When it initialises the driver, the CUDA runtime looks up all other functions by cuGetProcAddress.
 ALWAYS = ("cuInit", "cuGetProcAddress", "cuGetProcAddress_v2", "cuDeviceGetCount", "cuDevicePrimaryCtxRetain")
 CUDA_ERROR_NOT_FOUND = 500
 
 
 def build(folder: Path, packages: Path) -> None:
-    """Write both libraries into `folder`; CUDA's has the functions that libraries below `packages` link against."""
+    """Write both libraries into `folder`; libcuda has all functions that libraries below `packages` link against."""
     names = sorted(_named(packages) | set(ANSWERED) | set(ALWAYS))
     lines = ["#include <unistd.h>", "#include <string.h>"]
     for name in names:
@@ -101,7 +101,7 @@ def stubs(cuda_python, tmp_path_factory):
 
 
 @pytest.mark.parametrize("half", ["train", "serve"])
-def test_a_warm_parent_leaves_cuda_alone_until_it_has_forked(cuda_python, stubs, tmp_path, half):
+def test_warm_parent_never_initialises_cuda_before_fork(cuda_python, stubs, tmp_path, half):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     environment = {**os.environ, "LD_LIBRARY_PATH": str(stubs), "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -111,20 +111,20 @@ def test_a_warm_parent_leaves_cuda_alone_until_it_has_forked(cuda_python, stubs,
         text=True,
         timeout=600,
     )
-    said = done.stdout.splitlines()[-1:]
-    assert said, f"the parent ended with {done.returncode}: {done.stderr[-2000:]}"
-    # The child ends with the stub's own code, at the call by which it checks that the stub is there.
-    assert json.loads(said[0])["child"] == ENDED_WITH, done.stderr[-2000:]
-    # humming's import had left two compilers and the threads that wait for them in a process that forks.
-    assert json.loads(said[0])["children"] == 0 and json.loads(said[0])["threads"] == ["MainThread"]
+    report = done.stdout.splitlines()[-1:]
+    assert report, f"the parent ended with {done.returncode}: {done.stderr[-2000:]}"
+    # The child's last call proves that the stub is used, and ends it with the stub's exit code.
+    assert json.loads(report[0])["child"] == ENDED_WITH, done.stderr[-2000:]
+    # Without its setting, humming's import leaves two compilers and their threads in the forking process.
+    assert json.loads(report[0])["children"] == 0 and json.loads(report[0])["threads"] == ["MainThread"]
     if half == "serve":
         assert "configured for 1" in done.stderr and "configured for 2" in done.stderr
         assert "imported Qwen3_5ForConditionalGeneration" in done.stderr, done.stderr[-2000:]
-        assert not json.loads(said[0])["flashinfer"], "importing it initialises CUDA"
+        assert not json.loads(report[0])["flashinfer"], "importing it initialises CUDA"
 
 
-@pytest.mark.skipif(Path("/usr/local/cuda").exists(), reason="an installed CUDA would be taken")
-def test_a_worker_compiles_kernels_for_few_bits_without_an_installed_cuda(cuda_python, stubs, tmp_path):
+@pytest.mark.skipif(Path("/usr/local/cuda").exists(), reason="would use the installed CUDA")
+def test_worker_compiles_quantised_kernels_without_installed_cuda(cuda_python, stubs, tmp_path):
     source, compiled = tmp_path / "kernel.cu", tmp_path / "kernel.cubin"
     source.write_text("__global__ void twice(float* at) { *at *= 2; }")
     caches = {"HUMMING_CACHE_DIR": str(tmp_path / "cache"), "HUMMING_TMP_DIR": str(tmp_path / "tmp")}

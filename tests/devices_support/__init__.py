@@ -1,1 +1,1 @@
-"""Drivers of devices that this machine lacks."""
+"""Simulated drivers of devices that this machine lacks."""

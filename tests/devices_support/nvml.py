@@ -1,7 +1,7 @@
-"""A driver of NVIDIA GPUs as pynvml shows it, from a description of the machine: answers and errors in NVML's shapes.
+"""Simulates NVIDIA's driver behind pynvml from a description of a machine, with NVML's answers and errors.
 
-The machines below are written down from `nvidia-smi -q`, `nvidia-smi topo -m` and NVML's reference. What a function is
-not told here raises NVMLError_Uninitialized, as without a driver.
+The machines below are copied from `nvidia-smi -q`, `nvidia-smi topo -m` and NVML's reference. Functions that are not
+simulated raise NVMLError_Uninitialized, as without a driver.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ GIB = 2**30
 
 @dataclass
 class Gpu:
-    """One GPU. `reserved_bytes`: what driver and firmware keep of its memory. `switched`: behind an NVSwitch with the
-    others. `datacentre`: it reports ECC, remapped rows and MIG; a GeForce raises NotSupported. `margin_c`: it tells no
-    slowdown temperature but how far its limit is, 2 °C beyond which it slows down. `private`: it tells its
-    memory, and who uses it, to root alone, as one that is cut by MIG does. `handle_error`, `error`: what asking for it,
-    or anything about it, raises."""
+    """One GPU. `reserved_bytes`: memory kept by driver and firmware. `switched`: joined to the others by an NVSwitch.
+    `datacentre`: reports ECC, remapped rows and MIG; a GeForce raises NotSupported. `margin_c`: reports no slowdown
+    temperature but its margin to the limit; it slows down 2 °C beyond the limit. `private`: reports memory and
+    processes only to root, as with MIG. `handle_error`: raised for its handle; `error`: raised by any query of it."""
 
     uuid: str
     name: str = "NVIDIA H100 80GB HBM3"
@@ -57,10 +56,9 @@ class Gpu:
 
 @dataclass
 class Machine:
-    """`xids`: (GPU's number, Xid) that the driver has to tell. `users`: how often NVML was started and not ended, by
-    whatever handle on its library; `loaded`: whether pynvml has one. `control`: whether its device file is there, which
-    WSL2 has none of. `opened`: the GPUs, by number, that somebody asked
-    for since; no other process can reset them."""
+    """A simulated machine. `xids`: pending events (GPU's number, Xid). `users`: NVML sessions started and not ended,
+    over all handles on its library; `loaded`: whether pynvml has a handle. `control`: whether the device file exists
+    (not on WSL2). `opened`: numbers of GPUs whose handle was requested since; no other process can reset them."""
 
     gpus: list[Gpu]
     driver: str = "580.95.05"
@@ -75,7 +73,7 @@ class Machine:
     set_limit_error: pynvml.NVMLError | None = None
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
-        """Put it in place of this machine's driver."""
+        """Replace this machine's driver by the simulation."""
 
         def lacking(*_: Any) -> Any:
             raise pynvml.NVMLError_FunctionNotFound()

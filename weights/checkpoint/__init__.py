@@ -1,5 +1,5 @@
-"""Judges a stranger's checkpoint at its import: its files, its sampling, what its chat template does.
+"""Checks an untrusted checkpoint at its import: its files, sampling defaults and chat template.
 
-Never: Loads a model or runs anything of its files.
+Never: Loads a model or runs code from its files.
 Begin with folder.py.
 """

@@ -1,12 +1,12 @@
-"""Checks a model's folder at its import: it has no pickles, no code, no links and no names of other files.
+"""Checks a model's folder at its import: no pickles, no code, no links and no references to files elsewhere.
 
 CheckpointRefused       the checkpoint cannot or must not be used (all of these name the file)
-├── NotACheckpoint      config.json or weights are missing or make no sense
+├── NotACheckpoint      config.json or weights are missing or invalid
 ├── PickleRefused       weights as pickles, which run code when loaded
-├── RemoteCodeRefused   `auto_map`: the checkpoint wants its own Python code run
-├── UnsafeLink          a symbolic link, device or other special file, or a name of a file outside the checkpoint
-├── UnsupportedModel    an architecture that is neither generating nor embedding text
-└── TokenizerRefused    a tokenizer that makes endlessly much of little, or does not end
+├── RemoteCodeRefused   `auto_map`: the checkpoint would run its own Python code
+├── UnsafeLink          a symbolic link or special file, or a reference to a file outside the checkpoint
+├── UnsupportedModel    an architecture that neither generates nor embeds text
+└── TokenizerRefused    a tokenizer whose output explodes, or that does not end
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from weights.format.foreign_json import is_exceeding
 CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "config.json", "tokenizer_config.json", "special_tokens_map.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-# Settings of any other name matter only if they ask for code.
+# Other JSON files are parsed only if they mention code.
 _SETTINGS = (CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS, *PROCESSOR_FILES, "modules.json")
 _CODE = (b"auto_map", b"custom_generate", b"\\u")
 MAX_CONFIG_BYTES = 16 << 20
-MAX_VALUES, MAX_DEPTH = 1 << 18, 64  # parsing many small values takes twenty times their bytes
+MAX_VALUES, MAX_DEPTH = 1 << 18, 64  # parsing many small values takes twenty times their size in memory
 MAX_TOKENIZER_BYTES = 256 << 20
 # Formats that run code on load.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-# Vocabularies: large, and read by tokenizers alone. They are not parsed: that would hold the interpreter for half a
-# second per 30 MB, and the loaders check them anyway.
+# Vocabularies: large, and read only by tokenizers. They are not parsed: that would hold the GIL for half a second per
+# 30 MB, and the loaders check them anyway.
 _NO_SETTINGS = ("tokenizer.json", "vocab.json", "tekken.json", "manifest.json")
-# Where a checkpoint was saved or trained; no library reads what they name.
+# Keys for where a checkpoint was saved or trained; no library opens these paths.
 _SAVED_FROM = frozenset(
     "name_or_path _name_or_path base_model_name_or_path tokenizer_file special_tokens_map_file added_tokens_file "
     "tokenizer_config_file".split()
 )
-# Where tokens are found. A part of Mistral's format is not spelt out in every file.
+# Files with tokens. Mistral's tekken.json does not spell out every special token.
 _WITH_TOKENS = ("tokenizer.json", "vocab.json", "added_tokens.json", TOKENIZER_CONFIG, SPECIAL_TOKENS)
 _PIECES, _TEKKEN, _OF_TEKKEN = "tokenizer.model", "tekken.json", "[TOOL_CALLS]"
 _FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 class CheckpointRefused(WeightsError):
-    """The checkpoint itself is at fault; `file` is the one to look at."""
+    """The checkpoint itself is at fault; `file`: the file at fault."""
 
     def __init__(self, file: str, reason: str):
         super().__init__(f"{file}: {reason}" if file else reason)
@@ -73,12 +73,12 @@ class TokenizerRefused(CheckpointRefused): ...
 
 
 def check_folder(directory: Path) -> None:
-    """Raises CheckpointRefused, FileNotFoundError. It takes milliseconds: nothing is loaded, and vocabularies are not
-    read."""
+    """Check a model's folder in milliseconds: nothing is loaded, and vocabularies are not read. Raises
+    CheckpointRefused, FileNotFoundError."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if not entry.is_file(follow_symlinks=False):
-                raise UnsafeLink(entry.name, "not a regular file; a model's folder has no links and no folders within")
+                raise UnsafeLink(entry.name, "not a regular file; a model's folder may not contain links or folders")
             if entry.name.endswith(PICKLES):
                 raise PickleRefused(entry.name, "a pickle, which can run any code when it is loaded")
     for path in sorted(directory.glob("*.json")):
@@ -93,47 +93,47 @@ def check_folder(directory: Path) -> None:
         if is_settings:
             family = body.get("model_type")
             if family is not None and not (isinstance(family, str) and _FAMILY.fullmatch(family)):
-                raise NotACheckpoint(path.name, f"model_type {str(family)[:80]!r} is not a name of a family of models")
+                raise NotACheckpoint(path.name, f"model_type {str(family)[:80]!r} is not a valid family name")
         if isinstance(body, dict) and (body.get("auto_map") or body.get("custom_generate")):
             raise RemoteCodeRefused(
                 path.name,
-                "has 'auto_map' or 'custom_generate', that is, it wants Python code of the checkpoint to be run, which "
-                "never happens here. If transformers knows this architecture by now, remove it from the file and "
+                "has 'auto_map' or 'custom_generate', which make transformers run code of the checkpoint; the box "
+                "never runs it. If transformers supports this architecture by now, remove the keys from the file and "
                 "import again",
             )
         for key, value in _strings("", body):
             if "/" in value and key not in _SAVED_FROM and _is_elsewhere(directory, value):
-                raise UnsafeLink(path.name, f"has {key[:80]!r}, which names {value[:80]!r}, outside of the checkpoint")
+                raise UnsafeLink(path.name, f"has {key[:80]!r}, a path outside the checkpoint: {value[:80]!r}")
     path = directory / "tokenizer.json"
     if path.is_file() and not 2 <= path.stat().st_size <= MAX_TOKENIZER_BYTES:
         raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; expected 2 to {MAX_TOKENIZER_BYTES}")
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """The settings of the tokenizer in `directory`, {} without any. Raises NotACheckpoint."""
+    """The tokenizer settings in `directory`, {} without a file. Raises NotACheckpoint."""
     path = directory / TOKENIZER_CONFIG
     return read_json(path, path.name) if path.exists() else {}
 
 
 def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
-    """The JSON object in `path`, or another value of a `kind`. Raises NotACheckpoint naming `name`."""
+    """The JSON value in `path`, which must be of type `kind`. Raises NotACheckpoint naming `name`."""
     raw = path.read_bytes() if (size := path.stat().st_size) <= MAX_CONFIG_BYTES else b""
     values = sum(map(raw.count, (b",", b"[", b"{")))
     if size > MAX_CONFIG_BYTES or values > MAX_VALUES:
-        raise NotACheckpoint(name, f"{size} bytes, {values} values; at most {MAX_CONFIG_BYTES}, {MAX_VALUES} are read")
+        raise NotACheckpoint(name, f"{size} bytes, {values} values; expected at most {MAX_CONFIG_BYTES}, {MAX_VALUES}")
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise NotACheckpoint(name, f"not JSON: {str(error)[:120]}") from error
     if is_exceeding(body, MAX_DEPTH):
-        raise NotACheckpoint(name, f"nested too deeply, in more than {MAX_DEPTH} levels")
+        raise NotACheckpoint(name, f"nested too deeply; at most {MAX_DEPTH} levels are read")
     if not isinstance(body, kind):
         raise NotACheckpoint(name, f"holds a JSON {type(body).__name__}, expected an object")
     return body
 
 
 def _strings(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The strings of a JSON value, each with the last key on the way to it."""
+    """The strings of a JSON value, each with its nearest key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
@@ -153,8 +153,8 @@ def _is_elsewhere(directory: Path, name: str) -> bool:
 def tokens_of(directory: Path, wanted: Iterable[str]) -> frozenset[str]:
     """The `wanted` tokens that the tokenizer in `directory` has.
 
-    Its files are searched, not parsed, which would take seconds: a token is a string of its own in a JSON file, and
-    plain bytes in `tokenizer.model`.
+    Searches the files, since parsing would take seconds: a token is a quoted string in a JSON file, and plain bytes in
+    `tokenizer.model`.
     """
     wanted, known = frozenset(wanted), set[str]()
     names = [name for name in (*_WITH_TOKENS, _PIECES) if (directory / name).is_file()]

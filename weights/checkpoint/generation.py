@@ -1,7 +1,7 @@
-"""Settles a version's generation_config.json: how engines sample by default, and which tokens end an answer.
+"""Computes a version's generation_config.json: default sampling of engines, and tokens that end an answer.
 
-Pure. vLLM takes numbers of it as they are, refuses every request where one is out of range, does not heed do_sample,
-and takes max_new_tokens for a limit of each answer.
+Pure. vLLM uses the file's numbers unchecked, refuses every request if one is out of range, ignores do_sample, and
+applies max_new_tokens as a limit of each answer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NOT_APPLIED = (
     "stop_strings suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias forced_bos_token_id "
     "forced_eos_token_id no_repeat_ngram_size min_length min_new_tokens"
 ).split()
-"""Settings that change answers of transformers and that no engine reads."""
+"""Settings that transformers applies to answers and no engine reads."""
 _ROLES = ("eos_token_id", "bos_token_id", "pad_token_id")
-# vllm.sampling_params.SamplingParams._verify_args: least and most; 0 is no top_p and no repetition_penalty.
+# (least, most) by vllm.sampling_params.SamplingParams._verify_args; 0 is invalid for top_p and repetition_penalty.
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 2),
     "top_p": (0, 1),
@@ -41,12 +41,12 @@ def settle(
     ends: Collection[int] = (),
     unreadable: str = "",
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The file of the stored version, None where it stays as it is (or stays away), and notes.
+    """The file of the stored version, None if it stays unchanged or absent, and notes.
 
     Args:
-        own: The checkpoint's own file; None without one, then the settings are those of config.json.
+        own: The checkpoint's own file; None if absent: settings then come from config.json.
         rows: Rows of the embedding; 0 if unknown.
-        ends: Tokens that end a turn of the model and that no file names.
+        ends: Tokens that end a turn of the model and are in no file.
         unreadable: Why transformers cannot read the file, "" where it can.
     """
     read, parts = (*_ROLES, *SAMPLING, *_OTHERS), {**text_part(config), **config}
@@ -54,11 +54,11 @@ def settle(
     notes: list[str] = []
     if unreadable:
         settings = {key: value for key, value in settings.items() if key in read}
-        notes.append(f"{FILE} cannot be read ({unreadable}): only its sampling and its ends of an answer are used")
+        notes.append(f"{FILE} cannot be read ({unreadable}): only its sampling and end tokens are used")
     before = dict(settings)
     notes += _sampling(settings)
     if settings.pop("max_new_tokens", None) is not None:
-        notes.append(f"max_new_tokens of {FILE} is not applied: it would cut answers; max_tokens is a request's")
+        notes.append(f"max_new_tokens of {FILE} is not applied: it would truncate answers; requests set max_tokens")
     unread = [key for key in _NOT_APPLIED if settings.get(key)]
     if unread or (settings.get("num_beams") or 1) != 1:
         unread = unread or ["num_beams"]
@@ -77,7 +77,7 @@ def settle(
 
 
 def eos_ids(own: Mapping[str, Any] | None, config: Mapping[str, Any]) -> list[Any]:
-    """The ends of an answer in the file, or in config.json without one."""
+    """Tokens that end an answer, by the file, or by config.json without a file."""
     source = own if own is not None else {**text_part(config), **config}
     tokens = source.get("eos_token_id")
     return list(tokens) if isinstance(tokens, list) else [] if tokens is None else [tokens]
@@ -95,11 +95,11 @@ def _sampling(settings: dict[str, Any]) -> list[str]:
             settings[key] = value = int(value)
         if not number or not least <= value <= most or (key == "top_k" and type(value) is not int):
             del settings[key]
-            notes.append(f"{key} {str(value)[:40]} of {FILE} is not applied: engines take {least:g} to {most:g}")
-    greedy = [key for key in ("do_sample", "temperature", "top_p") if settings.get(key) == 0]  # False is 0
+            notes.append(f"{key} {str(value)[:40]} of {FILE} is not applied: engines accept {least:g} to {most:g}")
+    greedy = [key for key in ("do_sample", "temperature", "top_p") if settings.get(key) == 0]  # False == 0
     if greedy:
         for key in ("top_p", "top_k", "min_p"):
             settings.pop(key, None)
         settings |= {"do_sample": False, "temperature": 0.0}
-        notes.append(f"answers are greedy unless a request sets a temperature, by {greedy[0]} of {FILE}")
+        notes.append(f"{greedy[0]} of {FILE} makes answers greedy unless a request sets a temperature")
     return notes

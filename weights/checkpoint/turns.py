@@ -1,6 +1,6 @@
-"""Finds how a chat template writes the parts of a conversation, by its renderings of a few short ones.
+"""Detects from renderings of a few short conversations how a chat template writes their parts.
 
-Pure. The renderings are those of PROBES: text by the probe's name, None where the template raised an error.
+Pure. Renderings of PROBES: text by the probe's name, None if the template raised an error.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ PROBES: Mapping[str, dict[str, Any]] = {
 _PARTS = (
     ("system", SYSTEM, "system messages"),
     ("tools", TOOL, "tools"),
-    ("called", TOOL, "earlier calls of tools"),
-    ("result", RESULT, "results of tools"),
+    ("called", TOOL, "earlier tool calls"),
+    ("result", RESULT, "tool results"),
 )
-"""Parts of a conversation: the probe that has it, its mark in the rendering, its name for people."""
+"""Parts of a conversation: (probe that contains it, its mark in the rendering, its name for people)."""
 
 
 def new_end(rendered: Rendered, added: Collection[str], known: Set[str]) -> str:
-    """The token that ends an answer in these renderings, "" if there is none or a file names it as an end.
+    """The token that ends an answer in these renderings, "" if there is none or a file lists it already.
 
     Args:
-        added: Tokens that the tokenizer reads whole.
+        added: Added tokens, which the tokenizer never splits.
         known: Tokens that end an answer anyway.
     """
-    # The text of the model's turn before its answer has no end of a turn.
+    # The end of a turn does not occur in the model's turn before its answer.
     before = (rendered["answered"] or "").partition(ANSWER)[0].rpartition(QUESTION)[2]
     before = before.removeprefix(os.path.commonprefix([before, (rendered["asked"] or "").rpartition(QUESTION)[2]]))
     for probe in ("answered", "again"):
-        # After an answer in the middle a token may end only a part of the turn (gpt-oss), so the last one comes first.
+        # A token after an earlier answer may end only a part of the turn (gpt-oss), so try the last answer first.
         if group := _group((rendered[probe] or "").partition(ANSWER)[2], added):
             return group[0] if known.isdisjoint(group) and group[0] not in before else ""
     return ""
 
 
 def warnings_of(rendered: Rendered, added: Collection[str]) -> list[str]:
-    """Warnings for the person who imports the model: parts that the template does not write, and the consequence."""
+    """Warnings for the importer: parts of a conversation that the template does not write, and the consequence."""
     notes, used = [], set[str]()
     for probe, mark, words in _PARTS:
         text, before = rendered[probe], (rendered["tools"] or "") if probe == "called" else ""
         if probe in ("called", "result") and "tools" not in used:
             continue
         if text is None:
-            notes.append(f"the chat template refuses {words}: so are requests and training rows with them")
+            notes.append(f"the chat template refuses {words}: requests and training rows with them fail")
         elif text.count(mark) <= before.count(mark):
             notes.append(f"the chat template leaves {words} out: the model never sees them")
         else:
@@ -76,20 +76,20 @@ def warnings_of(rendered: Rendered, added: Collection[str]) -> list[str]:
     header = opening.removeprefix(asked).strip()[:_SHOWN] if asked and answer and opening.startswith(asked) else ""
     if header and asked == rendered["unasked"]:
         notes.append(
-            f"the chat template ignores add_generation_prompt: a prompt ends without {header!r}, with which the "
-            "model's turns begin, so that the model has to write it itself; mend the template and import again"
+            f"the chat template ignores add_generation_prompt: a prompt ends without {header!r}, the "
+            "beginning of the model's turns, so the model has to write it itself; fix the template and import again"
         )
     if (tail := tail.strip()) and not _group(tail, added):
         notes.append(
-            f"the chat template ends a turn with {tail[:_SHOWN]!r}, which does not begin with a token of its own: no "
-            "engine stops there. Answers end with the end of text alone, or where a request's `stop` says; add the "
-            "token to tokenizer and embedding, or choose a template whose end is one"
+            f"the chat template ends a turn with {tail[:_SHOWN]!r}, which does not begin with one token: no engine "
+            "stops there. Answers end only with the end-of-text token, or at a request's `stop`; add the token to "
+            "tokenizer and embedding, or choose a template that ends turns with a token"
         )
     return notes
 
 
 def _group(tail: str, added: Collection[str]) -> list[str]:
-    """The tokens side by side with which the tail begins, after white space."""
+    """The adjacent tokens at the beginning of the tail, after white space."""
     tokens = sorted((token for token in added if token.strip()), key=len, reverse=True)
     group, rest = [], tail.lstrip()
     while (token := next((token for token in tokens if rest.startswith(token)), None)) is not None:

@@ -1,4 +1,4 @@
-"""Defines a version's bytes: safetensors header, layout, manifest, checksums, slice arithmetic.
+"""Defines the format of a version: safetensors header, layout, manifest, checksums, slice arithmetic.
 
 Never: Allocates shared memory or takes a lock.
 Begin with layout.py.

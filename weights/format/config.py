@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 URL = r"^https?://[^\s/@]+(/\S*)?$"
-"""Without credentials: people see addresses in messages and in `ps`."""
+"""Pattern of URLs without credentials, because URLs appear in messages and in `ps`."""
 
 
 class _Strict(BaseModel):
@@ -15,24 +15,24 @@ class _Strict(BaseModel):
 
 
 class KeepRules(_Strict):
-    """Which of each model's versions a tier keeps: all if nothing is set, else those that any rule keeps."""
+    """Which versions of each model a tier keeps: all if no rule is set, else those that any rule keeps."""
 
-    keep_last: int | None = Field(default=None, ge=1, description="how many of the newest are kept")
-    keep_best: int | None = Field(default=None, ge=1, description="how many with the lowest validation loss are kept")
+    keep_last: int | None = Field(default=None, ge=1, description="newest versions to keep")
+    keep_best: int | None = Field(default=None, ge=1, description="versions with the lowest validation loss to keep")
 
 
 class DiskTier(_Strict):
     """The local disk: versions and snapshots as plain directories."""
 
-    free_bytes: int = Field(default=1 << 30, ge=0, description="room on the disk that tiers leave free")
+    free_bytes: int = Field(default=1 << 30, ge=0, description="space that tiers leave free on the disk")
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
-    snapshots: KeepRules = Field(default=KeepRules(keep_last=1), description="snapshots kept, beside the newest")
+    snapshots: KeepRules = Field(default=KeepRules(keep_last=1), description="snapshots kept in addition to the newest")
 
 
 class Location(_Strict):
-    """Where objects are kept: a directory on a mount, or an S3-compatible store."""
+    """Where objects are stored: a directory on a mount, or an S3-compatible store."""
 
-    url: str | None = Field(default=None, description="/path/of/a/mounted/directory or s3://bucket/prefix, one per box")
+    url: str | None = Field(default=None, description="path of a mounted directory, or s3://bucket/prefix; one per box")
     endpoint: str | None = Field(
         default=None, pattern=URL, description="https address of the S3-compatible store; unset: Amazon's"
     )
@@ -54,16 +54,16 @@ class RemoteTier(Location):
     moments: Literal["exact", "int8"] = Field(
         default="exact",
         description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "
-        "it goes on close to, not exactly as before",
+        "them continues approximately, not exactly",
     )
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
-    snapshots: KeepRules = Field(default=KeepRules(keep_last=1), description="snapshots kept, beside the newest")
+    snapshots: KeepRules = Field(default=KeepRules(keep_last=1), description="snapshots kept in addition to the newest")
 
 
 class WeightsConfig(_Strict):
-    """How much memory weights may take, and how they are laid out. Unknown keys are errors."""
+    """Memory limits of the weight store, and its tiers. Unknown keys are errors."""
 
-    budget_bytes: int | None = Field(default=None, ge=1, description="Bound on all the store holds.")
-    budget_share: float = Field(default=0.5, gt=0, le=1, description="Bound as a share of the size of the tmpfs.")
-    disk: DiskTier = Field(default_factory=DiskTier, description="the local disk")
-    remote: RemoteTier = Field(default_factory=RemoteTier, description="an optional further tier")
+    budget_bytes: int | None = Field(default=None, ge=1, description="limit of the store's bytes")
+    budget_share: float = Field(default=0.5, gt=0, le=1, description="limit as a share of the tmpfs size")
+    disk: DiskTier = Field(default_factory=DiskTier, description="tier on the local disk")
+    remote: RemoteTier = Field(default_factory=RemoteTier, description="optional remote tier")

@@ -3,15 +3,15 @@
 WeightsError
 ├── InvalidLayout            tensors or slices that do not fit the format, or each other (also ValueError)
 ├── InvalidName              an invalid model, version or file name (also ValueError)
-├── StoreError               of the store itself, not of its bytes: a draft or lease that ended, a root open to others
-│   ├── StoreFull            not enough room in the budget or the file system; the message has the numbers
-│   ├── VersionExists        commit onto a name that is taken
+├── StoreError               misuse of the store: a draft or lease that ended, a root open to other users
+│   ├── StoreFull            not enough space in the budget or the file system; the message has the numbers
+│   ├── VersionExists        the version's name is taken
 │   ├── VersionNotFound      no such version, or it was removed meanwhile
-│   └── VersionLeased        a reader holds a lease, so it stays
+│   └── VersionLeased        a reader holds a lease, so the version stays
 ├── TierFull                 a tier's disk is full, or would fall below its required free space; nothing was committed
 ├── TierUnavailable          a tier cannot be reached, refuses access, or is not the one this box wrote to
-└── IntegrityError           bytes differ from what their metadata says, or are no plain file; carries path and file
-    └── ObjectDamaged        an object at a remote place is missing; `path` names it
+└── IntegrityError           bytes do not match their metadata, or are no plain file; has path and file
+    └── ObjectDamaged        an object in a remote tier is missing or cut; `path` names it
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 
 class WeightsError(Exception):
-    """Base of every error this package raises deliberately. All can be pickled, because Ray's actors return them."""
+    """Base of every error that this package raises deliberately. All can be pickled, because Ray actors return them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default calls the constructor with only the message, which fails for keyword-only arguments.
@@ -56,7 +56,7 @@ class TierUnavailable(WeightsError): ...
 
 
 class IntegrityError(WeightsError):
-    """`path` and `file` name the place, `reason` the fault."""
+    """`path` and `file`: where the fault is; `reason`: the fault."""
 
     def __init__(self, reason: str, *, path: object, file: str | None = None) -> None:
         self.reason, self.path, self.file = reason, str(path), file

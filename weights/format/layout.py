@@ -1,9 +1,9 @@
-"""The safetensors files of a version: which tensor lies in which file, at which bytes.
+"""The safetensors files of a version: which tensor is in which file, at which bytes.
 
 Format (safetensors README and its Rust `SafeTensors::deserialize`): 8 bytes little-endian header length N, N bytes of
 JSON, then the data. The tensors must cover the data without holes or overlap, so alignment requires padding the header
-with spaces and ordering the tensors. The library itself builds headers only with their data, and reads them by mapping
-the file, which kills the process when a file shrinks meanwhile.
+with spaces and ordering the tensors. The library itself builds headers only together with data, and reads headers by
+mapping the file, which kills the process if the file shrinks meanwhile.
 
 `Layout.plan` is pure; `Layout.read` reads and validates the files' headers without mapping anything.
 """
@@ -45,7 +45,7 @@ ALIGN_BYTES = 64  # a cache line, and the best alignment for AVX-512 and cudaMem
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_INDEX_BYTES = 64 << 20
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000  # transformers' own shard size
-MAX_RANK = 32  # the product of a million dimensions takes minutes
+MAX_RANK = 32  # multiplying a million dimensions takes minutes
 METADATA_KEY = "__metadata__"
 _FORBIDDEN = re.compile(r"[\x00-\x1f\ud800-\udfff]")
 
@@ -78,11 +78,11 @@ class TensorSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         if not isinstance(self.name, str) or self.name in ("", METADATA_KEY) or _FORBIDDEN.search(self.name):
-            raise InvalidLayout(f"{self.name!r} is not a tensor's name: empty, {METADATA_KEY!r} or not plain text")
+            raise InvalidLayout(f"{self.name!r} is not a valid tensor name: empty, {METADATA_KEY!r} or not plain text")
         if self.dtype not in DTYPE_BITS:
             raise InvalidLayout(f"tensor {self.name!r}: unknown dtype {str(self.dtype)[:40]!r}")
         if len(self.shape) > MAX_RANK or not all(0 <= dim < 2**63 for dim in self.shape):
-            raise InvalidLayout(f"tensor {self.name!r}: {str(self.shape)[:80]} is not a shape")
+            raise InvalidLayout(f"tensor {self.name!r}: {str(self.shape)[:80]} is not a valid shape")
         if self.numel * DTYPE_BITS[self.dtype] % 8:
             raise InvalidLayout(f"tensor {self.name!r}: {self.dtype} of {self.shape} does not end on a byte boundary")
 
@@ -127,8 +127,8 @@ class FileLayout:
 
     @classmethod
     def of(cls, name: str, specs: Sequence[TensorSpec]) -> FileLayout:
-        """A file of these tensors, in this order, whose data starts aligned in a page-aligned mapping."""
-        body: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}  # transformers insists on it
+        """The layout of a file with these tensors in this order, whose data are aligned in a page-aligned mapping."""
+        body: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}  # required by transformers
         for placed in _placed(name, specs, 0):
             spec, offsets = placed.spec, [placed.start, placed.end]
             body[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
@@ -141,7 +141,7 @@ class FileLayout:
 
     @classmethod
     def read(cls, file: BinaryIO, *, path: object, name: str) -> FileLayout:
-        """The layout of the opened safetensors file `name`, from its header alone.
+        """The layout of the open safetensors file `name`, read from its header only.
 
         Raises IntegrityError for everything the format forbids: unknown dtypes, shapes that are not lists of
         non-negative integers, offsets that overlap, leave holes, do not match the shape, or do not end at the end of
@@ -155,14 +155,14 @@ class FileLayout:
                 raise ValueError(f"announces a header of {length} bytes in a file of {file_bytes} bytes")
             layout = cls(name, header := prefix + file.read(length), _parsed(name, header))
             if layout.nbytes != file_bytes:
-                raise ValueError(f"tensors end at byte {layout.nbytes}, the file has {file_bytes} (cut or extended)")
+                raise ValueError(f"tensors end at byte {layout.nbytes}, but the file has {file_bytes} bytes")
         except ValueError as error:
             raise IntegrityError(str(error), path=path, file=name) from error
         return layout
 
 
 def _placed(file: str, specs: Iterable[TensorSpec], position: int) -> tuple[Placed, ...]:
-    """These tensors one after another, from `position` on."""
+    """These tensors one after another, starting at byte `position`."""
     tensors = []
     for spec in specs:
         tensors.append(Placed(spec, file, position, position + spec.nbytes))
@@ -171,7 +171,7 @@ def _placed(file: str, specs: Iterable[TensorSpec], position: int) -> tuple[Plac
 
 
 def _parsed(file: str, header: bytes) -> tuple[Placed, ...]:
-    """The tensors of a whole header. Raises ValueError."""
+    """The tensors in a header. Raises ValueError."""
     text = header[LENGTH_BYTES:].decode()
     if not text.startswith("{"):
         raise ValueError("the header does not begin with '{'")
@@ -213,18 +213,18 @@ class Layout:
         return name in self._by_name
 
     def find(self, name: str) -> Placed:
-        """Where tensor `name` lies. Raises InvalidLayout."""
+        """The place of tensor `name`. Raises InvalidLayout."""
         try:
             return self._by_name[name]
         except KeyError:
             raise InvalidLayout(f"no tensor named {name!r} in the layout") from None
 
     def file(self, name: str) -> FileLayout:
-        """The file called `name`, which must exist."""
+        """The layout of the file `name`, which must exist."""
         return next(file for file in self.files if file.name == name)
 
     def index_file(self) -> tuple[str, bytes] | None:
-        """Name and bytes of the transformers index over several files; None where one file holds all."""
+        """Name and bytes of the transformers index over several files; None for a single file."""
         if len(self.files) == 1:
             return None
         stem, numbered, _ = self.files[0].name.partition("-00001-of-")
@@ -240,18 +240,18 @@ class Layout:
     def plan(
         cls, specs: Iterable[TensorSpec], *, max_file_bytes: int = DEFAULT_MAX_FILE_BYTES, stem: str = "model"
     ) -> Layout:
-        """Lays `specs` out in as few files as `max_file_bytes` of tensor data allows. Pure.
+        """Lays out `specs` in files of at most `max_file_bytes` of tensor data each, or one larger tensor. Pure.
 
-        The format forbids holes, so a tensor starts aligned only if all before it have aligned sizes: within
-        a file tensors are ordered by how large a power of two divides their size, and otherwise as given.
-        All tensors whose size is a multiple of ALIGN_BYTES (nearly all of a real model) start on such a
-        boundary, every tensor at least on a boundary of its own element size.
+        The format forbids holes, so a tensor starts aligned only if all before it have aligned sizes: within a file
+        tensors are ordered by the largest power of two that divides their size, then as given. All tensors whose size
+        is a multiple of ALIGN_BYTES (nearly all of a real model) start on such a boundary, and every tensor at least on
+        a multiple of its element size.
 
         `stem` names the files ("model", or "adapter_model" for LoRA). Raises InvalidLayout.
         """
         specs = tuple(specs)
         if len({spec.name for spec in specs}) != len(specs) or not specs:
-            raise InvalidLayout("a version needs at least one tensor, and each name once")
+            raise InvalidLayout("a version needs at least one tensor, and unique tensor names")
         groups: list[list[TensorSpec]] = [[]]
         filled = 0
         for spec in specs:
@@ -285,7 +285,7 @@ class Layout:
                 files.append(FileLayout.read(opened, path=directory, name=file))
             for placed in files[-1].tensors:
                 if (other := owner.setdefault(placed.spec.name, file)) != file:
-                    raise IntegrityError(f"{placed.spec.name} is in {other} too", path=directory, file=file)
+                    raise IntegrityError(f"{placed.spec.name} is also in {other}", path=directory, file=file)
         if weight_map is not None and weight_map != owner:
             differing = min(set(weight_map.items()) ^ set(owner.items()))[0]
             raise IntegrityError(f"the index and the files disagree about {differing}", path=directory)
@@ -301,7 +301,7 @@ def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     if "model" + INDEX_SUFFIX in indexes:
         indexes = ["model" + INDEX_SUFFIX]
     if len(indexes) > 1:
-        raise InvalidLayout(f"{directory} has several indexes ({', '.join(indexes)}); keep the one that is meant")
+        raise InvalidLayout(f"{directory} has several indexes ({', '.join(indexes)}); keep only the valid index")
     if indexes:
         weight_map = read_index(directory, indexes[0])
         return sorted(set(weight_map.values())), weight_map
@@ -309,14 +309,12 @@ def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     if "model" + TENSOR_SUFFIX in names:
         names = ["model" + TENSOR_SUFFIX]
     if not names:
-        raise InvalidLayout(
-            f"{directory} has no *.safetensors file; other weight formats are not accepted, convert it first"
-        )
+        raise InvalidLayout(f"{directory} has no *.safetensors file; convert other weight formats to safetensors first")
     return names, None
 
 
 def read_index(directory: Path, name: str) -> dict[str, str]:
-    """The file of each tensor, by the index file `name`. Raises IntegrityError."""
+    """The file of each tensor according to the index file `name`. Raises IntegrityError."""
     with open_regular(directory, name) as fd:
         raw = fd.read(MAX_INDEX_BYTES + 1)
     try:
@@ -324,14 +322,14 @@ def read_index(directory: Path, name: str) -> dict[str, str]:
             raise ValueError(f"larger than {MAX_INDEX_BYTES} bytes")
         pairs = msgspec.json.decode(raw, type=_Index).weight_map
         if not pairs or not all(check_file_name(file).endswith(TENSOR_SUFFIX) for file in pairs.values()):
-            raise ValueError("it must name *.safetensors files only")
+            raise ValueError("expected only names of *.safetensors files")
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"not a usable index: {error}", path=directory, file=name) from error
     return pairs
 
 
 def rename_tensors(directory: Path, names: Mapping[str, str]) -> None:
-    """Renames tensors of the checkpoint in `directory`, in its files and in its index. The data stays as it is."""
+    """Renames tensors of the checkpoint in `directory`, in its files and in its index. The data do not change."""
     for file in Layout.read(directory).files:
         if any(placed.spec.name in names for placed in file.tensors):
             _rewrite(directory / file.name, file, names)

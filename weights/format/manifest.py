@@ -1,7 +1,7 @@
-"""Defines a version's manifest (files, checksums, lineage), stored as manifest.json beside the files, and reads these.
+"""Defines a version's manifest (files, checksums, lineage), which is in its manifest.json, and reads its files.
 
-The manifest contains a checksum of its own text, which detects a flipped bit in it like one in a file.
-Checksums of safetensors files may be missing (null) until the version is sealed.
+The manifest contains a checksum of its own text, which detects corruption of the manifest itself. Checksums of
+safetensors files are null until the version is sealed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ AUX_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 MAX_AUX_BYTES = 256 << 20
 CHUNK_BYTES = 32 << 20
 Chunks = Callable[[str], Iterable[bytes]]
-"""Returns the bytes of the file of this name in a version."""
+"""Returns the bytes of the named file of a version."""
 
 
 def checksum(data: bytes | memoryview | blake3) -> str:
-    """The BLAKE3 checksum of bytes, or of those that a hasher has read, as "blake3:<64 hex digits>".
+    """The BLAKE3 checksum of bytes, or of a hasher's input so far, as "blake3:<64 hex digits>".
 
     It runs at about 4.5 GB/s per core with AVX-512, without the GIL, and unlike a CRC does not collide by construction.
     """
@@ -38,7 +38,7 @@ def checksum(data: bytes | memoryview | blake3) -> str:
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """A file's size in bytes and the checksum of its bytes, None if unsealed."""
+    """A file's size in bytes and its checksum, None if unsealed."""
 
     nbytes: int
     checksum: str | None
@@ -70,13 +70,13 @@ class Manifest(msgspec.Struct, frozen=True):
     def describe(
         cls, layout: Layout, name: Name, *, meta: Mapping[str, Any], aux_files: Mapping[str, bytes]
     ) -> Manifest:
-        """The manifest of `layout` and these auxiliary files, created now and not sealed."""
+        """A new, unsealed manifest of `layout` and these auxiliary files."""
         files = {file.name: FileRecord(file.nbytes, None) for file in layout.files}
         files |= {file: FileRecord(len(data), checksum(data)) for file, data in aux_files.items()}
         return cls(*name, time.time(), dict(meta), len([*layout]), files)
 
     def with_checksums(self, checksums: Mapping[str, str], **changes: Any) -> Manifest:
-        """The same manifest with these checksums of files, and other `changes` of fields."""
+        """A copy of the manifest with these file checksums and `changes` of other fields."""
         files = {
             name: msgspec.structs.replace(file, checksum=checksums.get(name, file.checksum))
             for name, file in self.files.items()
@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, files=files, **changes)
 
     def to_bytes(self) -> bytes:
-        """JSON. Raises IntegrityError if `meta` is not JSON."""
+        """The manifest as JSON. Raises IntegrityError if `meta` is not JSON."""
         try:
             text = msgspec.json.encode(self, order="sorted")
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -93,14 +93,14 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, path: object) -> Manifest:
-        """Parses the manifest and checks everything that needs no files. Raises IntegrityError."""
+        """Parses a manifest and checks everything except the files. Raises IntegrityError."""
         try:
             outer = msgspec.json.decode(raw, type=_Outer)
             if checksum(bytes(outer.body)) != outer.manifest_checksum:
                 raise ValueError("its own checksum does not match: the manifest was damaged or edited")
             manifest = msgspec.json.decode(outer.body, type=cls)
             if manifest.format != FORMAT:
-                raise ValueError(f"format {manifest.format} is not known; this version reads {FORMAT}")
+                raise ValueError(f"format {manifest.format} is unknown; expected {FORMAT}")
             for name in manifest.files:
                 check_file_name(name)
             assert manifest.name.key  # raises InvalidName
@@ -132,16 +132,16 @@ def aux_files_of(directory: Path) -> dict[str, bytes]:
         with open_regular(directory, name) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_AUX_BYTES:
-                raise IntegrityError(f"{size} bytes, at most {MAX_AUX_BYTES} are taken", path=directory, file=name)
+                raise IntegrityError(f"{size} bytes, expected at most {MAX_AUX_BYTES}", path=directory, file=name)
             contents[name] = file.readall()
     return contents
 
 
 def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]:
-    """A file of the version in chunks of CHUNK_BYTES. Raises IntegrityError if it has another size than recorded."""
+    """The bytes of a file in chunks of CHUNK_BYTES. Raises IntegrityError if its size differs from the manifest."""
     expected, nbytes = manifest.files[name].nbytes, 0
-    with io.BufferedReader(open_regular(directory, name)) as file:  # buffered: its `read` is short at the end alone
-        # Reads instead of mapping, so that a shrinking file is an error and not a SIGBUS.
+    with io.BufferedReader(open_regular(directory, name)) as file:  # buffered: `read` returns less only at the end
+        # Read instead of map, so that a shrinking file is an error and not a SIGBUS.
         while nbytes <= expected and (chunk := file.read(CHUNK_BYTES)):
             nbytes += len(chunk)
             yield chunk
@@ -152,20 +152,20 @@ def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]
 def hashed(
     chunks: Iterable[bytes], expected: str | None, checksums: dict[str, str], *, path: object, file: str
 ) -> Iterator[bytes]:
-    """Yields the chunks of a file, and then puts their checksum into `checksums` under the file's name. Raises
-    IntegrityError after the last chunk unless it is as `expected` (None: not known)."""
+    """Yields the chunks of a file, and then stores their checksum in `checksums` under the file's name. Raises
+    IntegrityError after the last chunk if it differs from `expected` (None: unknown)."""
     running = blake3()
     for chunk in chunks:
         running.update(chunk)
         yield chunk
     checksums[file] = checksum(running)
     if expected not in (None, checksums[file]):
-        raise IntegrityError(f"expected {expected}, the bytes give {checksums[file]}", path=path, file=file)
+        raise IntegrityError(f"expected {expected}, got {checksums[file]}", path=path, file=file)
 
 
 def read_whole(manifest: Manifest, chunks: Chunks, *, source: object) -> Manifest:
-    """`manifest` with every checksum, after reading the `chunks` of each file and comparing them. Raises
-    IntegrityError, which names `source`."""
+    """`manifest` with all checksums, computed from the `chunks` of each file. Raises IntegrityError, which names
+    `source`, if they differ from recorded checksums."""
     checksums: dict[str, str] = {}
     for name, record in manifest.files.items():
         for _ in hashed(chunks(name), record.checksum, checksums, path=source, file=name):

@@ -1,4 +1,4 @@
-"""Names of models, versions and files, and single files of a version directory, without following symlinks.
+"""Names of models, versions and files; reads and writes of single files, without following symlinks.
 
 A name is percent-encoded (RFC 3986) so that `ft:starter:acme/x:1` is one path segment and decodes back.
 """
@@ -28,42 +28,42 @@ VOCABULARIES = (
     ("tekken.json",),
     ("vocab.txt",),
 )
-"""Any one of these sets of files makes a tokenizer."""
+"""Sets of files, each sufficient for a tokenizer."""
 TOKENIZER_FILES = (*(name for names in VOCABULARIES for name in names), "added_tokens.json", "chat_template.jinja")
-"""What decides, beside tokenizer_config.json, which tokens a conversation becomes."""
+"""Files that, with tokenizer_config.json, determine the tokens of a conversation."""
 MAX_SEGMENT_BYTES = 255  # NAME_MAX of Linux file systems
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 POLICY_PREFIX = ".policy/"
-"""What begins with it is a model in training, from which its job's samples are drawn. No model has such a name, so no
-client's request reaches it."""
+"""Prefix of models in training, from which their job draws samples. Names of other models cannot begin with it, so no
+client's request reaches a model in training."""
 
 
 def policy_name(job_id: str) -> str:
-    """The name of this job's model in training."""
+    """The name of a job's model in training."""
     return POLICY_PREFIX + job_id
 
 
 def policy_of(name: str) -> str | None:
-    """The inverse of `policy_name`; None for the name of a model."""
+    """The inverse of `policy_name`; None for other models' names."""
     return name.removeprefix(POLICY_PREFIX) if name.startswith(POLICY_PREFIX) else None
 
 
 def encode_name(name: str) -> str:
-    """One directory name for a model or version name. Raises InvalidName."""
+    """The directory name for a model or version name. Raises InvalidName."""
     if not isinstance(name, str) or not name or _FORBIDDEN.search(name):
         raise InvalidName(f"a model or version name must be plain text without control characters, got {name!r}")
     encoded = quote(name, safe=":@+,=")
-    # quote() leaves dots alone, and a leading dot would make ".", ".." or a hidden entry.
+    # quote() keeps dots, and a leading dot would give ".", ".." or a hidden entry.
     if encoded.startswith("."):
         encoded = "%2E" + encoded[1:]
     if len(encoded) > MAX_SEGMENT_BYTES:
-        raise InvalidName(f"the name {name[:40]!r}... takes {len(encoded)} bytes, at most {MAX_SEGMENT_BYTES} fit")
+        raise InvalidName(f"the name {name[:40]!r}... takes {len(encoded)} bytes, expected at most {MAX_SEGMENT_BYTES}")
     return encoded
 
 
 def decode_name(encoded: str) -> str | None:
-    """The name that `encode_name` encodes as `encoded`; None if there is none."""
+    """The inverse of `encode_name`; None if no name has this encoding."""
     name = unquote(encoded, errors="strict") if encoded.isascii() else ""
     try:
         return name if name and encode_name(name) == encoded else None
@@ -72,7 +72,7 @@ def decode_name(encoded: str) -> str | None:
 
 
 def check_file_name(name: str) -> str:
-    """Return `name` if a version directory may contain it; else raise InvalidName."""
+    """Return `name` if it is allowed as a file name in a version; else raise InvalidName."""
     if not isinstance(name, str) or not name or name.startswith(".") or _FORBIDDEN.search(name):
         raise InvalidName(f"a file in a version must be a plain, visible name, got {name!r}")
     if "/" in name or "\\" in name or len(name.encode()) > MAX_SEGMENT_BYTES:
@@ -81,12 +81,12 @@ def check_file_name(name: str) -> str:
 
 
 def version_name(step: int) -> str:
-    """Name of the version (snapshot or weights) that a run makes after `step` steps."""
+    """Name of the version (snapshot or weights) that a run saves after `step` steps."""
     return f"step-{step}"
 
 
 def step_of(version: str) -> int:
-    """The inverse of `version_name`; -1 for a version of another name."""
+    """The inverse of `version_name`; -1 for other names."""
     number = version.removeprefix("step-")
     return int(number) if number != version and number.isdecimal() else -1
 
@@ -103,14 +103,14 @@ class Name(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The version's path below the root of a store, and at a remote place. Raises InvalidName."""
+        """The version's path below the root of a store or remote tier. Raises InvalidName."""
         if self.kind not in KINDS:
             raise InvalidName(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         return f"{self.kind}s/{encode_name(self.model)}/{encode_name(self.version)}"
 
 
 def open_regular(directory: Path, name: str, mode: str = "rb") -> io.FileIO:
-    """The regular file `name` directly inside `directory`, unbuffered, to read or ("r+b") to write too.
+    """Opens the regular file `name` directly inside `directory`, unbuffered, for reading or ("r+b") also for writing.
 
     Raises IntegrityError for symlinks, devices and unsafe names, and if the file is missing.
     """
@@ -132,16 +132,16 @@ def open_regular(directory: Path, name: str, mode: str = "rb") -> io.FileIO:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a small file, 0600, replacing an existing one."""
+    """Writes a small file, 0600, over an existing file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
         file.write(data)
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Writes a small file, 0600; a reader sees the old one or the new one, also if two processes write it. durable: it
-    is on the medium on return. Raises OSError: the old file stays."""
-    temporary = path.with_name(f".{path.name.removeprefix('.')}.{uuid.uuid4().hex}")  # found by a hidden one's prefix
+    """Writes a small file, 0600; readers see the old or the new file, even if two processes write it. durable: return
+    once it is on disk. Raises OSError: the old file stays."""
+    temporary = path.with_name(f".{path.name.removeprefix('.')}.{uuid.uuid4().hex}")  # sweeps find the prefix
     try:
         write_file(temporary, data)
         if durable:
@@ -155,7 +155,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until the bytes of a file, or the entries of a directory, are on the medium."""
+    """Waits until the bytes of a file, or the entries of a directory, are on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,7 +1,7 @@
-"""Slices of stored tensors: which elements a shard has, as runs of equal length, and torch tensors over stored bytes.
+"""Slices of stored tensors: a shard's elements as runs of equal length, and torch tensors over stored bytes.
 
-Runs are pure integers, in the row-major order of a tensor's elements; ranges are half-open [start, stop). The only file
-here that imports torch.
+Runs are pure integers, in the row-major order of a tensor's elements; ranges are half-open [start, stop). Only this
+file of the package imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from weights.format.errors import InvalidLayout
 from weights.format.layout import DTYPE_BITS
 
-# By the codes of safetensors that have a torch dtype; sub-byte codes have none.
+# By safetensors code; sub-byte codes have no torch dtype.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     code: dtype for code, dtype in safetensors.torch._TYPES.items() if isinstance(dtype, torch.dtype)
 } | {"F8_E8M0": torch.float8_e8m0fnu}
@@ -26,7 +26,7 @@ CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.ite
 
 @dataclass(frozen=True)
 class Strided:
-    """`count` runs of `run` elements: the first starts at `start`, each of the others `stride` after the one before."""
+    """`count` runs of `run` elements: the first starts at `start`, each next run `stride` elements after the last."""
 
     start: int
     run: int
@@ -35,7 +35,7 @@ class Strided:
 
     @property
     def size(self) -> int:
-        """Elements in all runs together."""
+        """Number of elements in all runs."""
         return self.run * self.count
 
 
@@ -77,7 +77,7 @@ def part(runs: Strided, start: int, size: int) -> Iterator[Strided]:
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """The safetensors code of `dtype`. Raises InvalidLayout for dtypes the format does not have."""
+    """The safetensors code of `dtype`. Raises InvalidLayout for dtypes that the format lacks."""
     try:
         return CODES[dtype]
     except KeyError:
@@ -107,11 +107,11 @@ def as_tensor(view: memoryview, code: str, shape: Sequence[int]) -> torch.Tensor
     if not view.readonly:
         return torch.frombuffer(view, dtype=dtype).reshape(tuple(shape))
     with warnings.catch_warnings():
-        # Leased bytes are read-only; the docstring says so instead of a warning per tensor.
+        # Leased bytes are read-only, as the docstring warns; silence torch's warning per tensor.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(view, dtype=dtype).reshape(tuple(shape))
 
 
 def runs_view(flat: torch.Tensor, runs: Strided) -> torch.Tensor:
-    """The elements `runs` of `flat` (n,), shape (runs.count, runs.run), sharing its memory."""
+    """A view of the elements `runs` of `flat` (n,), with shape (runs.count, runs.run)."""
     return flat.as_strided((runs.count, runs.run), (runs.stride, 1), flat.storage_offset() + runs.start)

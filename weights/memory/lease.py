@@ -20,7 +20,7 @@ from weights.memory.locks import DirectoryLock
 class StoredVersion:
     """A committed version: `path` is its HF-style directory, `nbytes` the bytes of its files.
 
-    Plain data: it keeps nothing alive. Take a lease to read the bytes.
+    Plain data, which does not prevent removal: take a lease to read the bytes.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class StoredVersion:
 
     @property
     def pinned(self) -> bool:
-        """Whether eviction must skip it because no other tier has the bytes yet."""
+        """Whether eviction must skip the version because no other tier has its bytes yet."""
         return (self.path / PINNED_FILE).exists()
 
     @classmethod
@@ -43,7 +43,7 @@ class StoredVersion:
 
 
 class Mapped:
-    """Views of the tensor files in `path` while a lock on it is held; each view keeps the lock. `access`: see
+    """Views of the tensor files in the locked directory `path`; each view keeps the lock. `access`: see
     `weights.memory.segment`. A process forked meanwhile does not hold the lock and cannot map anything.
     """
 
@@ -59,8 +59,8 @@ class Mapped:
         return self._lock is None or not self._lock.held
 
     def view(self, name: str) -> memoryview:
-        """Bytes of tensor `name` (uint8, 1-D). The view keeps the directory locked while it exists, even after this is
-        closed. Raises InvalidLayout for an unknown name, StoreError once closed."""
+        """Bytes of tensor `name` (uint8, 1-D). The view keeps the directory locked while it exists, even after `close`.
+        Raises InvalidLayout for an unknown name, StoreError once closed."""
         placed = self.layout.find(name)
         return self._file_view(placed.file)[placed.start : placed.end]
 
@@ -75,7 +75,7 @@ class Mapped:
         self.close()
 
     def _file_view(self, file: str) -> memoryview:
-        """As `view`, of a whole file with its header."""
+        """A view of a whole file with its header; see `view`."""
         self._check_open()
         if file not in self._windows:
             nbytes = self.layout.file(file).nbytes
@@ -84,7 +84,7 @@ class Mapped:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise StoreError(f"the handle on {self.path} was closed, or lost in a fork: take a new one")
+            raise StoreError(f"the handle on {self.path} was closed, or lost in a fork: open a new handle")
 
 
 class Lease(Mapped):
@@ -102,7 +102,7 @@ def take_lease(stored: StoredVersion) -> Lease:
     lock = _locked(stored)
     try:
         layout = Layout.read(stored.path)
-        os.utime(lock.fd)  # the directory's mtime is "last used", the order of eviction
+        os.utime(lock.fd)  # the directory's mtime is its last use, which orders eviction
     except BaseException:
         lock.close()
         raise

@@ -1,8 +1,8 @@
 """Implements file locks that end with the process that holds them.
 
-`flock` on a directory needs no lock file and follows the directory through renames. The kernel drops it when
-the last descriptor of it closes, so kill -9 releases it. A fork would share the descriptor and keep a dead
-parent's lock alive: forked children therefore close the descriptors they inherit.
+`flock` on a directory needs no lock file and follows the directory through renames. The kernel releases it when its
+last descriptor closes, so also at kill -9. A fork would share the descriptor and keep a dead parent's lock alive:
+forked children therefore close the descriptors that they inherit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import weakref
 from pathlib import Path
 
-# How long a shared lock waits for another process's probe or removal, both of which take microseconds.
+# How long a shared lock waits for another process's probe or removal, which take microseconds.
 SHARED_WAIT_S = 2.0
 SHARED_POLL_S = 0.001
 
@@ -21,7 +21,7 @@ SHARED_POLL_S = 0.001
 class DirectoryLock:
     """A shared or exclusive lock on a directory, held until `close` or until the last reference is freed.
 
-    Use `try_shared` or `try_exclusive`. Mappings keep a reference: no byte under a view is ever reused.
+    Use `try_shared` or `try_exclusive`. Mappings keep a reference, so that no byte under a view is ever reused.
     """
 
     def __init__(self, fd: int) -> None:
@@ -30,7 +30,7 @@ class DirectoryLock:
 
     @classmethod
     def try_shared(cls, directory: Path) -> DirectoryLock | None:
-        """A shared lock on the directory now at `directory`; None if it is gone or being removed."""
+        """A shared lock on `directory`; None if it is gone or being removed."""
         deadline_s = time.monotonic() + SHARED_WAIT_S
         while True:
             try:
@@ -42,7 +42,7 @@ class DirectoryLock:
 
     @classmethod
     def try_exclusive(cls, directory: Path) -> DirectoryLock | None:
-        """The exclusive lock on the directory at `directory`; None if it is locked or gone."""
+        """The exclusive lock on `directory`; None if it is locked or gone."""
         try:
             return cls._take(directory, fcntl.LOCK_EX)
         except BlockingIOError:
@@ -50,7 +50,7 @@ class DirectoryLock:
 
     @classmethod
     def _take(cls, directory: Path, operation: int) -> DirectoryLock | None:
-        """None if the directory is gone. Raises BlockingIOError if another process has it."""
+        """The lock; None if the directory is gone. Raises BlockingIOError if another process holds it."""
         try:
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -85,7 +85,7 @@ class DirectoryLock:
             os.close(fd)
 
     def __del__(self) -> None:
-        # Interpreter shutdown may have emptied the module before the last lock goes.
+        # Interpreter shutdown may have cleared the module before the last lock is freed.
         if os is not None and getattr(self, "_fd", None) is not None:
             self.close()
 

@@ -1,8 +1,7 @@
-"""Allocates segment files ahead of use, maps each once per process, and keeps freed ones in a pool for reuse.
+"""Allocates segment files ahead of use, maps each once per process, and keeps freed segments in a pool for reuse.
 
-A page fault on a new tmpfs page costs more than copying the page. So the pool hands freed files out again under another
-name, and a process keeps its mappings after the version that used them is gone: a write through a populated mapping
-runs at memcpy rate.
+A page fault on a new tmpfs page costs more than copying the page. So the pool reuses freed files under other names, and
+a process keeps its mappings after their version is gone: writes through a populated mapping run at memcpy rate.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from weights.format.names import TENSOR_SUFFIX, open_regular
 from weights.memory.locks import DirectoryLock
 
 Access = Literal["read", "write"]
-MIN_SEGMENT_BYTES = 1 << 16  # smaller files cost less to allocate than to look up
+MIN_SEGMENT_BYTES = 1 << 16  # smaller files are faster to allocate than to look up
 
 
 class _Window(np.ndarray):
-    """uint8 array over a mapping whose `keeps` (the lock) lives as long as any view of the bytes."""
+    """uint8 array over a mapping; its `keeps` (the lock) lives as long as any view of the bytes."""
 
     keeps: object
 
 
 class _Mapping:
-    """A whole-file mapping and the file, which tells whether it still has a name."""
+    """A mapping of a whole file, and the file, whose link count shows whether it is unlinked."""
 
     def __init__(self, file: io.FileIO, size: int, access: Access) -> None:
         self.file, self.size = file, size
@@ -43,8 +42,8 @@ class _Mapping:
         weakref.finalize(self, file.close)
 
 
-# (device, inode, access) -> mapping. The open file pins the inode, so its number cannot be given to
-# another file while the entry lives.
+# (device, inode, access) -> mapping. The open file pins the inode, so its number cannot be reused while the entry
+# lives.
 mappings: dict[tuple[int, int, str], _Mapping] = {}
 _guard = threading.Lock()
 
@@ -61,20 +60,20 @@ def create(path: Path, nbytes: int) -> None:
 def allocate(path: Path) -> None:
     """Allocates all memory of the file.
 
-    Raises OSError ENOSPC now; ftruncate alone would overcommit the file system, and a later write would get SIGBUS.
+    Raises OSError ENOSPC at once; after ftruncate alone a later write to a full file system would get SIGBUS.
     """
     with open(path, "r+b", buffering=0) as file:
         status = os.fstat(file.fileno())
-        # Skip files that are complete: posix_fallocate walks over present pages too, at a third of memcpy's cost.
+        # Skip complete files: posix_fallocate also walks over present pages, at a third of memcpy's cost.
         if status.st_blocks * 512 < status.st_size:
             os.posix_fallocate(file.fileno(), 0, status.st_size)
 
 
 def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None) -> memoryview:
-    """All `nbytes` of the file as a memoryview (uint8) that keeps `keeps` alive.
+    """All `nbytes` of the file as a memoryview (uint8) that keeps the lock `keeps` alive.
 
     "read" views are read-only; "write" views are shared with every other process. Raises IntegrityError if the file is
-    no regular file of this size: a mapping past the end would be a SIGBUS.
+    not a regular file of this size: access past its end would be a SIGBUS.
     """
     if nbytes == 0:
         return memoryview(b"")
@@ -106,17 +105,17 @@ os.register_at_fork(after_in_child=_new_guard)
 
 
 class Pool:
-    """Freed segment files in one directory; cheap, without a state of its own. Processes take and return files by
-    rename, which only one of them can win. The pool counts against the store's budget and is freed first."""
+    """Freed segment files in one directory, without further state. Processes claim and return files by rename, which
+    succeeds for only one process. The pool counts against the store's budget and is freed first."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def files(self) -> list[tuple[Path, int]]:
-        """All segments with their bytes, the first freed first."""
+        """All segments with their bytes, the first freed segment first."""
         files = []
         for path in self.directory.iterdir():
-            with suppress(FileNotFoundError):  # claimed by another process meanwhile
+            with suppress(FileNotFoundError):  # another process claimed it meanwhile
                 status = path.lstat()
                 files.append((status.st_mtime_ns, path, status.st_size))
         return [(path, nbytes) for _, path, nbytes in sorted(files)]
@@ -126,9 +125,9 @@ class Pool:
         return sum(nbytes for _, nbytes in self.files())
 
     def claim(self, nbytes: int, target: Path) -> bool:
-        """Moves the segment whose pages serve a file of `nbytes` best to `target`, with exactly that size; False if
-        there is none. An exact size is best, the last freed (a writer most likely still has it mapped); then the
-        smallest larger one, truncated; then the largest smaller one, extended."""
+        """Moves the segment that fits `nbytes` best to `target` and sets its size; False if there is none. Best is the
+        last freed segment of that size (a writer most likely still has it mapped), then the smallest larger segment,
+        truncated, then the largest smaller segment, extended."""
         while nbytes >= MIN_SEGMENT_BYTES and (files := self.files()):
             path, _ = min(reversed(files), key=lambda file: (file[1] < nbytes, abs(file[1] - nbytes)))
             with suppress(FileNotFoundError):
@@ -148,14 +147,14 @@ class Pool:
             excess -= nbytes
 
     def take_unheld(self, directory: Path, *, keep: bool) -> None:
-        """Removes `directory` unless a living process holds it or it is gone. Its tensor files come here if it should
-        `keep` them, else their memory is freed."""
+        """Removes `directory` unless a process has locked it or it is gone. keep: move its tensor files to the pool
+        instead of freeing their memory."""
         if (lock := DirectoryLock.try_exclusive(directory)) is not None:
             with closing(lock):
                 self.dismantle(directory, keep=keep)
 
     def dismantle(self, directory: Path, *, keep: bool) -> None:
-        """As `take_unheld`, of a directory whose exclusive lock the caller holds."""
+        """As `take_unheld`, for a directory whose exclusive lock the caller holds."""
         for entry in list(os.scandir(directory)):
             path = Path(entry.path)
             if not entry.name.endswith(TENSOR_SUFFIX) or entry.is_symlink():
@@ -169,7 +168,7 @@ class Pool:
 
 
 def _destroy(path: Path) -> None:
-    """Frees the memory of a file that has no readers, and then its name: a cached mapping may still pin the inode."""
+    """Frees the memory of a file without readers, then unlinks it: a cached mapping may still pin the inode."""
     with suppress(FileNotFoundError):
         os.truncate(path, 0)
         os.unlink(path)

@@ -1,7 +1,7 @@
 """Implements the weight store: reserve -> write -> commit -> lease -> evict, safe against kill -9 at any point.
 
-docs/weight-store.md has the rules and their reasons. Directory locks decide which process may remove what; one mutex
-file serialises space accounting; only a rename makes a version visible or invisible.
+docs/weight-store.md has the rules and their reasons. Directory locks decide which directories a process may remove; one
+mutex file serialises space accounting; only a rename makes a version visible or invisible.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weights.memory.segment import Pool
 
 @dataclass(frozen=True, order=True)
 class Held:
-    """One directory of the store: `nbytes` is the size of its files, reserved or written."""
+    """A directory of the store. `nbytes`: size of its files, reserved or written."""
 
     last_used_ns: int
     path: Path
@@ -54,11 +54,12 @@ class Usage:
 
 
 class Draft(Mapped):
-    """A version being written: reserved, invisible, filled by several processes, committed or aborted. Made by
-    `WeightStore.reserve`; other processes attach to `path`. A context manager: leaving it without a commit aborts it.
+    """A version being written: reserved, invisible, filled by several processes, committed or aborted. Created by
+    `WeightStore.reserve`; other processes attach to `path`. A context manager, whose exit without a commit aborts the
+    draft.
 
-    Every process that has it open holds a shared lock on its directory. Views are writable and shared by all of them:
-    writers of disjoint ranges need no coordination, but all must finish before `commit`.
+    Every process that has the draft open holds a shared lock on its directory. Views are writable and shared by all
+    processes: writers of disjoint ranges need no coordination, but all must finish before `commit`.
     """
 
     def __init__(self, store: WeightStore, manifest: Manifest, path: Path, layout: Layout, lock: DirectoryLock) -> None:
@@ -66,10 +67,10 @@ class Draft(Mapped):
         self.name, self._store, self._manifest = manifest.name, store, manifest
 
     def commit(self, *, meta: Mapping[str, Any], pinned: bool = True) -> StoredVersion:
-        """Makes the version visible atomically and closes the draft. A copy to a tier adds the checksums, which would
-        double the time of a commit.
+        """Makes the version visible atomically and closes the draft. Checksums, which would double its time, are added
+        by a copy to a tier.
 
-        A `pinned` version is not evicted until `lease.unpin`: eviction never takes a last copy. Raises VersionExists
+        A `pinned` version is not evicted until `lease.unpin`: eviction never removes a last copy. Raises VersionExists
         (the draft stays open), IntegrityError if `meta` is not JSON.
         """
         self._check_open()
@@ -79,8 +80,8 @@ class Draft(Mapped):
         return stored
 
     def close(self) -> None:
-        """Aborts: frees the memory of a draft that was not committed, unless other processes have it open; then a
-        sweep does it after they have closed it. Safe to call twice and after commit."""
+        """Aborts an uncommitted draft and frees its memory. If other processes have it open, a sweep frees it after
+        they have closed it. Safe to call twice and after commit."""
         if not self.closed:
             super().close()
             self._store.pool.take_unheld(self.path, keep=True)
@@ -89,14 +90,13 @@ class Draft(Mapped):
 
 
 class WeightStore:
-    """Versions and snapshots under `root`. Any number of processes may hold one on the same root.
+    """Versions and snapshots under `root`. Any number of processes may open the same root.
 
-    `budget_bytes` bounds everything the store holds, pool and drafts included; None means no bound but the
-    file system's. The root is made if it is absent. Raises StoreError if it is a symlink, belongs to another user or is
-    open to others.
+    `budget_bytes` bounds all bytes of the store, including pool and drafts; None: only the file system's bound. An
+    absent root is created. Raises StoreError if it is a symlink, belongs to another user or is open to others.
 
-    The methods from `_make_room` on are called under the store's mutex: then a lock probe never looks like a lease to
-    another process, and no space is allocated twice.
+    Call the methods from `_make_room` on under the store's mutex: then no lock probe looks like a lease to another
+    process, and no space is allocated twice.
     """
 
     def __init__(self, root: Path | str, *, budget_bytes: int | None) -> None:
@@ -104,11 +104,11 @@ class WeightStore:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(root)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise StoreError(f"{root} must be a real directory, not a symlink, of this user, with mode 0700")
+            raise StoreError(f"{root} must be a directory of this user with mode 0700, not a symlink")
         self.root, self.staging, self.pool = root, root / "staging", Pool(root / "pool")
         self.budget_bytes = budget_bytes
         for directory in (*(root / f"{kind}s" for kind in KINDS), self.staging, self.pool.directory):
-            if not directory.is_dir():  # where memory is full, one that is there is enough
+            if not directory.is_dir():  # mkdir of an existing directory can fail if memory is full
                 directory.mkdir(mode=0o700, exist_ok=True)
 
     # Writing
@@ -116,9 +116,9 @@ class WeightStore:
     def reserve(
         self, layout: Layout, *, kind: str, model: str, version: str, aux_files: Mapping[str, bytes] | None = None
     ) -> Draft:
-        """A draft with all its memory allocated, headers and `aux_files` written, tensors undefined.
+        """Creates a draft: memory is allocated, headers and `aux_files` are written, tensors are undefined.
 
-        `kind` is "version", "adapter" or "snapshot". Evicts unleased, unpinned versions if the budget asks for it. The
+        `kind` is "version", "adapter" or "snapshot". Evicts unleased, unpinned versions if the budget requires it. The
         tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises StoreFull
         (nothing left behind), VersionExists, InvalidName.
         """
@@ -136,9 +136,9 @@ class WeightStore:
             return Draft(self, manifest, path, layout, lock)
 
     def receive(self, manifest: Manifest, chunks: Chunks, *, source: object, pinned: bool = False) -> StoredVersion:
-        """The version of a manifest, created now, from the `chunks` of each of its files. Checks every byte whose
-        checksum is known before it becomes visible. `source`: where the bytes are from. Raises IntegrityError,
-        StoreFull, VersionExists."""
+        """Creates the version of a manifest from the `chunks` of each file. Checks every known checksum before the
+        version becomes visible. `source`: origin of the bytes, for errors. Raises IntegrityError, StoreFull,
+        VersionExists."""
         _free_path(self.root, manifest.name)
         checksums: dict[str, str] = {}
         segments = {file: record.nbytes for file, record in manifest.files.items() if file.endswith(TENSOR_SUFFIX)}
@@ -155,15 +155,15 @@ class WeightStore:
 
     @contextmanager
     def _staged(self, segments: Mapping[str, int], needed_bytes: int) -> Iterator[tuple[Path, DirectoryLock]]:
-        """The locked directory of a draft, counted against the budget, with the memory of its segments (bytes by file
-        name). After an error in the block nothing of it is left; raises StoreFull for want of memory."""
+        """The locked directory of a draft, counted against the budget, with memory for `segments` (bytes by file name).
+        An error in the block removes it. Raises StoreFull if memory is insufficient."""
         path, lock = self.staging / uuid.uuid4().hex, None
         try:
             with self.mutex():
                 self._make_room(needed_bytes)
                 path.mkdir(mode=0o700)
                 lock = DirectoryLock.try_shared(path)
-                assert lock is not None, "nobody else removes drafts while we hold the mutex"
+                assert lock is not None, "no other process removes drafts while we hold the mutex"
                 for name, nbytes in segments.items():
                     if not self.pool.claim(nbytes, path / name):
                         segment.create(path / name, nbytes)
@@ -174,7 +174,7 @@ class WeightStore:
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
-                    # The file system is fuller than the budget assumes: free all that can go.
+                    # The file system has less space than the budget assumes: evict everything that can be evicted.
                     with self.mutex():
                         self._sweep_drafts()
                         self._evict(needed_bytes)
@@ -190,7 +190,7 @@ class WeightStore:
             raise
 
     def attach(self, path: Path | str, layout: Layout) -> Mapped:
-        """Opens the draft that another process reserved at `path` to write into it. Raises StoreError."""
+        """Opens another process's draft at `path` for writing. Raises StoreError."""
         lock = DirectoryLock.try_shared(path := Path(path))
         if lock is None:
             raise StoreError(f"no draft at {path}: it was committed, aborted or swept")
@@ -228,7 +228,7 @@ class WeightStore:
         self.discard(stored.kind, stored.model, stored.version)
 
     def discard(self, kind: str, model: str, version: str) -> None:
-        """As `remove`, by name, even if it is unreadable."""
+        """As `remove`, by name, even if the version is unreadable."""
         path = self.root / Name(kind, model, version).key
         with self.mutex():
             lock = DirectoryLock.try_exclusive(path)
@@ -240,8 +240,8 @@ class WeightStore:
             self.pool.trim(max(0, self._free_bytes()))
 
     def sweep(self) -> None:
-        """Removes leftovers of dead processes: unlocked drafts and half-removed versions; nothing that a live process
-        holds, and no committed version."""
+        """Removes leftovers of dead processes: unlocked drafts and partly removed versions; never directories locked by
+        a process or committed versions."""
         with self.mutex():
             self._sweep_drafts()
 
@@ -249,7 +249,7 @@ class WeightStore:
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
-        """The exclusive lock on the whole store, for the short time of counting and allocating space."""
+        """The exclusive lock on the whole store, held briefly to count and allocate space."""
         fd = os.open(self.root / ".mutex", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -275,19 +275,19 @@ class WeightStore:
             return before.used_bytes - self.usage().used_bytes
 
     def idle_bytes(self) -> int:
-        """Bytes that `evict` can free now. Drafts of dead or aborted writers, which have no other use, go at once."""
+        """Bytes that `evict` can free now. Also removes drafts of dead or aborted writers."""
         with self.mutex():
             self._sweep_drafts()
             return self.pool.nbytes + self._evictable_bytes()
 
     def room_bytes(self) -> int:
-        """Bytes available to a reservation now: free bytes plus unleased, unpinned ones."""
+        """Bytes available to a reservation now: free bytes plus bytes of unleased, unpinned versions."""
         with self.mutex():
             in_memory = shutil.disk_usage(self.root).free + self.pool.nbytes
             return int(min(in_memory, self._free_bytes())) + self._evictable_bytes()
 
     def full(self, needed_bytes: int) -> StoreFull:
-        """The StoreFull error, with its numbers, for a caller that writes this many bytes beside the versions here."""
+        """The StoreFull error, with its numbers, for a caller that needs this many more bytes."""
         usage, budget = self.usage(), "none" if self.budget_bytes is None else f"{self.budget_bytes} bytes"
         pinned_bytes = sum(held.nbytes for held in self._all_committed() if held.pinned)
         return StoreFull(
@@ -308,17 +308,17 @@ class WeightStore:
         return sorted(_held_at([path for kind in KINDS for path in self._committed(kind)]))
 
     def _free_bytes(self) -> float:
-        """Budget that versions and drafts leave; the pool counts as free, for it can be freed."""
+        """Budget left by versions and drafts; the pool counts as free because it can be freed."""
         usage = self.usage()
         budget = math.inf if self.budget_bytes is None else self.budget_bytes
         return budget - usage.committed_bytes - usage.draft_bytes
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Sweeps and evicts until `needed_bytes` fit beside what must stay. Raises StoreFull, without evicting anything
-        if eviction would not help."""
+        """Sweeps and evicts until `needed_bytes` fit the budget. Raises StoreFull, without evicting anything if
+        eviction would not suffice."""
         if self._free_bytes() >= needed_bytes:
             return
-        self._sweep_drafts()  # dead drafts hold budget too, and cost nothing to lose
+        self._sweep_drafts()  # dead drafts use budget too and are worthless
         lacking = needed_bytes - self._free_bytes()
         if lacking <= self._evictable_bytes():
             self._evict(lacking)
@@ -350,12 +350,12 @@ class WeightStore:
         leftovers of a crash."""
         hidden = self.staging / f"removed-{uuid.uuid4().hex}"
         os.rename(path, hidden)
-        with suppress(OSError):  # other versions of the model stay, or a commit just came
+        with suppress(OSError):  # not empty: other versions remain or were just committed
             os.rmdir(path.parent)
         self.pool.dismantle(hidden, keep=True)
 
     def _sweep_drafts(self) -> None:
-        """Removes everything unlocked in staging."""
+        """Removes all unlocked directories in staging."""
         for path in list(self.staging.iterdir()):
             self.pool.take_unheld(path, keep=False)
 
@@ -369,7 +369,7 @@ def directories(parent: Path) -> list[Path]:
 
 
 def _held_at(paths: list[Path]) -> Iterator[Held]:
-    """The directories at these paths that are still there."""
+    """The directories that still exist at these paths."""
     for path in paths:
         with suppress(FileNotFoundError, NotADirectoryError):
             sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path)}
@@ -385,23 +385,23 @@ def _free_path(root: Path, name: Name) -> Path:
 
 
 def _publish(root: Path, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
-    """Makes the written draft at `path` the version of the manifest. Raises VersionExists, IntegrityError,
+    """Publishes the written draft at `path` as the version of the manifest. Raises VersionExists, IntegrityError,
     StoreError."""
     target = _free_path(root, manifest.name)
     write_file(path / MANIFEST_FILE, manifest.to_bytes())
     if pinned:
         write_file(path / PINNED_FILE, b"")
     while True:
-        for directory in (target.parent.parent, target.parent):  # `parents` would give the first another mode
+        for directory in (target.parent.parent, target.parent):  # mkdir(parents=True) would give the first another mode
             directory.mkdir(mode=0o700, exist_ok=True)
         try:
             os.rename(path, target)
             return StoredVersion(*manifest.name, target, manifest.nbytes, manifest)
         except FileNotFoundError:
-            # The model's directory was removed as empty between mkdir and rename: make it again, unless the draft
+            # The empty directory of the model was removed between mkdir and rename: create it again, unless the draft
             # itself is gone.
             if not path.exists():
                 raise StoreError(f"the draft {path} is gone: swept or already committed") from None
         except OSError:
-            _free_path(root, manifest.name)  # another process was faster
+            _free_path(root, manifest.name)  # another process published it first
             raise

@@ -1,5 +1,5 @@
-"""Copies versions and snapshots to the local disk and to one remote place, a directory or S3, and back.
+"""Copies versions and snapshots between shared memory and tiers: the local disk and one remote directory or S3.
 
-Never: Decides when; appliance.tiers does.
+Never: Decides when to copy; appliance.tiers does.
 Begin with copies.py.
 """

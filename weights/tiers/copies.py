@@ -1,12 +1,12 @@
-"""Tiers below shared memory: copies of versions, adapters and snapshots on the local disk and at one remote place.
+"""Tiers below shared memory: copies of versions, adapters and snapshots on the local disk and in one remote location.
 
-On disk a copy is a plain directory, which training maps and every tool can read. At a remote place
-(weights.tiers.objects) each file is in objects of up to 32 MiB:
+On disk a copy is a plain directory, which training maps and every tool can read. In the remote location
+(weights.tiers.objects) each file is split into objects of up to 32 MiB:
 
     copies/<kind>s/<model>/<version>               the manifest; written last, so a version with a record is complete
     parts/<kind>s/<model>/<version>/<file>.<n>     the n-th part of a file of the version
 
-With moments in 8 bits a part has blocks (weights.tiers.moments). One process writes a place; any may read it.
+Parts with 8-bit moments consist of blocks (weights.tiers.moments). Only one process writes a location; any may read it.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ class Copies(ABC):
 
     @abstractmethod
     def remove(self, name: Name) -> None:
-        """Removes `name`, out of sight in one step. Idempotent."""
+        """Removes `name`; it becomes invisible atomically. Idempotent."""
 
     @abstractmethod
     def collect(self) -> None:
-        """Removes leftovers of copies and removals of a dead process. Call it while nothing is copied."""
+        """Removes leftovers of a dead process's copies and removals. Call it while no copy runs."""
 
     @abstractmethod
     def _open(self, name: Name) -> tuple[str, Manifest, Chunks]:
-        """Where `name` is, for messages, its manifest and the chunks of its files. Raises VersionNotFound,
+        """The location of `name` for messages, its manifest and the chunks of its files. Raises VersionNotFound,
         IntegrityError."""
 
     @abstractmethod
     def _write(self, manifest: Manifest, layout: Layout, chunks: Chunks, checksums: Mapping[str, str]) -> None:
-        """Stores the files, each from its `chunks`, and shows them in place of an older copy. `checksums` is complete
-        when all chunks were read. Raises TierFull."""
+        """Stores the files from their `chunks`, then replaces an older copy. `checksums` is complete once all chunks
+        are read. Raises TierFull."""
 
     def put(self, source: Path, moved: Callable[[int], object] = lambda nbytes: None) -> None:
         """Copies the version directory `source`, which must not change meanwhile (in shared memory: lease it).
 
-        `moved` gets the bytes of each chunk that was copied; an exception from it aborts the copy. Raises TierFull, and
+        `moved` is called with the size of each copied chunk; an exception from it aborts the copy. Raises TierFull, and
         IntegrityError if the bytes differ from the manifest; nothing becomes visible then.
         """
         manifest, layout, checksums = Manifest.read(source), Layout.read(source), dict[str, str]()
@@ -100,7 +100,7 @@ class DirectoryCopies(Copies):
         self._free_bytes = free_bytes
 
     def path(self, name: Name) -> Path:
-        """Path of a version, whether it exists or not. Raises InvalidName."""
+        """The path of a version, existing or not. Raises InvalidName."""
         root = self._snapshots if name.kind == "snapshot" else self._models
         return root / encode_name(name.model) / encode_name(name.version)
 
@@ -110,7 +110,7 @@ class DirectoryCopies(Copies):
         for folder in (folder for family in families for folder in directories(family)):
             with suppress(IntegrityError):
                 manifest = Manifest.read(folder)
-                if self.path(name := manifest.name) == folder:  # not one that is being copied or removed
+                if self.path(name := manifest.name) == folder:  # skip versions being copied or removed
                     manifests[name] = manifest
         return manifests
 
@@ -124,7 +124,7 @@ class DirectoryCopies(Copies):
                 return
             sync(path.parent)
             shutil.rmtree(hidden)
-            with suppress(OSError):  # other versions of the model stay
+            with suppress(OSError):  # not empty: other versions of the model remain
                 path.parent.rmdir()
 
     def collect(self) -> None:
@@ -146,8 +146,8 @@ class DirectoryCopies(Copies):
             free = shutil.disk_usage(staged.parent).free
             if free - manifest.nbytes < self._free_bytes:
                 raise TierFull(
-                    f"{self.where} has {free} bytes free and must keep {self._free_bytes}: {manifest.nbytes} more do "
-                    "not fit; free some, or keep fewer versions and snapshots"
+                    f"{self.where} has {free} bytes free and must keep {self._free_bytes}: {manifest.nbytes} bytes "
+                    "do not fit; free space, or keep fewer versions and snapshots"
                 )
             try:
                 staged.mkdir(mode=0o700)
@@ -162,47 +162,47 @@ class DirectoryCopies(Copies):
                 shutil.rmtree(staged, ignore_errors=True)
 
     def _staged(self, path: Path, purpose: str) -> Path:
-        # The model library's sweep reads the process id from the name.
+        # The sweep of the model library reads the process id from the name.
         staging = path.parent.parent / STAGING
         staging.mkdir(mode=0o700, parents=True, exist_ok=True)
         return staging / f"{purpose}-{os.getpid()}-{uuid.uuid4().hex}"
 
 
 class RemoteCopies(Copies):
-    """`int8_moments`: Adam's moments of snapshots are stored in 8 bits."""
+    """Copies in a remote location. `int8_moments`: store Adam's moments of snapshots in 8 bits."""
 
     def __init__(self, objects: Objects, *, int8_moments: bool = False) -> None:
         self.where, self._objects, self._int8_moments = objects.where, objects, int8_moments
         self._records: dict[Name, Manifest] | None = None
 
     def claim(self, owner: str, first: bool) -> None:
-        """Checks that the place belongs to `owner`; claims it if it has no owner and this is the `first` time.
+        """Checks that the location belongs to `owner`; claims it if it has no owner and this is the `first` use.
 
-        Raises TierUnavailable otherwise: a lost mount leaves an empty directory, and two boxes in one place would
+        Raises TierUnavailable otherwise: a lost mount leaves an empty directory, and two boxes in one location would
         remove each other's objects.
         """
         try:
             holder = self._objects.get(OWNER_KEY).decode(errors="replace")
         except ObjectDamaged:
             if not first:
-                raise TierUnavailable(f"{self.where} is empty, and this box wrote to it; is it mounted?") from None
+                raise TierUnavailable(f"{self.where} is empty, although this box wrote to it; is it mounted?") from None
             self._objects.put(OWNER_KEY, owner.encode())
             holder = owner
         if holder != owner:
             raise TierUnavailable(
-                f"{self.where} belongs to box {holder[:40]!r}, this is {owner!r}; give each box a place of its own, or "
+                f"{self.where} belongs to box {holder[:40]!r}, this is {owner!r}; give each box its own location, or "
                 f"delete {OWNER_KEY} there to take it over"
             )
 
     def manifests(self) -> dict[Name, Manifest]:
-        """Every version with a readable manifest. The place is read once: this process alone writes it."""
+        """Every version with a readable manifest. Reads the location only once, since no other process writes it."""
         if self._records is None:
             records = {}
             for key in list(self._objects.list("copies/")):
                 try:
                     manifest = Manifest.from_bytes(self._objects.get(key), path=f"{self.where}/{key}")
                 except IntegrityError as error:
-                    log.error("the remote tier has a damaged record: %s", error)
+                    log.error("the remote tier has a damaged manifest: %s", error)
                     continue
                 if key == f"copies/{manifest.name.key}":
                     records[manifest.name] = manifest
@@ -246,7 +246,7 @@ class RemoteCopies(Copies):
                     decoded.update(moments.decode(data, ranges[file], start, nbytes))
                 self._objects.put(_part_key(name, file, number), data)
             if file in ranges:
-                decoded_checksums[file] = checksum(decoded)  # of the bytes that come back
+                decoded_checksums[file] = checksum(decoded)  # checksum of the decoded bytes
         meta = {key: value for key, value in manifest.meta.items() if key != MOMENTS}
         meta |= {MOMENTS: ranges} if ranges else {}
         manifest = manifest.with_checksums({**checksums, **decoded_checksums}, meta=meta)
@@ -259,14 +259,14 @@ def _part_key(name: Name, file: str, number: int) -> str:
 
 
 def verify(directory: Path) -> Manifest:
-    """Reads every byte of a version directory and compares it with the manifest, which is returned. Raises
+    """Checks all bytes of a version directory against its manifest and returns the manifest. Raises
     IntegrityError naming the file."""
     manifest = Manifest.read(directory)
     return read_whole(manifest, partial(chunks_of, directory, manifest), source=directory)
 
 
 def take_in(store: WeightStore, directory: Path, *, pinned: bool = False) -> StoredVersion:
-    """The version directory, copied into `store` under the name in its manifest. Raises as `WeightStore.receive`."""
+    """Copies the version directory into `store` under the name in its manifest. Raises as `WeightStore.receive`."""
     manifest = Manifest.read(directory)
     return store.receive(manifest, partial(chunks_of, directory, manifest), source=directory, pinned=pinned)
 
@@ -274,8 +274,8 @@ def take_in(store: WeightStore, directory: Path, *, pinned: bool = False) -> Sto
 def seal_dir(
     directory: Path, *, kind: str, model: str, version: str, meta: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Writes a manifest with checksums for a foreign checkpoint directory, such as a download, atomically, and the
-    index of several files where it is missing.
+    """Atomically writes a manifest with checksums for a foreign checkpoint directory, such as a download, and the index
+    of several files if it is missing.
 
     Raises IntegrityError or InvalidLayout if the directory is not a valid checkpoint.
     """
@@ -291,7 +291,7 @@ def seal_dir(
 
 
 def _write_out(path: Path, chunks: Iterable[bytes]) -> None:
-    """Writes a new file durably, and drops it from the page cache, which serving needs more."""
+    """Writes a new file durably, and drops it from the page cache to leave memory for serving."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as out:
         for chunk in chunks:

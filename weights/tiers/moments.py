@@ -1,6 +1,6 @@
 """Stores Adam's moments in 8 bits: blocks of 256 elements share a float32 scale, and each element takes one byte.
 
-Lossy; pure functions of bytes.
+Lossy. Pure functions of bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from weights.format.layout import Layout
 BLOCK = 256
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 Range = tuple[int, int, str]
-"""The bytes [start, end) of a file, and the moment that they hold."""
+"""The bytes [start, end) of a file, and the name of their moment."""
 
 
 def ranges_of(layout: Layout) -> dict[str, list[Range]]:
-    """The moments of each file that has some, in the order of their bytes."""
+    """The byte ranges of moments, by file, in ascending order."""
     ranges: dict[str, list[Range]] = {}
     for placed in layout:
         moment = placed.spec.name.partition(".")[0]
@@ -29,10 +29,10 @@ def ranges_of(layout: Layout) -> dict[str, list[Range]]:
 
 
 def encode(data: bytes, ranges: Iterable[Range], start: int) -> bytes:
-    """The bytes of a file from `start` on, with moments in blocks.
+    """Encodes the bytes of a file from `start` on, with moments as blocks.
 
-    First moment: 255 equal steps between -max and max of its block, to the nearest. Second moment: 255 steps of its
-    square root, rounded up, so that Adam's divisor never shrinks and no element takes a larger step than exactly.
+    First moment: 255 equal steps between -max and max of its block, rounded to nearest. Second moment: 255 steps of its
+    square root, rounded up, so that Adam's divisor never shrinks and no element's update grows.
     """
     encoded, at = bytearray(), 0
     for nbytes, moment in _parts(ranges, start, start + len(data)):
@@ -42,13 +42,13 @@ def encode(data: bytes, ranges: Iterable[Range], start: int) -> bytes:
 
 
 def decode(data: bytes, ranges: Iterable[Range], start: int, nbytes: int) -> bytes:
-    """An approximation of the `nbytes` bytes that `encode` got. Raises ObjectDamaged."""
+    """Approximately restores the `nbytes` input bytes of `encode`. Raises ObjectDamaged."""
     decoded, at = bytearray(), 0
     for size, moment in _parts(ranges, start, start + nbytes):
         blocks, count = -(-size // (4 * BLOCK)), size // 4
         part, at = data[at : at + (stored := 4 * blocks + count if moment else size)], at + stored
         if len(part) != stored:
-            raise ObjectDamaged("it is too short", path=moment)
+            raise ObjectDamaged("the encoded moments are too short", path=moment)
         if moment:
             codes = np.frombuffer(part, np.uint8 if moment == SECOND else np.int8, count, 4 * blocks)
             values = codes * np.repeat(np.frombuffer(part, np.float32, blocks), BLOCK)[:count]
@@ -58,7 +58,7 @@ def decode(data: bytes, ranges: Iterable[Range], start: int, nbytes: int) -> byt
 
 
 def _parts(ranges: Iterable[Range], start: int, end: int) -> Iterator[tuple[int, str]]:
-    """Size and moment ("" for other bytes) of each part of the bytes [start, end) of a file, in order."""
+    """Consecutive parts of the bytes [start, end) of a file: (size, moment, or "" for other bytes)."""
     for first, last, moment in ranges:
         first, last = max(start, first), min(end, last)
         if first < last:

@@ -1,4 +1,4 @@
-"""A remote place as a flat map from keys to bytes: a directory or an S3-compatible store."""
+"""A remote location as a flat map from keys to bytes: a directory or an S3-compatible store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weights.format.names import replace_file, sync
 
 _MISSING = ("NoSuchKey", "404", "NotFound")
 _FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}")  # of `replace_file`
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}")  # temporary files of `replace_file`
 
 
 @contextmanager
@@ -26,13 +26,13 @@ def tier_errors(where: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            reason = f"{where}: {error.strerror}; free some, or keep fewer versions and snapshots"
+            reason = f"{where}: {error.strerror}; free space, or keep fewer versions and snapshots"
             raise TierFull(reason) from error
         raise TierUnavailable(f"{where}: {error.strerror or error}") from error
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder and those above it, durably."""
+    """Durably creates the folder and its parents."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -42,8 +42,8 @@ def make_folder(folder: Path) -> None:
 class DirectoryObjects:
     """Files below `root`, which must exist, so that nothing is written below a lost mount.
 
-    Keys are relative paths; no part of one begins with a dot. Every call may raise TierUnavailable. `where`: a path or
-    URL for messages, without credentials.
+    Keys are relative paths without parts that begin with a dot. Every call may raise TierUnavailable. `where`: a path
+    or URL for messages, without credentials.
     """
 
     def __init__(self, root: Path | str) -> None:
@@ -51,7 +51,7 @@ class DirectoryObjects:
         self.where = str(root)
 
     def put(self, key: str, data: bytes) -> None:
-        """Stores `data` durably and atomically: the key has all of it or its previous content. Raises TierFull."""
+        """Stores `data` durably and atomically: readers see all of it or the previous content. Raises TierFull."""
         target = self.root / key
         with self._rooted():
             make_folder(target.parent)
@@ -73,12 +73,12 @@ class DirectoryObjects:
                     yield path.relative_to(self.root).as_posix()
 
     def delete(self, key: str) -> None:
-        """Idempotent."""
+        """Deletes a key; idempotent."""
         with self._rooted():
             (self.root / key).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Removes incomplete objects of a dead writer. Call it only when no writer is active."""
+        """Removes incomplete objects of a dead writer. Call it only while no writer is active."""
         with self._rooted():
             for folder, _, names in os.walk(self.root):
                 for name in names:
@@ -95,18 +95,18 @@ class DirectoryObjects:
 
 class S3Objects:
     """An S3-compatible store at a `location` with an s3:// url; the bucket must exist. Raises TierUnavailable if the
-    settings are invalid for a client.
+    settings are invalid.
 
-    Each object is one PUT (they are small enough), so a key has all of its bytes or none. Keys in the store are
-    `prefix` plus ours. Credentials come from a file by profile name, or from boto3's defaults; no message shows them.
+    Each object is written by a single PUT, so a key has all of its bytes or none. Keys in the store are `prefix` plus
+    ours. Credentials come from a profile in a file, or from boto3's defaults; messages never contain them.
     """
 
     def __init__(self, location: Location, timeout_s: float = 30.0) -> None:
-        import boto3  # takes half a second
+        import boto3  # the import takes half a second
         import botocore.config
         import botocore.session
 
-        for name in ("boto3", "botocore", "s3transfer", "urllib3"):  # at debug level they log signed headers
+        for name in ("boto3", "botocore", "s3transfer", "urllib3"):  # these libraries log signed headers at debug level
             logging.getLogger(name).setLevel(logging.WARNING)
         assert location.url is not None
         self._bucket, _, prefix = location.url.removeprefix("s3://").partition("/")
@@ -160,7 +160,7 @@ class S3Objects:
         try:
             yield
         except ClientError as error:
-            # Only code and operation: a server's message may repeat the access key.
+            # Report only code and operation: a server's message may contain the access key.
             code, operation = error.response.get("Error", {}).get("Code", "unknown"), error.operation_name
             if code in _MISSING:
                 raise ObjectDamaged("it is missing", path=f"{self.where}/{key}") from error
@@ -175,6 +175,6 @@ Objects = DirectoryObjects | S3Objects
 
 
 def objects_at(location: Location) -> Objects:
-    """The store at a location whose `url` is set. Raises TierUnavailable if its settings make no client."""
+    """The store at a location whose `url` is set. Raises TierUnavailable if its settings are invalid."""
     assert location.url is not None
     return S3Objects(location) if location.url.startswith("s3://") else DirectoryObjects(location.url)

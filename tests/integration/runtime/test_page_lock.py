@@ -1,4 +1,4 @@
-"""Page locking by the runtime that torch brings, on a stand-in for CUDA's library."""
+"""Page locking by torch's CUDA runtime, with a stand-in for its library."""
 
 import pytest
 import torch  # noqa: F401 - before its own use of ctypes is replaced
@@ -27,7 +27,7 @@ class Call:
 
 
 class Library:
-    """Keeps an error until it is asked for, as the runtime does."""
+    """A stand-in that keeps an error until it is read, as the CUDA runtime does."""
 
     def __init__(self):
         self.locked, self.error = {}, 0
@@ -49,7 +49,7 @@ class Library:
         return before
 
 
-def test_a_refusal_is_told_and_blames_no_later_call(monkeypatch):
+def test_page_lock_refusal_returns_false_and_clears_error(monkeypatch):
     asked, library = [], Library()
     monkeypatch.setattr(cuda, "loaded", lambda name: asked.append(name) or f"/lib/{name}.so")
     monkeypatch.setattr(cuda.ctypes, "CDLL", lambda path: library)
@@ -63,7 +63,7 @@ def test_a_refusal_is_told_and_blames_no_later_call(monkeypatch):
     assert not library.locked and library.error == 0
 
 
-def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
+def test_loaded_returns_path_of_mapped_library(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "_MAPS", tmp_path / "maps")
     (tmp_path / "maps").write_text(MAPS)
     assert loaded("libcudart") == "/v/site packages/nvidia/cu13/lib/libcudart.so.13"

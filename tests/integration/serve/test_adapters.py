@@ -1,4 +1,4 @@
-"""An engine resolves adapters by name in vLLM's own table, and holds their files while requests may need them."""
+"""An engine resolves adapters by name in vLLM's own table, and leases their files while requests may need them."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ RESIDENT = 2
 
 
 class Engine:
-    """Stands for vLLM's AsyncLLM: its core has the adapters in `there`."""
+    """A stand-in for vLLM's AsyncLLM; its core has loaded the adapters in `there`."""
 
     def __init__(self, root: Path) -> None:
         self.model_config, self.renderer, self.input_processor = SimpleNamespace(model="/m"), None, None
@@ -50,7 +50,7 @@ class Engine:
         return set(self.there)
 
     def save(self, model: str, base_version: str = "v1") -> str:
-        """A published adapter; its name as the gateway gives it."""
+        """Publish an adapter; returns its name as in the gateway's requests."""
         path = self.root / encode_name(model) / "v1"
         path.mkdir(parents=True)
         save_file({"a": torch.zeros(2)}, path / "adapter_model.safetensors")
@@ -60,14 +60,14 @@ class Engine:
         return f"{model}@v1"
 
     async def request(self, name: str) -> LoRARequest | None:
-        """What a request for this model refers to until its end (GenerateBaseServing); None: refused with 404."""
+        """The adapter that a request refers to until its end (GenerateBaseServing); None: refused with 404."""
         if name in self.models.lora_requests:
             return self.models.lora_requests[name]
         found = await self.models.resolve_lora(name)
         return found if isinstance(found, LoRARequest) else None
 
     def free(self, name: str) -> bool:
-        """Whether its files may be removed."""
+        """Whether the adapter's files may be removed."""
         gc.collect()
         lock = DirectoryLock.try_exclusive(self.root / encode_name(name.partition("@")[0]) / "v1")
         if lock is not None:
@@ -80,7 +80,7 @@ def engine(tmp_path: Path) -> Engine:
     return Engine(tmp_path)
 
 
-async def test_adapter_of_the_served_base_is_resolved_and_named_without_its_version(engine: Engine) -> None:
+async def test_resolve_adapter_matches_base_and_hides_version(engine: Engine) -> None:
     name, other = engine.save("ft:a"), engine.save("ft:b", base_version="v2")
     found = await engine.request(name)
     assert found is not None and Path(found.lora_path).name == "v1" and engine.there == {found.lora_int_id}
@@ -89,7 +89,7 @@ async def test_adapter_of_the_served_base_is_resolved_and_named_without_its_vers
     assert engine.free(other)
 
 
-async def test_closed_engine_finds_no_adapters_until_it_serves_again(engine: Engine) -> None:
+async def test_closed_adapters_resolve_again_after_serve_on(engine: Engine) -> None:
     name = engine.save("ft:a")
     running = await engine.request(name)
     with pytest.raises(WrongState):

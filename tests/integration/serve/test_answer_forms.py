@@ -1,4 +1,4 @@
-"""Requests and answers in the forms of other APIs, made of vLLM's own objects without an engine."""
+"""Requests and responses in other APIs' formats, built from vLLM's own objects without an engine."""
 
 import json
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ F = {"name": "f", "parameters": {"type": "object"}}
         ({"function_call": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}),
     ],
 )
-def test_a_request(given, choice):
+def test_as_tools_converts_function_call_choice(given, choice):
     assert as_tools({"functions": [F]} | given) == {
         "tools": [{"type": "function", "function": F}],
         "tool_choice": choice,
@@ -37,7 +37,7 @@ def test_a_request(given, choice):
     }
 
 
-def test_a_call_and_its_result_in_the_messages_belong_together():
+def test_with_tool_call_links_result_to_call():
     call = with_tool_call(1, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}})
     result = with_tool_call(2, {"role": "function", "name": "f", "content": "42"})
     assert call["tool_calls"] == [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
@@ -71,7 +71,7 @@ async def stream(events):
         yield event
 
 
-async def test_chat_answers_functions_in_their_form(monkeypatch):
+async def test_chat_answers_legacy_functions_with_function_call(monkeypatch):
     choice = {"index": 0, "message": {"role": "assistant", "tool_calls": [CALL]}, "finish_reason": "tool_calls"}
     whole = ChatCompletionResponse(model="m", choices=[choice], usage={})
 
@@ -92,7 +92,7 @@ async def test_chat_answers_functions_in_their_form(monkeypatch):
     assert await chat.create_chat_completion(ChatCompletionRequest.model_validate(tools)) is whole
 
 
-async def test_a_stream_of_the_older_kind():
+async def test_legacy_stream_converts_tool_call_chunks():
     events = [event async for event in answers.legacy_stream(stream(CHUNKS))]
     assert events[-1] == "data: [DONE]\n\n" and not any("tool_calls" in event for event in events)
     choices = [json.loads(event[6:])["choices"][0] for event in events[:-1]]
@@ -107,7 +107,7 @@ def messages():
     return object.__new__(answers.Messages)
 
 
-async def test_messages_stream_ends_with_the_engines_error(messages):
+async def test_messages_stream_ends_with_engine_error(messages):
     error = 'data: {"error": {"message": "x", "code": 500}}\n\n'
     events = [event async for event in messages.message_stream_converter(stream([*CHUNKS[:3], error]))]
     assert events[-1] == error and not any(event.startswith("event: error") for event in events)
@@ -115,7 +115,7 @@ async def test_messages_stream_ends_with_the_engines_error(messages):
 
 
 @pytest.mark.parametrize(("cut", "read"), [('{"a": 1, "city": "Par', {}), ("", {}), ('{"a": 1}', {"a": 1})])
-def test_messages_call_that_a_limit_cut_has_an_empty_input(messages, cut, read):
+def test_messages_truncated_call_has_empty_input(messages, cut, read):
     call = {**CALL, "function": {"name": "f", "arguments": cut}}
     choice = {"index": 0, "message": {"role": "assistant", "tool_calls": [call]}, "finish_reason": "length"}
     answer = ChatCompletionResponse(id="chatcmpl-9", model="m", choices=[choice], usage={})
@@ -124,7 +124,7 @@ def test_messages_call_that_a_limit_cut_has_an_empty_input(messages, cut, read):
 
 
 class App:
-    """An application of one route whose stream fails after `events`."""
+    """An application with one route, whose stream fails after `events`."""
 
     def __init__(self, events, error):
         async def fails():
@@ -141,12 +141,12 @@ class App:
             return await client.get("/")
 
 
-async def test_answers_give_a_stream_that_fails_before_its_first_event_a_status():
+async def test_answers_stream_failing_before_head_gets_status():
     response = await App([], KeyError("x")).get()
     assert (response.status_code, response.json()["error"]["code"]) == (400, 400)
 
 
-async def test_answers_end_a_stream_that_fails_with_an_error_event():
+async def test_answers_stream_failing_later_ends_with_error_event():
     response = await App(["data: 1\n\n"], RuntimeError("x")).get()
     assert response.status_code == 200 and response.headers["x-appliance-model-version"] == "v2"
     first, last = response.text.strip().split("\n\n")
@@ -154,7 +154,7 @@ async def test_answers_end_a_stream_that_fails_with_an_error_event():
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyError("x"), 400), (OSError("disk"), 500)])
-async def test_application_answers_an_error_of_reading_as_the_requests_fault(error, status):
+async def test_application_answers_read_errors_with_400(error, status):
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False)
 
@@ -162,7 +162,7 @@ async def test_application_answers_an_error_of_reading_as_the_requests_fault(err
     async def fails():
         raise error
 
-    app.middleware_stack = app.build_middleware_stack()  # as vLLM's has one when it is built
+    app.middleware_stack = app.build_middleware_stack()  # as vLLM builds one
     init_exception_handler(app)
     answers.set_up(app)
     transport = httpx.ASGITransport(answers.Answers(app, lambda: "v1"), raise_app_exceptions=False)

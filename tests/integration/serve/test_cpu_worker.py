@@ -1,4 +1,4 @@
-"""vLLM's worker for CPUs as we patch it: adapters in one batch, and random numbers of requests with a seed."""
+"""vLLM's CPU worker with our patches: adapters in one batch, and random numbers of requests with a seed."""
 
 from types import SimpleNamespace
 
@@ -10,12 +10,12 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from serve.vllm.cpu_worker import untouched
 
 SLOTS, RANK, WIDE, OUT = 3, 4, 16, (8, 6)
-IDS = [11, 12, 13]  # of the adapters in the slots
+IDS = [11, 12, 13]  # ids of the adapters in the slots
 
 
 @pytest.fixture(scope="module")
 def lora():
-    """Imports vLLM, which takes ten seconds: not for every process that collects this file."""
+    """Import vLLM here, not at collection: the import takes ten seconds."""
     from vllm.lora.layers import LoRAMapping
 
     from serve.vllm.patches import GroupedLoRA
@@ -36,7 +36,7 @@ def stacked():
     [[11, 11, 12], [0, 13, 0, 11], [11, 12, 11, 12], [0, 0], [13]],
     ids=["together", "with base", "interleaved", "base only", "one"],
 )
-def test_each_token_gets_its_own_adapter(lora, stacked, ids_of_tokens):
+def test_grouped_lora_applies_each_tokens_adapter(lora, stacked, ids_of_tokens):
     down, up = stacked
     wrapper = lora.GroupedLoRA(max_num_batched_tokens=64, max_batches=8, device="cpu", max_loras=SLOTS)
     mapping = lora.LoRAMapping(tuple(ids_of_tokens), tuple(ids_of_tokens), is_prefill=True)
@@ -52,7 +52,7 @@ def test_each_token_gets_its_own_adapter(lora, stacked, ids_of_tokens):
 
 
 def runner(generators, unread):
-    """What of vLLM's model runner is looked at."""
+    """A stand-in for vLLM's model runner with the attributes that `untouched` reads."""
     mask = np.zeros(8, bool)
     mask[list(unread)] = True
     batch = SimpleNamespace(generators=generators, num_reqs=3)
@@ -63,17 +63,17 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def test_what_is_thrown_away_is_not_drawn_from_their_numbers():
+def test_untouched_keeps_generators_of_discarded_samples():
     generators = {0: seeded(1), 2: seeded(2)}
     first, last = generators[0], generators[2]
     with untouched(runner(generators, {1, 2})):
-        assert generators == {0: first}, "vLLM finds nothing to turn back, which a generator on the host cannot"
+        assert generators == {0: first}, "vLLM has no generator to rewind"
         for generator in generators.values():
             torch.rand(1, generator=generator)
     assert generators == {0: first, 2: last}
     assert torch.equal(torch.rand(3, generator=last), torch.rand(3, generator=seeded(2)))
 
 
-def test_vllm_samples_from_this_very_table():
+def test_vllm_sampling_reads_batch_generators():
     source = InputBatch._make_sampling_metadata.__code__
     assert "generators" in source.co_names

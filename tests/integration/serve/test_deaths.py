@@ -1,4 +1,4 @@
-"""How a core and its workers end: why, with real processes, and replies of all workers, both without vLLM's engine."""
+"""Causes of the end of a core and its workers, and workers' replies: real processes without vLLM's engine."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def scratch(monkeypatch, tmp_path):
 
 
 def ended(body):
-    """A process that has run this."""
+    """A finished process that ran `body`."""
     process = FORK.Process(target=body)
     process.start()
     process.join(WITHIN_S)
@@ -47,23 +47,23 @@ def fails_to_start():
 
 
 @pytest.mark.parametrize(("by", "kind"), [(signal.SIGKILL, CoreKilled), (signal.SIGILL, EngineStartFailed)])
-def test_cause_of_a_core_that_crashed_names_the_signal(by, kind):
+def test_cause_of_crashed_core_names_signal(by, kind):
     cause = deaths.cause(ended(lambda: os.kill(os.getpid(), by)))
     assert type(cause) is kind and by.name in str(cause)
 
 
-def test_cause_of_a_core_that_raised_is_its_error():
+def test_cause_of_failed_core_is_its_error():
     cause = deaths.cause(ended(fails_to_start))
     assert type(cause) is EngineStartFailed and str(cause).startswith("JSONDecodeError: ")
 
 
-def test_cause_is_no_error_that_a_core_survives():
+def test_cause_ignores_errors_that_core_survived():
     CORE.error("Invocation of %s method failed", "shm_load", exc_info=RuntimeError("no memory"))
     assert str(deaths.cause(ended(lambda: os._exit(3)))) == "its core ended with exit code 3"
 
 
 def core_with_workers(*bodies):
-    """A core that forks these workers, and has vLLM's executor end them."""
+    """A core that forks these workers and lets vLLM's executor end them."""
     workers = [FORK.Process(target=body, name=f"VllmWorker-{number}") for number, body in enumerate(bodies)]
     for worker in workers:
         worker.start()
@@ -72,7 +72,7 @@ def core_with_workers(*bodies):
     ShmExecutor._ensure_worker_termination(workers)
 
 
-def test_executor_ends_the_core_with_a_worker_that_died():
+def test_executor_ends_core_after_worker_death():
     waits, crashes = (lambda: time.sleep(0.5)), (lambda: os.kill(os.getpid(), signal.SIGILL))
     core = ended(lambda: core_with_workers(waits, crashes))
     assert core.exitcode == deaths.OUT_OF_STEP
@@ -83,7 +83,7 @@ SUCCESS, FAILURE = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.
 
 
 class Workers:
-    """Reply to each call with the next of their lines, in order."""
+    """Stand-ins for workers, each replying to a call with the next item of its line."""
 
     def __init__(self, *lines):
         self.lines, self.queues = [deque(line) for line in lines], [deque() for _ in lines]
@@ -99,10 +99,10 @@ class Workers:
         return made
 
     def shutdown(self):
-        """As a queue that the executor shuts down."""
+        """Does nothing; the executor shuts its queues down."""
 
 
-def test_a_call_that_fails_on_all_workers_leaves_no_reply_for_the_next():
+def test_collective_rpc_failure_leaves_no_stale_replies():
     workers = Workers(
         [(FAILURE, "no memory on 0"), (SUCCESS, "fine 0")], [(FAILURE, "no memory on 1"), (SUCCESS, "fine 1")]
     )

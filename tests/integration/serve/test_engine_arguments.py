@@ -1,4 +1,4 @@
-"""How the engines of a model are set up, and which of vLLM's arguments nobody may set."""
+"""Arguments and environment of a model's engines, and vLLM arguments that may not be set."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from serve.vllm.arguments import EXECUTOR, GPU_WORKER, engine_arguments, engine_
 from tests.unit.serve.specs import spec
 
 
-def test_segments_of_killed_engines_are_found_by_the_folder_of_their_sockets(tmp_path, monkeypatch):
+def test_remove_segments_below_finds_killed_engines(tmp_path, monkeypatch):
     monkeypatch.setattr("serve.core.spec.SEGMENTS", tmp_path)
     mine, second, others = (f"/dev/shm/{name}.sock" for name in ("box/r/a", "box/r/b", "other/r/a"))
     for socket_path in (mine, second, others):
@@ -39,7 +39,7 @@ def pairs(args):
     return {flag: value for flag, value in zip(args, args[1:], strict=False) if flag.startswith("--")}
 
 
-def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
+def test_gpu_arguments_enable_sleep_and_own_devices():
     cuda = spec(kind="cuda", devices=[2, 5], tensor_parallel=2)
     args = engine_arguments(cuda, {}, None)
     assert "--enable-sleep-mode" in args and "--enforce-eager" not in args
@@ -50,7 +50,7 @@ def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
     assert env["NCCL_SOCKET_IFNAME"] == env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_dev_mode_stays_off_and_n_is_bounded():
+def test_environment_disables_dev_mode_and_bounds_n():
     env = engine_environment(spec(), 64)
     assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_MAX_N_SEQUENCES"]) == ("0", "64")
     assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
@@ -71,7 +71,7 @@ def test_dev_mode_stays_off_and_n_is_bounded():
         ("llama", None, None),
     ],
 )
-def test_tool_parser_follows_the_template_then_the_family(family, template, parser):
+def test_tool_parser_prefers_template_over_family(family, template, parser):
     assert tool_parser(family, template, PARSER_TOKENS) == parser
 
 
@@ -86,7 +86,7 @@ def test_tool_parser_follows_the_template_then_the_family(family, template, pars
         ("jamba", "{{ tools }}", "jamba"),
     ],
 )
-def test_tool_parser_without_a_token_that_it_needs_is_not_chosen(family, template, parser):
+def test_tool_parser_without_needed_token_is_none(family, template, parser):
     needed = NEEDED_TOKENS[parser]
     assert tool_parser(family, template, needed) == parser and not missing_tokens(parser, needed)
     assert tool_parser(family, template, needed[1:]) is None
@@ -121,8 +121,8 @@ STRIPS_OLDER = (
         ("qwen3", None, None),
     ],
 )
-def test_reasoning_parser_follows_what_stands_where_the_answer_begins(family, template, parser):
-    """A parser for a model that does not reason takes its whole answer for reasoning."""
+def test_reasoning_parser_follows_generation_prompt_and_family(family, template, parser):
+    """A reasoning parser for a model that does not reason would treat its whole answer as reasoning."""
     assert reasoning_parser(family, template) == parser
     args = engine_arguments(spec(), {"model_type": family}, template)
     assert ("--reasoning-parser" in args) is (parser is not None)
@@ -132,7 +132,7 @@ def test_reasoning_parser_follows_what_stands_where_the_answer_begins(family, te
     assert "--reasoning-parser" not in engine_arguments(told, {"model_type": family}, template)
 
 
-def test_adapters_of_one_batch_stay_loaded_and_only_linear_layers_take_them():
+def test_adapter_arguments_cover_slots_and_linear_layers():
     order = spec(adapter_slots=2, adapter_max_rank=20, adapters_resident=8, adapter_roots=["/a", "/b"])
     assert ReplicaSpec(**order.to_json()) == order and order.adapter_roots == ("/a", "/b")
     args = engine_arguments(order, {}, None)
@@ -143,7 +143,7 @@ def test_adapters_of_one_batch_stay_loaded_and_only_linear_layers_take_them():
     assert "--enable-lora" not in engine_arguments(spec(), {}, None)
 
 
-def test_a_template_without_tools_gets_a_way_to_show_them_and_its_parser():
+def test_template_without_tools_gets_hermes_tools_and_parser():
     args = pairs(engine_arguments(spec(), {"model_type": "llama"}, "{{ messages }}"))
     assert args["--tool-call-parser"] == "hermes" and args["--chat-template"].endswith("{{ messages }}")
     known = pairs(engine_arguments(spec(), {"model_type": "llama"}, "{{ tools }}", PARSER_TOKENS))
@@ -151,7 +151,7 @@ def test_a_template_without_tools_gets_a_way_to_show_them_and_its_parser():
 
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{# tools #}"
-# vLLM 0.32's arguments that open a file, a socket, a host, code, keys or logs to whoever may set them.
+# vLLM 0.32's arguments that give access to files, sockets, hosts, code, keys or logs.
 HOLES = (
     "api-key", "allowed-origins", "allow-credentials", "chat-template", "code-revision", "collect-detailed-traces",
     "config", "config-format", "data-parallel-address", "data-parallel-backend", "disable-log-requests",
@@ -173,13 +173,13 @@ def arguments(**settings):
 
 
 @pytest.mark.parametrize("name", HOLES)
-def test_an_argument_that_opens_something_is_refused_by_name(name):
+def test_engine_args_unlisted_argument_is_refused(name):
     for spelled in (name, f"--{name}", name.replace("-", "_"), f"-{name}", name.upper(), f"{name}.x", f" {name}"):
         with pytest.raises(ValidationError, match="may not be set for a model|is set by"):
             ModelSettings(engine_args={spelled: "x"})
 
 
-def test_a_value_cannot_become_an_argument():
+def test_engine_args_value_cannot_inject_argument():
     args = arguments(engine_args={"block_size": "32 --api-key=x", "enforce-eager": "true", "enable-dbo": "false"})
     assert args[-3:] == ["--block-size=32 --api-key=x", "--enforce-eager", "--no-enable-dbo"]
     for bad in ("a\nb", "x" * 2001, "\x00"):
@@ -190,14 +190,14 @@ def test_a_value_cannot_become_an_argument():
     assert not ENGINE_ARGUMENTS & set(ELSEWHERE)
 
 
-def test_a_chat_template_is_a_text_and_never_the_name_of_a_file():
-    """vLLM opens a template that names one."""
+def test_chat_template_refuses_file_paths():
+    """vLLM would open the file that such a template names."""
     for path in ("/etc/passwd", "../first-key", "template.jinja"):
         with pytest.raises(ValidationError, match="is not a Jinja template"):
             ModelSettings(chat_template=path)
 
 
-def test_a_parser_is_set_by_any_name_that_vllm_has_for_one():
+def test_parser_settings_accept_all_vllm_names():
     for name in ToolParserManager.list_registered():
         assert ModelSettings(tool_parser=name).tool_parser == name
     for name in ReasoningParserManager.list_registered():
@@ -206,7 +206,7 @@ def test_a_parser_is_set_by_any_name_that_vllm_has_for_one():
         ModelSettings(tool_parser="--api-key")
 
 
-def test_settings_become_arguments():
+def test_model_settings_become_engine_arguments():
     args = arguments(
         kv_cache_dtype="fp8",
         reasoning_parser="qwen3",
@@ -237,11 +237,11 @@ def test_settings_become_arguments():
         ({"engine_args": {"enforce-eager": "true", "attention-backend": "FLASH_ATTN"}, "draft_tokens": 3}, False),
     ],
 )
-def test_only_settings_that_keep_fewer_bits_leave_a_versions_token_unchecked(settings, fewer):
+def test_in_fewer_bits_detects_lower_precision_settings(settings, fewer):
     assert in_fewer_bits(ModelSettings(**settings).spec_fields()["extra_args"]) == fewer
 
 
-def test_equal_settings_have_one_name_and_none_has_none():
+def test_digest_equal_settings_have_equal_digest():
     assert ModelSettings().digest == "" == ModelSettings(engine_args={}).digest
     one, same = ModelSettings(engine_args={"block_size": "32"}), ModelSettings(engine_args={"--block-size": "32"})
     assert one.digest == same.digest != ModelSettings(engine_args={"block-size": "64"}).digest
@@ -251,7 +251,7 @@ def test_equal_settings_have_one_name_and_none_has_none():
     assert ModelSettings(engine_args={"max-num-batched-tokens": "512"}).batched_tokens == 512
 
 
-def test_a_system_prompt_stands_where_a_conversation_brings_none():
+def test_system_prompt_applies_without_system_message():
     said = "Say 'hi'\n\\ {{ no }} {% x %} \u00e9\U0001f600"
     template = ImmutableSandboxedEnvironment(trim_blocks=True).from_string(with_system_prompt(TEMPLATE, said))
     user = {"role": "user", "content": "q"}
@@ -261,7 +261,7 @@ def test_a_system_prompt_stands_where_a_conversation_brings_none():
 
 
 @pytest.mark.parametrize("name", sorted({*TOOL_PARSERS.values(), *(name for _, name in CALL_SYNTAX)}))
-def test_needed_tokens_are_those_without_which_vllm_refuses_a_tokenizer(name):
+def test_needed_tokens_match_vllm_parsers(name):
     parser = ToolParserManager.get_tool_parser(name)
     needed = NEEDED_TOKENS.get(name, ())
     parser(_Tokenizer(needed))

@@ -1,4 +1,4 @@
-"""What would end an engine within a step is refused or ends its own request; an engine's metrics and ends of turn."""
+"""The front end refuses requests that would end an engine within a step; its metrics and ends of turn."""
 
 import functools
 from collections.abc import AsyncGenerator
@@ -24,7 +24,7 @@ from weights.checkpoint.turns import PROBES
 
 
 class Letters:
-    """A tokenizer with a token for each character."""
+    """A tokenizer with one token per character."""
 
     max_token_id = 255
 
@@ -33,15 +33,15 @@ class Letters:
 
 
 def prepared(known: int, parameters: SamplingParams) -> SamplingParams:
-    """As the front end makes parameters: with the model's settings, then with its tokenizer."""
+    """Parameters as the front end completes them: with the model's settings, then with its tokenizer."""
     parameters.update_from_generation_config({"eos_token_id": [2, 200]}, 2)
     parameters.update_from_tokenizer(Letters())
     bound_forbidden(parameters, known)
     return parameters
 
 
-def test_bound_forbidden_refuses_more_than_a_gpus_runner_has_room_for() -> None:
-    states: Any = object.__new__(bad_words.BadWordsState)  # its rows are on a GPU
+def test_bound_forbidden_refuses_too_many_bad_words() -> None:
+    states: Any = object.__new__(bad_words.BadWordsState)  # its rows would be on a GPU
     states.num_bad_words = SimpleNamespace(np=[0])
     states.bad_word_token_ids = states.bad_word_offsets = SimpleNamespace(stage_write=lambda *_: None)
     most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
@@ -55,8 +55,8 @@ def test_bound_forbidden_refuses_more_than_a_gpus_runner_has_room_for() -> None:
         states.add_request(0, fits)
 
 
-def test_bound_forbidden_drops_tokens_that_the_model_lacks() -> None:
-    """vLLM's kernel for GPUs stores at the token's place in the row of logits and does not ask how long it is."""
+def test_bound_forbidden_drops_tokens_outside_vocabulary() -> None:
+    """vLLM's GPU kernel writes at the token's index in the row of logits without checking the row's length."""
     forbids = SamplingParams(bad_words=["ab", "a\xff", "\xff"], min_tokens=1)
     made = prepared(128, forbids)
     assert made.bad_words_token_ids == [[97, 98]] and made.all_stop_token_ids == {2}
@@ -66,7 +66,7 @@ def test_bound_forbidden_drops_tokens_that_the_model_lacks() -> None:
 
 @pytest.fixture
 def inputs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An Inputs whose requests have this prompt, of a model that knows 128 tokens."""
+    """A factory of Inputs for a model with 128 tokens, whose requests have the given prompt."""
 
     def make(prompt: list[int], *, images: bool = False) -> Any:
         request = SimpleNamespace(prompt_token_ids=prompt, sampling_params=None)
@@ -78,8 +78,8 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_inputs_refuse_a_token_without_a_row_in_the_embedding(inputs: Any) -> None:
-    """vLLM's own check goes by what the tokenizer knows, if that is more."""
+def test_inputs_refuse_tokens_outside_embedding(inputs: Any) -> None:
+    """vLLM's own check uses the tokenizer's vocabulary if it is larger."""
     with pytest.raises(VLLMValidationError) as refused:
         inputs([5, 128]).process_inputs()
     assert refused.value.parameter == "prompt"
@@ -87,7 +87,7 @@ def test_inputs_refuse_a_token_without_a_row_in_the_embedding(inputs: Any) -> No
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 2]])
-async def test_generate_refuses_a_form_that_failed(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
+async def test_generate_failed_grammar_raises_error(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     async def generate(self: Any, prompt: Any, sampling_params: Any) -> AsyncGenerator[Any, None]:
         yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, finish_reason="error")])
 
@@ -112,11 +112,11 @@ def asked_for_in_each_order(logger: MagicMock) -> None:
         )
 
 
-def test_metrics_have_no_series_for_orders_of_adapters(monkeypatch):
+def test_metrics_omit_series_per_adapter_order(monkeypatch):
     logger = MagicMock(max_lora=4, gauge_lora_info=Gauge("lora", "", LABELS, registry=CollectorRegistry()))
     series = logger.gauge_lora_info._metrics
     asked_for_in_each_order(logger)
-    assert len(series) == 24, "as vLLM has it"
+    assert len(series) == 24, "series of unpatched vLLM"
     series.clear()
     monkeypatch.setattr(PrometheusStatLogger, "__init__", lambda self: vars(self).update(gauge_lora_info="vLLM's"))
     logger.gauge_lora_info = Metrics().gauge_lora_info
@@ -152,7 +152,7 @@ class Tokenizer:
 
 
 @pytest.mark.parametrize(("fields", "ends"), [({}, [7]), ({"eos_token_id": 2}, [2, 7]), ({"eos_token_id": [7]}, [7])])
-def test_end_turns_of_adds_the_templates_end_of_turn(fields, ends):
+def test_end_turns_of_adds_template_end_token(fields, ends):
     llm = SimpleNamespace(get_tokenizer=Tokenizer, input_processor=SimpleNamespace(generation_config_fields=fields))
     end_turns_of(llm, CHATML)
     assert fields["eos_token_id"] == ends

@@ -35,7 +35,7 @@ def on_two_gpus(**more):
 
 
 def configured(args, defaults):
-    """What vLLM makes of the arguments on a machine on which every default that may turn something on does."""
+    """vLLM's (allreduce fusion, autotuning) for these arguments if every conditional default is on."""
     config = object.__new__(VllmConfig)
     config.compilation_config = copy.deepcopy(args.compilation_config)
     config.kernel_config = KernelConfig(enable_flashinfer_autotune=args.enable_flashinfer_autotune)
@@ -51,19 +51,19 @@ def _all_on(defaults):
 
 
 @pytest.mark.parametrize("level", OPTIMIZATION_LEVEL_TO_CONFIG)
-def test_no_level_of_optimisation_turns_flashinfers_kernels_on_again(parser, level):
+def test_optimisation_levels_keep_flashinfer_kernels_off(parser, level):
     defaults = OPTIMIZATION_LEVEL_TO_CONFIG[level]
     settings = ModelSettings(engine_args={"optimization-level": str(int(level))})
     served = on_two_gpus(**settings.spec_fields())
-    # The server's own arguments, as of its socket, are of another parser.
+    # The server's own arguments, such as its socket, belong to another parser.
     args = AsyncEngineArgs.from_cli_args(parser.parse_known_args(engine_arguments(served, {}, None))[0])
     assert int(args.optimization_level) == level
     assert configured(args, defaults) == (False, False)
     bare = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "/v"]))
-    assert configured(bare, defaults) == (level >= 2, level >= 1), "or vLLM has other defaults now: look what they run"
+    assert configured(bare, defaults) == (level >= 2, level >= 1), "else vLLM changed its defaults: check what they run"
 
 
-def test_gated_delta_nets_read_prompts_by_tritons_kernels(parser, monkeypatch):
+def test_gated_delta_nets_prefill_with_triton(parser, monkeypatch):
     hopper = SimpleNamespace(
         is_rocm=lambda: False, is_cuda=lambda: True, is_device_capability=lambda capability: capability == 90
     )
@@ -77,10 +77,10 @@ def test_gated_delta_nets_read_prompts_by_tritons_kernels(parser, monkeypatch):
         return qwen_gdn_linear_attn._resolve_gdn_prefill_backend(config)[1]
 
     assert taken(engine_arguments(on_two_gpus(), {}, None)) == "triton"
-    assert taken(["--model", "/v"]) == "flashinfer", "or vLLM has another default now: look what it compiles"
+    assert taken(["--model", "/v"]) == "flashinfer", "else vLLM changed its default: check what it compiles"
 
 
-def test_what_vllm_does_with_flashinfer_unless_told_otherwise_is_off(monkeypatch):
+def test_environment_disables_flashinfer_defaults(monkeypatch):
     for name, value in engine_environment(on_two_gpus(), 8).items():
         monkeypatch.setenv(name, value)
     judged = {name: getattr(envs, name) for name in envs.environment_variables if "FLASHINFER" in name}
@@ -90,7 +90,7 @@ def test_what_vllm_does_with_flashinfer_unless_told_otherwise_is_off(monkeypatch
 
 @pytest.fixture
 def platform(monkeypatch):
-    """vLLM's for NVIDIA GPUs, with every attention backend at hand; those that read no FP8 say so."""
+    """vLLM's platform for NVIDIA GPUs with every attention backend; backends without FP8 refuse it."""
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
     module = importlib.import_module("vllm.platforms.cuda")
     monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: False)
@@ -124,17 +124,17 @@ def taken(platform, capability, **asked):
         ((12, 0), {"kv_cache_dtype": "fp8"}, "FLASHINFER", "TRITON_ATTN"),
     ],
 )
-def test_no_attention_is_taken_that_nvcc_compiles_where_another_computes(platform, capability, asked, before, now):
-    assert taken(platform, capability, **asked) == before, "or vLLM has another order now: look which are compiled"
+def test_prefer_ready_made_avoids_compiled_attention(platform, capability, asked, before, now):
+    assert taken(platform, capability, **asked) == before, "else vLLM changed the order: check which need nvcc"
     prefer_ready_made(platform, kind_of("cuda"))
     assert taken(platform, capability, **asked) == now
-    prefer_ready_made(platform, SimpleNamespace(compiled_attention=""))  # no other is left
+    prefer_ready_made(platform, SimpleNamespace(compiled_attention=""))  # an empty name filters nothing
     assert taken(platform, capability, **asked) == now
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_layers_in_fp8_are_not_multiplied_by_deepgemm(monkeypatch, told):
-    """As on a Hopper GPU, with the package that vLLM's build for CUDA brings along: vLLM asks no more than this."""
+def test_environment_disables_deepgemm_for_fp8(monkeypatch, told):
+    """Simulates a Hopper GPU with the DeepGEMM package of vLLM's CUDA build, the only conditions that vLLM checks."""
     monkeypatch.setattr(type(deep_gemm.current_platform), "support_deep_gemm", classmethod(lambda _: True))
     monkeypatch.setattr(deep_gemm, "has_deep_gemm", lambda: True)
     for name, value in engine_environment(on_two_gpus(), 8).items() if told else ():

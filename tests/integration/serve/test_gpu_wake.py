@@ -1,4 +1,4 @@
-"""What a GPU's engine asks at import and after its fork, and writes again after a sleep that kept nothing."""
+"""A GPU engine's queries of its device at import and after its fork, and tensors that it restores after a sleep."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -32,13 +32,13 @@ def kept(holder):
 
 @pytest.fixture
 def slept(monkeypatch):
-    """Of a worker on whose device (named a GPU's, in the host's memory) vLLM's runner has made this: after a sleep that
-    discarded these tensors, as a wake leaves them before it loads weights."""
+    """A function that puts a worker with this model and model runner to sleep, discards the tensors `lost` (in host
+    memory in place of a GPU's), and wakes it up to the point before it loads weights."""
 
     def sleep(model, lost, **of_runner):
-        told = {first: AllocationData((0, size, first, 7), "weights") for first, size in map(span, lost)}
+        allocations = {first: AllocationData((0, size, first, 7), "weights") for first, size in map(span, lost)}
         monkeypatch.setattr(
-            device_allocator, "get_mem_allocator_instance", lambda: SimpleNamespace(pointer_to_data=told)
+            device_allocator, "get_mem_allocator_instance", lambda: SimpleNamespace(pointer_to_data=allocations)
         )
         worker = gpu_worker(monkeypatch, LooseTensors(model), **of_runner)
         worker.sleep(level=2)
@@ -58,7 +58,7 @@ def gpu_worker(monkeypatch, loose, **of_runner):
     return worker
 
 
-def test_gpu_wake_zeroes_the_kv_cache(monkeypatch):
+def test_gpu_wake_zeroes_kv_cache(monkeypatch):
     half = torch.full((2, 3, 16), float("nan"), dtype=torch.bfloat16)
     states = [torch.full((4,), float("nan")), torch.full((2, 8), 255, dtype=torch.uint8)]
     worker = gpu_worker(monkeypatch, None, kv_caches=[half.permute(1, 0, 2), states])
@@ -67,9 +67,9 @@ def test_gpu_wake_zeroes_the_kv_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("most_bytes", [MOST_BYTES, 16])
-def test_a_woken_gpu_has_valid_positions_for_tokens_that_only_fill_a_captured_batch(slept, monkeypatch, most_bytes):
-    """Of Qwen2.5-VL and the like: a step of three tokens leaves the fourth row of the graph that it runs as it was. The
-    inputs of most models are too large to be kept."""
+def test_gpu_wake_zeroes_rope_positions_of_padding(slept, monkeypatch, most_bytes):
+    """As for Qwen2.5-VL: a step of three tokens does not write the fourth row of its captured graph. The inputs of most
+    models exceed MOST_BYTES."""
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
     monkeypatch.setattr(loose_tensors, "MOST_BYTES", most_bytes)
     state = object.__new__(DefaultModelState)
@@ -81,20 +81,20 @@ def test_a_woken_gpu_has_valid_positions_for_tokens_that_only_fill_a_captured_ba
     assert not any(tensor.any() for tensor in lost)
 
 
-def test_a_woken_qwen3_vl_adds_no_picture_to_a_text(slept):
-    """Its first layers add what the last pictures left in a list (deepstack_input_embeds in vLLM's qwen3_vl.py), where
-    nothing is written for a text."""
+def test_gpu_wake_zeroes_deepstack_image_embeddings(slept):
+    """Qwen3-VL's first layers add the embeddings of the last images (deepstack_input_embeds in vLLM's qwen3_vl.py),
+    which a text does not overwrite."""
     model = torch.nn.Linear(4, 4)
     model.deepstack_input_embeds = [torch.zeros(8, 4) for _ in range(3)]
     model.register_buffer("frequencies", torch.ones(4))
     model.all_of_them = (model.frequencies,)
     slept(model, [*model.deepstack_input_embeds, model.weight.data])
     assert not any(added.any() for added in model.deepstack_input_embeds)
-    assert model.frequencies.all() and model.weight.isnan().all(), "vLLM writes the one and the load the other"
+    assert model.frequencies.all() and model.weight.isnan().all(), "vLLM restores buffers, and the load weights"
 
 
-def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written(monkeypatch):
-    """The GPU's attention makes them as the processor's does. A version has no such tensor, and vLLM keeps buffers."""
+def test_loose_tensors_restore_only_lost_small_tensors(monkeypatch):
+    """ALiBi slopes, here of the CPU's attention, are in no version, and vLLM preserves only buffers."""
     layer, slopes = torch.nn.Linear(4, 4), [0.5, 0.25, 0.125, 0.0625]
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
     monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
@@ -111,10 +111,10 @@ def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written
     assert layer.kv_cache.isnan().all() and layer.weight.isnan().all() and not layer.workspace.any()
     lost[0].zero_()
     loose.put_back()
-    assert not lost[0].any(), "once: a load without a sleep finds them as they are"
+    assert not lost[0].any(), "only once: a load without a sleep restores nothing"
 
 
-def test_what_a_reload_makes_again_is_copied_where_captured_graphs_read_it():
+def test_loose_tensors_follow_copies_rebuilt_tensors():
     layer = torch.nn.Linear(4, 4)
     layer.impl = cpu_attn.CPUAttentionBackendImpl.__new__(cpu_attn.CPUAttentionBackendImpl)
     layer.impl.scales = graphs_read = torch.ones(4)
@@ -124,23 +124,23 @@ def test_what_a_reload_makes_again_is_copied_where_captured_graphs_read_it():
     assert graphs_read.tolist() == [2.0] * 4
     layer.impl.scales = torch.ones(5)
     loose.follow(layer)
-    assert graphs_read.tolist() == [2.0] * 4, "of another shape it is something else"
+    assert graphs_read.tolist() == [2.0] * 4, "a tensor of another shape is not copied"
 
 
-def test_an_engine_asks_anew_what_its_parent_was_told_about_another_gpu():
-    told = [(9, 0)]
+def test_forget_devices_clears_cached_capability():
+    capability = [(9, 0)]
 
     class Platform:
         @classmethod
         @cache
         def get_device_capability(cls, device_id=0):
-            return told[0]
+            return capability[0]
 
     class Nvml(Platform):
         pass
 
     assert Nvml.get_device_capability() == (9, 0)
-    told[0] = (8, 9)
+    capability[0] = (8, 9)
     assert Nvml.get_device_capability() == (9, 0)
     forget_devices(Nvml)
     assert Nvml.get_device_capability() == (8, 9)
@@ -154,7 +154,7 @@ ASKED = ("get_device_name", "get_device_capability", "device_count")
 
 
 def asking(model):
-    """What vllm/third_party/flash_linear_attention/ops/utils.py asks while it is imported."""
+    """The queries of vllm/third_party/flash_linear_attention/ops/utils.py at its import."""
     driver = triton.runtime.driver.active
     shared = [driver.utils.get_device_properties(i)["max_shared_mem"] for i in range(torch.cuda.device_count())]
     target = driver.get_current_target()
@@ -162,17 +162,17 @@ def asking(model):
 
 
 @pytest.mark.parametrize(
-    ("platform", "told"),
+    ("platform", "answers"),
     [
         (H100, ("cuda", 90, "NVIDIA H100 80GB HBM3", (9, 0), [232448])),
         (RTX_4090, ("cuda", 89, "NVIDIA GeForce RTX 4090", (8, 9), [101376])),
     ],
 )
-def test_kernels_that_ask_at_import_are_told_without_starting_cuda(monkeypatch, platform, told):
+def test_device_at_import_answers_without_starting_cuda(monkeypatch, platform, answers):
     started = []
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: started.append(True))
     before, driver = [getattr(torch.cuda, call) for call in ASKED], triton.runtime.driver._active
-    assert with_device_at_import(asking, platform, kind_of("cuda"))(None) == told
+    assert with_device_at_import(asking, platform, kind_of("cuda"))(None) == answers
     assert not started
     assert [getattr(torch.cuda, call) for call in ASKED] == before
     assert triton.runtime.driver._active is driver

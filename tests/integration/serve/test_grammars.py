@@ -1,4 +1,4 @@
-"""Forms are checked and compiled by the backend that follows them; what the parsers of <think> take for the answer."""
+"""Grammars are checked and compiled by their backend; the parsers of <think> separate thought and answer."""
 
 import json
 import time
@@ -53,7 +53,7 @@ def first_tokens(of: Any, kind: StructuredOutputOptions, spec: str) -> set[str]:
 
 
 @pytest.mark.parametrize("known", [320, 325, 352, 384])
-def test_backend_follows_every_kind_with_masks_of_the_models_length(known: int) -> None:
+def test_backend_masks_every_grammar_kind_at_model_length(known: int) -> None:
     of = backend(known)
     assert {"-", "0"} <= first_tokens(of, JSON, '{"type": "integer"}') <= {*"-0123456789"}
     assert first_tokens(of, StructuredOutputOptions.REGEX, "[ab]") == {"a", "b"}
@@ -63,7 +63,7 @@ def test_backend_follows_every_kind_with_masks_of_the_models_length(known: int) 
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, CYCLE])
-def test_compile_schema_without_any_value_raises(schema: dict[str, Any]) -> None:
+def test_compile_unsatisfiable_schema_raises(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no first token"):
         backend().compile_grammar(JSON, json.dumps(schema))
 
@@ -71,7 +71,7 @@ def test_compile_schema_without_any_value_raises(schema: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("more", "other"), [({}, False), ({"allOf": [{}, {}]}, True), ({"additionalProperties": {}}, True)]
 )
-def test_objects_have_the_properties_that_the_schema_names(more: dict[str, Any], other: bool) -> None:
+def test_prepared_forbids_unlisted_properties(more: dict[str, Any], other: bool) -> None:
     asked = params(json={"type": "object", "properties": {"a": {"type": "integer"}}, **more})
     with grammars.prepared(asked):
         grammar = backend().compile_grammar(JSON, json.dumps(asked.structured_outputs.json))
@@ -80,14 +80,14 @@ def test_objects_have_the_properties_that_the_schema_names(more: dict[str, Any],
 
 
 @pytest.mark.parametrize("form", [{"json": {"type": "x"}}, {"regex": "a(?=b)"}, {"json": {"enum": []}}])
-def test_form_that_nothing_compiles_is_refused(form: dict[str, Any]) -> None:
+def test_prepared_refuses_unsupported_grammars(form: dict[str, Any]) -> None:
     asked = params(**form)
     with grammars.prepared(asked), pytest.raises(VLLMValidationError):
         backend_guidance.validate_guidance_grammar(asked)
 
 
 class Slow:
-    """A grammar whose steps move `clock` on: by the token in milliseconds, and by `mask_ms` for a mask."""
+    """A grammar whose steps advance `clock`: by the token's number in milliseconds, and by `mask_ms` for a mask."""
 
     def __init__(self, clock: list[float]) -> None:
         self.clock, self.mask_ms = clock, 0
@@ -107,7 +107,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_grammar_that_takes_too_long_to_accept_tokens_accepts_no_more(clock: list[float]) -> None:
+def test_slow_grammar_stops_accepting_tokens(clock: list[float]) -> None:
     quick, slow = (BoundedGrammar(Slow(clock), 32) for _ in range(2))
     for _ in range(10_000):
         assert quick.accept_tokens("r", [15])
@@ -138,7 +138,7 @@ def words():
         (BEGUN_THOUGHT_PARSER, "assistant\n<think>\n", "so it goes on", 2, "so it goes on", None),
     ],
 )
-def test_answer_with_and_without_a_thought_is_content(words, parser, prompt, written, max_tokens, thought, answer):
+def test_thought_parsers_separate_answer_from_thought(words, parser, prompt, written, max_tokens, thought, answer):
     request = ChatCompletionRequest(
         model="m", messages=[{"role": "user", "content": "a"}], max_tokens=max_tokens, include_reasoning=True
     )

@@ -1,4 +1,4 @@
-"""How a version gets into a running engine: the recorded plan (fused, sliced, padded, tied, expert) and page locks."""
+"""Loading a version into a running engine: the recorded plan (fused, sliced, padded, tied, expert) and page locks."""
 
 import threading
 from dataclasses import replace
@@ -80,7 +80,7 @@ def replay(plan, model, source, ring=None):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_replaying_a_plan_equals_loading(tmp_path, world):
+def test_plan_replay_equals_direct_load(tmp_path, world):
     first, second = write(tmp_path / "a", tensors(1)), write(tmp_path / "b", tensors(2))
     for rank in range(world):
         model, reference = Fused(rank, world), Fused(rank, world)
@@ -89,27 +89,27 @@ def test_replaying_a_plan_equals_loading(tmp_path, world):
         record(reference, second)
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
-        with HostRing(torch.device("cpu"), threads=3, buffer_bytes=6) as ring:  # buffers of three elements
+        with HostRing(torch.device("cpu"), threads=3, buffer_bytes=6) as ring:  # three elements per buffer
             replay(plan, model, second, ring)
         for name, parameter in reference.named_parameters():
             assert torch.equal(getattr(model, name), parameter), name
 
 
-def test_a_parameter_lies_in_the_file_where_its_pieces_are_side_by_side(tmp_path):
+def test_mapped_view_exists_only_for_adjacent_pieces(tmp_path):
     model, source = Fused(), write(tmp_path / "a", tensors(1))
     plan = record(model, source)
-    of = {name: plan.targets[id(model), name].lying_in(source) for name in ("qk", "embedding", "down", "experts")}
-    # safetensors stores by name, so k is before q; the embedding is padded, an expert is transposed
+    of = {name: plan.targets[id(model), name].mapped_view(source) for name in ("qk", "embedding", "down", "experts")}
+    # Not adjacent: safetensors stores k before q, the embedding is padded, an expert is transposed.
     assert [name for name, tensor in of.items() if tensor is not None] == ["down"]
     assert torch.equal(of["down"], tensors(1)["down"])
     renamed = {"q": "k", "k": "q"}
     other = write(tmp_path / "b", {renamed.get(name, name): tensor for name, tensor in tensors(1).items()})
     swapped = Target(plan.targets[id(model), "qk"].shape, torch.bfloat16)
     swapped.pieces = [replace(piece, name=renamed[piece.name]) for piece in plan.targets[id(model), "qk"].pieces]
-    assert torch.equal(swapped.lying_in(other), model.qk.data)
+    assert torch.equal(swapped.mapped_view(other), model.qk.data)
 
 
-def test_a_cast_on_load_is_part_of_the_plan(tmp_path):
+def test_plan_replays_dtype_casts(tmp_path):
     content = {name: tensor.float() for name, tensor in tensors(3).items()}
     source, model = write(tmp_path / "a", content), Fused()
     plan = record(model, source)
@@ -120,14 +120,14 @@ def test_a_cast_on_load_is_part_of_the_plan(tmp_path):
     assert plan.bytes_read(source) == source.nbytes
 
 
-def test_a_parameter_that_nothing_fills_is_unwritten(tmp_path):
+def test_plan_lists_unfilled_parameter_as_unwritten(tmp_path):
     content = tensors(1)
     del content["k"]
     plan = record(Fused(), write(tmp_path / "a", content))
     assert plan.unwritten == plan.unplanned == ["qk"]
 
 
-def test_a_parameter_computed_on_load_is_unplanned_but_written(tmp_path):
+def test_plan_lists_computed_parameter_as_unplanned(tmp_path):
     class Computed(Fused):
         def load_weights(self, weights):
             super().load_weights(weights)
@@ -147,7 +147,7 @@ def test_a_parameter_computed_on_load_is_unplanned_but_written(tmp_path):
         (lambda t: t.update(stranger=torch.zeros(1)), "stranger is not part of this model"),
     ],
 )
-def test_another_models_version_does_not_pass(tmp_path, change, text):
+def test_plan_check_refuses_other_models_version(tmp_path, change, text):
     plan = record(Fused(), write(tmp_path / "a", tensors(1)))
     content = tensors(2)
     change(content)
@@ -155,7 +155,7 @@ def test_another_models_version_does_not_pass(tmp_path, change, text):
         plan.check(write(tmp_path / "b", content))
 
 
-def test_writing_to_a_view_reaches_neither_the_file_nor_another_reader(tmp_path):
+def test_view_writes_stay_private(tmp_path):
     source = write(tmp_path / "a", tensors(1))
     other = VersionSource(tmp_path / "a").map()
     source.tensor("q").fill_(7)
@@ -164,14 +164,14 @@ def test_writing_to_a_view_reaches_neither_the_file_nor_another_reader(tmp_path)
 
 
 PAGE = 4096
-ROWS, COLUMNS = 64, 1024  # of two bytes: 32 pages
+ROWS, COLUMNS = 64, 1024  # elements of two bytes: 32 pages
 
 
 EXPECTED = {name: torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device="meta") for name in ("a", "b")}
 
 
 class Driver:
-    """Its calls: (name, thread, bytes) in order. Page-locked ranges may not overlap."""
+    """A stand-in for PageLock. `calls`: (name, thread, bytes) in order. Page-locked ranges may not overlap."""
 
     def __init__(self):
         self.calls, self.locked = [], {}
@@ -198,7 +198,7 @@ class Gpu(type(kind_of("cpu"))):
 
 
 def plan_of(rank, world, of=0, dtype=torch.bfloat16):
-    """A worker's rows of `a`, and its columns of `b`."""
+    """A plan that reads one worker's rows of `a` and columns of `b`."""
     rows, columns = ROWS // world, COLUMNS // world
     upper = Piece(
         Region(0, (rows, COLUMNS), (COLUMNS, 1)), "a", Region(rank * rows * COLUMNS, (rows, COLUMNS), (COLUMNS, 1))
@@ -244,7 +244,7 @@ def expected(content, rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 8])
-def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, world):
+def test_swap_locks_pages_only_outside_pause(version, worker, world):
     path, content = version
     for rank in range(world):
         engine, driver = worker(rank, world)
@@ -253,13 +253,13 @@ def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, wo
         engine._mapped.result()
         assert engine.staged()
         locked = [size for name, _, size in driver.calls if name == "lock"]
-        assert locked and max(locked) <= 4 * PAGE, "one call would hold up the engine's own calls"
+        assert locked and max(locked) <= 4 * PAGE, "a larger call would delay the engine's own calls"
         rows_bytes = ROWS // world * COLUMNS * 2 + (ROWS * COLUMNS * 2 if world == 1 else 0)
-        assert rows_bytes <= sum(locked) <= rows_bytes + 4 * PAGE, "each worker locks what it copies itself"
+        assert rows_bytes <= sum(locked) <= rows_bytes + 4 * PAGE, "each worker locks only pages that it copies"
 
         before = len(driver.calls)
         engine.load(str(path))
-        assert len(driver.calls) == before, "within the pause"
+        assert len(driver.calls) == before, "no lock or unlock during the pause"
         assert torch.equal(engine.model.w, expected(content, rank, world))
 
         engine.unmap()
@@ -268,9 +268,9 @@ def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, wo
         assert {thread for name, thread, _ in driver.calls if name == "unlock"} == {"versions_0"}
 
 
-def test_what_vllms_loaders_read_has_no_locked_pieces(version, worker):
-    """They copy whole tensors, and CUDA refuses a copy that crosses from one locked piece into the next; and they may
-    write into what they read, which a shared mapping would bring into the version."""
+def test_layerwise_reload_reads_private_unlocked_pages(version, worker):
+    """vLLM's loaders copy whole tensors, and CUDA refuses copies that cross from one locked piece into the next; they
+    may also write to their source, which a shared mapping would write to the version."""
     path, content = version
     engine, driver = worker(0, 1)
     engine._own_layout, seen = "experts are laid out for the device's kernel", []
@@ -292,7 +292,7 @@ def test_what_vllms_loaders_read_has_no_locked_pieces(version, worker):
     again.close()
 
 
-def test_a_wake_does_not_load_what_an_earlier_load_left_mapped(version, worker, tmp_path):
+def test_load_replaces_mapping_of_earlier_version(version, worker, tmp_path):
     path, content = version
     engine, _ = worker(0, 1)
     engine.load(str(path))
@@ -306,7 +306,7 @@ def test_a_wake_does_not_load_what_an_earlier_load_left_mapped(version, worker, 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (7, 3), (2, 3, 4), (1, 50)])
 @pytest.mark.parametrize("buffer_bytes", [4, 12, 48, 400])
-def test_ring_copies_tensors_that_are_larger_than_its_buffers(shape, buffer_bytes):
+def test_ring_copies_tensors_larger_than_buffers(shape, buffer_bytes):
     stored, target = torch.randn(shape), torch.zeros(shape)
     with HostRing(torch.device("cpu"), 2, buffer_bytes) as ring:
         ring.copy(target, stored)

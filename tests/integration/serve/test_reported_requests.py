@@ -1,6 +1,6 @@
-"""Requests after public reports of clients that were refused elsewhere: the gateway passes them, and vLLM reads them.
+"""Requests from public reports of clients that other servers refused: the gateway accepts them, and vLLM reads them.
 
-Each has the issue or pull request after which it is made.
+Each names its issue or pull request.
 """
 
 from typing import Any
@@ -127,22 +127,22 @@ MESSAGES: dict[str, Body] = {
 
 
 def read(path: bytes, body: Body) -> Body:
-    """What an engine gets."""
+    """The request body that the gateway sends to an engine."""
     written = orjson.dumps({"model": "m", **body})
     return check_body(resolve(b"POST", path), written, Limits()).data
 
 
 @pytest.mark.parametrize("name", CHAT)
-def test_chat_request_is_read(name: str) -> None:
+def test_reported_chat_request_is_accepted(name: str) -> None:
     request = ChatCompletionRequest.model_validate(read(b"/v1/chat/completions", CHAT[name]))
-    for message in request.messages:  # vLLM checks calls and parts when they are taken
+    for message in request.messages:  # vLLM checks calls and parts on access
         assert all(call["type"] == "function" for call in message.get("tool_calls") or ())
         assert isinstance(message.get("content"), str | None) or all(isinstance(p, dict) for p in message["content"])
     assert request.to_sampling_params(24, {}).max_tokens == 24
 
 
 @pytest.mark.parametrize("name", RESPONSES)
-def test_response_request_is_read(name: str) -> None:
+def test_reported_response_request_is_accepted(name: str) -> None:
     request = ResponsesRequest.model_validate(read(b"/v1/responses", RESPONSES[name]))
     messages = construct_input_messages(request_instructions=None, request_input=request.input)
     assert all(message["role"] in ("user", "assistant", "developer", "tool") for message in messages)
@@ -151,6 +151,6 @@ def test_response_request_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_anthropic_request_is_read(name: str) -> None:
+def test_reported_anthropic_request_is_accepted(name: str) -> None:
     request = AnthropicMessagesRequest.model_validate(read(b"/v1/messages", {"max_tokens": 5, **MESSAGES[name]}))
     assert AnthropicServingMessages.to_chat_completion_request(request).messages

@@ -1,4 +1,4 @@
-"""What vLLM refuses or lacks at a start is told in the box's own settings, without its classes and options."""
+"""vLLM's start errors are translated into settings of the box, without vLLM's classes and options."""
 
 import re
 
@@ -11,7 +11,7 @@ from serve.engine.main import in_words
 from serve.engine.start_errors import in_our_words, out_of_memory
 
 
-def test_what_vllm_refuses_is_told_without_its_classes_and_arguments():
+def test_in_words_omits_vllm_classes():
     with pytest.raises(ValidationError) as refused:
         CacheConfig(block_size=0)
     assert in_words(refused.value) == "block-size: Input should be greater than 0"
@@ -43,7 +43,7 @@ FULL = (
             "ValueError: max_num_seqs (1024) exceeds available Mamba cache blocks (281). Each decode sequence requires "
             "one Mamba cache block, so CUDA graph capture cannot proceed. Please lower max_num_seqs to at most 281 or "
             "increase gpu_memory_utilization.",
-            ["holds 281 of them, not 1024", "`appliance model deploy m --max-num-seqs 281`"],
+            ["holds 281 states, not 1024", "`appliance model deploy m --max-num-seqs 281`"],
             False,
         ),
         (
@@ -64,7 +64,7 @@ FULL = (
         ),
     ],
 )
-def test_a_cause_that_is_known_names_our_settings_and_no_option_of_vllm(message, says, memory):
+def test_in_our_words_names_box_settings(message, says, memory):
     text = in_our_words(message, "m") or ""
     assert out_of_memory(message) is memory
     for part in says:
@@ -74,5 +74,5 @@ def test_a_cause_that_is_known_names_our_settings_and_no_option_of_vllm(message,
         assert key in BoxConfig().model_dump()["serve"], "a setting that exists"
 
 
-def test_what_is_not_known_is_told_as_it_is():
+def test_in_our_words_unknown_message_is_none():
     assert in_our_words("ValueError: the moon is full", "m") is None

@@ -1,4 +1,4 @@
-"""What a supervisor says of an engine that starts, does not start, or cannot take a version while it runs."""
+"""A supervisor's reports of an engine that starts, fails to start, or fails to load a version while it runs."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from tests.unit.serve.specs import spec
 
 
 class Process:
-    """The process of an engine: its first event is `said`, or the test's end of it where that is not yet set."""
+    """A stand-in for an engine's process, whose first event is the result of the future `said`."""
 
     pid, name, alive, fatal, starved, log_path = 1 << 22, "engine r", True, None, False, "/nowhere"
 
@@ -57,7 +57,7 @@ def supervisor(process, tmp_path):
     return replica.Replica("/w", str(tmp_path), EngineConfig())
 
 
-async def test_an_engine_that_starts_is_seen_at_once_and_asked_nothing(process, supervisor):
+async def test_status_of_starting_engine_returns_at_once(process, supervisor):
     starting = asyncio.create_task(supervisor.start(spec()))
     await asyncio.sleep(0)
     async with asyncio.timeout(60):
@@ -70,7 +70,7 @@ async def test_an_engine_that_starts_is_seen_at_once_and_asked_nothing(process, 
 
 
 async def refusal(process, supervisor, kinds=(), message=""):
-    """The error of a start at which the process raises this, or ends without a word."""
+    """The error of a start at which the process reports this fatal error, or ends without an event."""
     event = {"event": "fatal", "type": kinds[0], "kinds": list(kinds), "message": message} if kinds else None
     process.said.set_result(event)
     with pytest.raises(EngineStartFailed) as failed:
@@ -78,7 +78,7 @@ async def refusal(process, supervisor, kinds=(), message=""):
     return failed.value
 
 
-async def test_start_of_a_process_that_crashed_says_how_and_what_it_logged_last(process, supervisor):
+async def test_start_crash_reports_signal_and_log(process, supervisor):
     first, _, rest = str(await refusal(process, supervisor)).partition("\n")
     assert "its process was ended by SIGSEGV" in first and rest.endswith("line 8")
 
@@ -95,7 +95,7 @@ async def test_start_of_a_process_that_crashed_says_how_and_what_it_logged_last(
         (RuntimeError, "CUDA error: uncorrectable ECC error encountered", False),
     ],
 )
-async def test_only_what_an_engine_says_of_itself_is_said_of_its_settings(process, supervisor, kind, message, refused):
+async def test_start_error_kind_decides_engine_refused(process, supervisor, kind, message, refused):
     error = await refusal(process, supervisor, [one.__name__ for one in kind.__mro__], message)
     assert isinstance(error, EngineRefused) == refused
 
@@ -106,8 +106,8 @@ FULL = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 class Engine:
-    """vLLM as EngineControl knows it. `load`: the log-probability that the loaded weights answer, or what the load
-    raises. `done`: the calls that change it, in order."""
+    """A stand-in for vLLM behind EngineControl. `load`: the log-probability that the loaded weights give, or the error
+    of the load. `done`: state-changing calls, in order."""
 
     errored = False
 
@@ -148,7 +148,7 @@ class Engine:
 
 @pytest.fixture
 def control(tmp_path):
-    """Makes the control of an engine that serves v1; v2 is another directory."""
+    """A factory of EngineControls that serve v1; `path` is v2's directory."""
     for version in ("v1", "v2"):
         (tmp_path / version).mkdir()
         (tmp_path / version / "config.json").write_text("{}")
@@ -165,7 +165,7 @@ def control(tmp_path):
     return make
 
 
-async def test_swap_asks_the_token_before_scheduling_resumes(control):
+async def test_swap_checks_token_before_scheduling_resumes(control):
     engine = Engine()
     made = control(engine)
     swapped = await made.swap("m2", "v2", control.path)
@@ -179,7 +179,7 @@ FAILURES = [(RAISED, ReloadFailed), (NAN, VersionBroken), (FULL, EngineFailed), 
 
 @pytest.mark.parametrize(("load", "error"), FAILURES)
 @pytest.mark.parametrize("state", ["ready", "asleep"])
-async def test_failed_load_says_who_may_take_the_version(control, state, load, error):
+async def test_failed_load_raises_error_by_cause(control, state, load, error):
     made = control(Engine(load), state)
     with pytest.raises(EngineFailed) as failed:
         await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)

@@ -1,4 +1,4 @@
-"""Files planned here load in the safetensors library, and start where they should."""
+"""Planned files load in the safetensors library, with aligned tensors."""
 
 import json
 
@@ -27,7 +27,7 @@ def lay_down(layout: Layout, directory) -> None:
         (directory / index[0]).write_bytes(index[1])
 
 
-def test_planned_file_loads_in_the_safetensors_library(tmp_path):
+def test_planned_file_loads_with_safetensors(tmp_path):
     specs = [
         TensorSpec("odd", "U8", (3, 5)),
         TensorSpec("w", "BF16", (64, 32)),
@@ -46,18 +46,18 @@ def test_planned_file_loads_in_the_safetensors_library(tmp_path):
         flat = loaded[spec.name].contiguous().view(torch.uint8).flatten() if spec.shape else loaded[spec.name].view(1)
         assert flat.view(torch.uint8).numpy().tobytes() == expected
     with safe_open(tmp_path / "model.safetensors", "pt") as opened:
-        assert opened.metadata() == {"format": "pt"}  # transformers refuses files without it
+        assert opened.metadata() == {"format": "pt"}  # required by transformers
     assert Layout.read(tmp_path) == layout
 
 
 @pytest.mark.parametrize("code", DTYPE_BITS)
-def test_every_dtype_is_accepted_by_the_library(tmp_path, code):
+def test_every_dtype_opens_with_safetensors(tmp_path, code):
     lay_down(Layout.plan([TensorSpec("x", code, (16,))]), tmp_path)
     with safe_open(tmp_path / "model.safetensors", "numpy") as opened:
         assert opened.get_slice("x").get_dtype() == code
 
 
-def test_files_are_cut_at_the_limit_with_a_transformers_index(tmp_path):
+def test_plan_splits_files_with_transformers_index(tmp_path):
     specs = [TensorSpec(f"t{i}", "F32", (100,)) for i in range(5)]
     layout = Layout.plan(specs, max_file_bytes=800)
     assert [file.name for file in layout.files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -71,7 +71,7 @@ def test_files_are_cut_at_the_limit_with_a_transformers_index(tmp_path):
     assert Layout.read(tmp_path) == layout
 
 
-def test_index_that_disagrees_is_refused(tmp_path):
+def test_index_unlike_files_is_refused(tmp_path):
     layout = Layout.plan([TensorSpec(f"t{i}", "F32", (100,)) for i in range(3)], max_file_bytes=500)
     lay_down(layout, tmp_path)
     index = tmp_path / "model.safetensors.index.json"
@@ -83,7 +83,7 @@ def test_index_that_disagrees_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["../../etc/passwd.safetensors", "/etc/x.safetensors", ".x.safetensors", 7, "a.bin"])
-def test_index_cannot_point_outside(tmp_path, target):
+def test_index_with_unsafe_file_name_is_refused(tmp_path, target):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}))
     with pytest.raises(IntegrityError):
         Layout.read(tmp_path)

@@ -41,7 +41,7 @@ def staged(store) -> list[str]:
     return os.listdir(store.root / "staging")
 
 
-def test_an_aborted_draft_stays_while_another_writer_maps_it(store):
+def test_aborted_draft_stays_while_writer_attached(store):
     draft = store.reserve(LAYOUT, kind="version", model="m", version="1")
     other = store.attach(draft.path, LAYOUT)
     draft.abort()
@@ -55,8 +55,8 @@ def test_an_aborted_draft_stays_while_another_writer_maps_it(store):
         store.attach(draft.path, LAYOUT)
 
 
-def test_views_keep_the_lease_after_its_release(store):
-    """A tensor over released bytes would otherwise show the next version's, or crash the process."""
+def test_views_keep_lease_after_release(store):
+    """Otherwise a tensor over released bytes would read the next version's bytes, or crash the process."""
     stored = write(store)
     lease = store.lease(stored)
     placed = lease.layout.find("model.norm.weight")
@@ -77,7 +77,7 @@ def test_views_keep_the_lease_after_its_release(store):
     store.remove(stored)
 
 
-def test_the_least_recently_used_goes_first(root):
+def test_eviction_removes_least_recently_used_first(root):
     store = WeightStore(root, budget_bytes=3 * MIB + MIB // 2)
     a, b, c = (put(store, name) for name in "abc")
     os.utime(a.path, ns=(1, 1))
@@ -90,8 +90,8 @@ def test_the_least_recently_used_goes_first(root):
     assert store.usage().used_bytes <= 3 * MIB + MIB // 2
 
 
-def test_a_lock_counts_only_where_the_path_still_leads(tmp_path, monkeypatch):
-    """Between opening a directory and locking it, it was renamed away and another put in its place."""
+def test_lock_on_replaced_directory_is_not_taken(tmp_path, monkeypatch):
+    """The directory is replaced by another one between open and lock."""
     path, flock = tmp_path / "v1", fcntl.flock
     path.mkdir()
 
@@ -109,7 +109,7 @@ def test_a_lock_counts_only_where_the_path_still_leads(tmp_path, monkeypatch):
     held.close()
 
 
-def test_evict_takes_no_more_of_the_pool_than_it_needs(store):
+def test_evict_trims_pool_only_as_needed(store):
     for stored in [put(store, name) for name in "ab"]:
         store.remove(stored)
     store.reserve(sized(MIB), kind="version", model="m", version="c").abort()
@@ -117,8 +117,8 @@ def test_evict_takes_no_more_of_the_pool_than_it_needs(store):
     assert store.evict(MIB) == store.usage().pool_bytes == MIB
 
 
-def test_an_idle_mapping_does_not_keep_destroyed_memory(store):
-    """Cached mappings pin the inode, so a segment is emptied before its name goes."""
+def test_destroyed_segment_frees_memory_despite_mapping(store):
+    """Cached mappings pin the inode, so a segment is truncated before it is unlinked."""
     stored = put(store, "a")
     path = stored.path / "model.safetensors"
     with open(path, "rb") as pinned:
@@ -128,7 +128,7 @@ def test_an_idle_mapping_does_not_keep_destroyed_memory(store):
         assert os.fstat(pinned.fileno()).st_blocks == 0
 
 
-def test_everything_is_private_whatever_the_umask(root):
+def test_store_files_are_private_under_any_umask(root):
     old = os.umask(0)
     try:
         store = WeightStore(root, budget_bytes=None)
@@ -141,7 +141,7 @@ def test_everything_is_private_whatever_the_umask(root):
         os.umask(old)
 
 
-def test_an_unsafe_root_is_refused(tmp_path):
+def test_store_refuses_unsafe_root(tmp_path):
     loose = tmp_path / "loose"
     loose.mkdir(mode=0o755)
     loose.chmod(0o755)
@@ -154,11 +154,11 @@ def test_an_unsafe_root_is_refused(tmp_path):
         WeightStore(tmp_path / "link", budget_bytes=None)
 
 
-def test_room_is_what_a_reservation_could_get(tmp_path):
+def test_room_bytes_count_evictable_versions(tmp_path):
     store = WeightStore(tmp_path / "store", budget_bytes=4 * MIB)
     assert store.room_bytes() == 4 * MIB
     put(store, "kept", pinned=True)
     put(store, "loose")
-    assert 3 * MIB - 4096 < store.room_bytes() <= 3 * MIB  # a manifest beside the tensors
+    assert 3 * MIB - 4096 < store.room_bytes() <= 3 * MIB  # less the manifest
     assert put(store, "all of it", store.room_bytes() // 64 * 64)
     assert names(store) == {"kept", "all of it"}

@@ -1,4 +1,4 @@
-"""Copies on disk: whole or absent, checked on the way out and on the way back."""
+"""Copies on disk: complete or absent, checked when written and when restored."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def visible(folder):
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-def test_put_copies_the_same_bytes_and_restore_returns_them(store, tier, sealed):
+def test_put_and_restore_keep_bytes(store, tier, sealed):
     stored = write(store, sealed=sealed)
     done = []
     tier.put(stored.path, done.append)
@@ -43,7 +43,7 @@ def test_put_copies_the_same_bytes_and_restore_returns_them(store, tier, sealed)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_damage_in_shared_memory_does_not_reach_the_disk(store, tier, tmp_path, file):
+def test_put_refuses_damaged_version(store, tier, tmp_path, file):
     stored = write(store)
     flip(stored.path / file)
     with pytest.raises(IntegrityError):
@@ -51,7 +51,7 @@ def test_damage_in_shared_memory_does_not_reach_the_disk(store, tier, tmp_path, 
     assert visible(tmp_path / "models") == []
 
 
-def test_a_killed_copy_is_collected(store, tier, tmp_path):
+def test_collect_removes_killed_copy(store, tier, tmp_path):
     stored = write(store)
     pid = os.fork()
     if pid == 0:
@@ -68,7 +68,7 @@ def test_a_killed_copy_is_collected(store, tier, tmp_path):
     verify(tier.path(V1))
 
 
-def test_a_foreign_checkpoint_is_sealed_and_imported(store, tmp_path):
+def test_seal_dir_makes_foreign_checkpoint_importable(store, tmp_path):
     source = tmp_path / "hf"
     source.mkdir()
     tensors = {"w": torch.randn(33, 7).to(torch.bfloat16), "b": torch.arange(5)}

@@ -1,4 +1,4 @@
-"""Tools shown through templates that do not know them, rendered as transformers renders them."""
+"""Tools added to templates that do not mention them, rendered as transformers renders them."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_conversations_without_tools_render_as_before(template):
     assert rendered(with_tools(template), messages, tools=[]) == rendered(template, messages)
 
 
-def test_tools_stand_in_the_system_message():
+def test_with_tools_lists_tools_in_system_message():
     text = rendered(with_tools(CHATML), [ASKED], tools=[TOOL], add_generation_prompt=True)
     assert text.startswith("<|im_start|>system\nYou may call functions.") and text.endswith("<|im_start|>assistant\n")
     assert json.dumps(TOOL) in text and text.count("<|im_start|>") == 3
@@ -48,7 +48,7 @@ def test_tools_stand_in_the_system_message():
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
-def test_calls_and_their_results_are_written(arguments):
+def test_with_tools_renders_calls_and_results(arguments):
     messages = [ASKED, call(arguments), {"role": "tool", "content": "12 C", "tool_call_id": "c1"}]
     text = rendered(with_tools(CHATML), messages)
     written = '<tool_call>\n{"name": "f", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -56,6 +56,6 @@ def test_calls_and_their_results_are_written(arguments):
     assert "<|im_start|>user\n<tool_response>\n12 C\n</tool_response><|im_end|>" in text
 
 
-def test_templates_that_know_tools_are_left_alone():
+def test_with_tools_keeps_templates_with_tools():
     known = CHATML + "{{ tools }}"
     assert with_tools(known) == known and with_tools(None) is None and with_tools("") == ""

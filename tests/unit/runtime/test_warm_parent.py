@@ -92,7 +92,7 @@ async def test_child_sends_exceptions_futures_and_events(warm, tmp_path):
     assert caught.value.type == "ValueError"
     with pytest.raises(ChildError, match="no such call 'absent'"):
         await child.call("absent")
-    with pytest.raises(ChildError, match="set cannot travel"):
+    with pytest.raises(ChildError, match="set cannot be sent"):
         await child.call("set")
     assert await child.call("later", value=21) == 42
     await child.call("emit", n=3)

@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     ("file", "body", "says"),
     [
         ("config.json", {"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
-        ("config.json", {"speculators_config": {"verifier": "/etc"}}, "names '/etc'"),
+        ("config.json", {"speculators_config": {"verifier": "/etc"}}, "outside the checkpoint: '/etc'"),
         ("config.json", {"model_type": "../llama"}, "model_type"),
         ("tokenizer_config.json", {"vocab": "/etc/passwd"}, "'vocab'"),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.T", None]}}, "auto_map"),
