@@ -38,7 +38,8 @@ def below(group: str) -> list[tuple[str, str]]:
     """The words that may follow a group ("" for all), each with the first line of its help."""
     begin = f"{group} " if group else ""
     words = {name.removeprefix(begin).partition(" ")[0] for name in (*GROUPS, *COMMANDS) if name.startswith(begin)}
-    helps = {word: GROUPS.get(begin + word) or COMMANDS[begin + word].help for word in words}
+    known = {name: command.help for name, command in COMMANDS.items()} | GROUPS
+    helps = {word: known.get(begin + word, f"{word.capitalize()}s.") for word in words}
     return sorted((word, help.partition("\n")[0]) for word, help in helps.items())
 
 
@@ -63,7 +64,8 @@ def call(words: list[str]) -> int:
     if not rest or rest[0] in ("-h", "--help"):
         width = max(len(word) for word, _ in below(name)) + 2
         commands = "\n".join(f"  {word.ljust(width)}{text}" for word, text in below(name))
-        head = f"{GROUPS.get(name, '')}\n\nUsage: appliance {name} COMMAND ...\n\nCommands:\n{{commands}}"
+        about = GROUPS.get(name, f"{name.capitalize()}s.")
+        head = f"{about}\n\nUsage: appliance {name} COMMAND ...\n\nCommands:\n{{commands}}"
         print((head if name else _OVERVIEW).format(commands=commands))
         return 0 if rest else 2
     if not name and rest[0] == "--version":

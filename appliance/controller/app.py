@@ -9,10 +9,12 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from functools import partial
+from importlib import import_module
+from pkgutil import iter_modules
 
 from fastapi import FastAPI
 
-from appliance.controller import batches, gates
+from appliance.controller import gates, openai
 from appliance.controller.admin import box, keys, logins
 from appliance.controller.admin import models as admin_models
 from appliance.controller.context.context import ControllerContext
@@ -25,12 +27,14 @@ from appliance.controller.interfaces import errors
 from appliance.controller.interfaces.principal import ADMIN, READ
 from appliance.controller.jobs.settings import JobValidation, remove_copies
 from appliance.controller.models.activation import Canaries
-from appliance.controller.openai import job_routes, model_routes
+from appliance.controller.openai import batches, job_routes
 from appliance.controller.responses import stored as responses
 from appliance.store import evals
 from appliance.store.rows import EVAL_RUNS, FILES, JOBS, UNFINISHED
 
 HOUSEKEEPING_EVERY_S, CANARIES_EVERY_S = 30.0, 2.0
+# With `routes(context)`, each is an object of the API. Imported here: a table is declared before the database opens.
+_OBJECTS = [import_module(f"{openai.__name__}.{module.name}") for module in iter_modules(openai.__path__)]
 
 
 def create_app(context: ControllerContext) -> FastAPI:
@@ -79,13 +83,11 @@ def create_app(context: ControllerContext) -> FastAPI:
         storage.file_routes(context),
         storage.upload_routes(context),
         job_routes.check_routes(context),
-        batches.routes(context),
         *responses.routes(context, stored),
-        job_routes.routes(context),
         job_routes.method_routes(),
         judging.routes(context, grading),
         *eval_routes.routes(context, evaluations),
-        model_routes.routes(context),
+        *(module.routes(context) for module in _OBJECTS if hasattr(module, "routes")),
         admin,
     ):
         app.router.routes.extend(router.routes)

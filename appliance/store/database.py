@@ -136,15 +136,20 @@ class Database(AbstractContextManager["Database"]):
 
     def _check_tables(self) -> None:
         """Raises OtherSchema if an existing table has other columns than declared."""
-        columns: dict[str, set[str]] = {}
-        query = "SELECT m.name, c.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE m.type = 'table'"
-        for table, column in self.execute(query):
-            columns.setdefault(table, set()).add(column)
+        columns = self.columns()
         for table, (declared, _) in TABLES.items():
             if columns.get(table, declared) != declared:
                 raise OtherSchema(self.path, table)
         if columns and not columns.keys() & TABLES.keys():
             raise sqlite3.DatabaseError("it has the tables of another program")
+
+    def columns(self) -> dict[str, set[str]]:
+        """The columns of each table that the file has."""
+        columns: dict[str, set[str]] = {}
+        query = "SELECT m.name, c.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE m.type = 'table'"
+        for table, column in self.execute(query):
+            columns.setdefault(table, set()).add(column)
+        return columns
 
     @property
     def _connection(self) -> sqlite3.Connection:

@@ -39,9 +39,7 @@ def renew(db: Database, key_id: str) -> tuple[KeyRow, str]:
     with db.transaction():
         update(db, key_id, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS])
         end_sessions(db, key_id)
-    row = KEYS.find(db, key_id)
-    assert row is not None
-    return row, key
+    return KEYS.get(db, key_id), key
 
 
 def fingerprint(key: str) -> str:

@@ -29,7 +29,7 @@ from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, I
 from appliance.controller.jobs.events import pause_jobs_of, pause_jobs_without_model, set_wanted
 from appliance.controller.openai.new_job import Priority
 from appliance.store import evals, files, jobs, keys, models, usage
-from appliance.store.database import TABLES, Database, Part
+from appliance.store.database import Database, Part
 from appliance.store.rows import UNFINISHED, KeyRow, columns
 from runtime.logs import minute
 
@@ -229,10 +229,12 @@ async def end_expired(context: ControllerContext) -> None:
 
 # --- a person who leaves
 #
-# Deleted: files, uploads, stored responses, batches, evals, job folders and events. Kept under a pseudonym: usage, the
-# audit log, jobs. A repeated request continues where the last one stopped.
+# Deleted: job folders and events, and the owner's rows of every table but `_KEPT`, which get a pseudonym. A repeated
+# request continues where the last one stopped.
 
 _COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
+_KEPT = ("keys", "jobs", "models", "model_shares", "usage", "device_time", "audit", "tasks")
+_MINE = {"owner": "owner = ?1", "key_id": "key_id IN (SELECT id FROM keys WHERE owner = ?1)"}
 _WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
 _NAMED = (("audit", "target"), ("model_settings", "by_whom"), ("handovers", "asked_by"))
 """Columns that name a key or an owner. Those of `_NAMED_IN` are JSON, where only a name behind the third text is
@@ -278,10 +280,11 @@ def forget_routes(context: ControllerContext, router: APIRouter) -> None:
 
 
 def _stored_of(db: Database, owner: str) -> dict[str, Any]:
+    mine = _mine(db)
     # One version trained on the files is enough.
     models_of_files = db.column(
-        f"WITH given AS (SELECT id FROM files WHERE {_mine('files')}), known AS (SELECT id FROM jobs WHERE"
-        f" {_mine('jobs')} OR training_file IN given OR validation_file IN given)"
+        f"WITH given AS (SELECT id FROM files WHERE {mine['files']}), known AS (SELECT id FROM jobs WHERE"
+        f" {mine['jobs']} OR training_file IN given OR validation_file IN given)"
         " SELECT id FROM models WHERE job_id IN known"
         " OR id IN (SELECT model FROM versions WHERE job_id IN known) ORDER BY seq",
         [owner],
@@ -295,13 +298,14 @@ def _stored_of(db: Database, owner: str) -> dict[str, Any]:
 
 
 def _ids(db: Database, table: str, owner: str, where: str = "1") -> list[str]:
-    return db.column(f"SELECT id FROM {table} WHERE {_mine(table)} AND {where} ORDER BY seq", [owner])
+    return db.column(f"SELECT id FROM {table} WHERE {_mine(db)[table]} AND {where} ORDER BY seq", [owner])
 
 
-def _mine(table: str) -> str:
-    """A condition that the row's owner, or the owner of the key it was made with, is ?1."""
-    columns, of_key = TABLES[table][0], "key_id IN (SELECT id FROM keys WHERE owner = ?1)"
-    return f"(owner = ?1 OR {of_key})" if "owner" in columns else of_key
+def _mine(db: Database) -> dict[str, str]:
+    """By table: a condition that the row's owner, or the owner of the key it was made with, is ?1. From the schema,
+    so that a table added later is not forgotten."""
+    found = {table: [_MINE[name] for name in _MINE if name in columns] for table, columns in db.columns().items()}
+    return {table: f"({' OR '.join(conditions)})" for table, conditions in found.items() if conditions}
 
 
 def _delete(context: ControllerContext, owner: str) -> None:
@@ -324,8 +328,9 @@ def _delete(context: ControllerContext, owner: str) -> None:
             storage.remove(context, row)
     for upload_id in _ids(db, "uploads", owner):
         shutil.rmtree(context.uploads_dir / upload_id, ignore_errors=True)
-    for table in ("uploads", "batches", "responses", "idempotency"):
-        db.delete(table, _mine(table), [owner])
+    for table, mine in _mine(db).items():
+        if table not in _KEPT:
+            db.delete(table, mine, [owner])
 
 
 def rename(db: Database, owner: str, pseudonym: str) -> None:
@@ -335,7 +340,7 @@ def rename(db: Database, owner: str, pseudonym: str) -> None:
     with db.transaction():
         db.execute(
             "UPDATE jobs SET metadata = NULL, integrations = NULL, suffix = NULL, reason = '',"
-            f" error = json_set(error, '$.message', '(forgotten)') WHERE {_mine('jobs')}",
+            f" error = json_set(error, '$.message', '(forgotten)') WHERE {_mine(db)['jobs']}",
             [owner],
         )
         db.execute("UPDATE audit SET detail = '{}' WHERE key_id IN (SELECT id FROM keys WHERE owner = ?)", [owner])
@@ -347,7 +352,5 @@ def rename(db: Database, owner: str, pseudonym: str) -> None:
                 db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", texts)
         for number, key in enumerate(known, 1):
             keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
-        # From the schema, so that a table added later is not forgotten.
-        tables = "SELECT m.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE c.name = 'owner'"
-        for table in db.column(f"{tables} AND m.type = 'table'"):
+        for table in [table for table, columns in db.columns().items() if "owner" in columns]:
             db.execute(f"UPDATE {table} SET owner = ?2 WHERE owner = ?1", [owner, pseudonym])

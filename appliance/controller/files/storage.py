@@ -30,7 +30,7 @@ from pydantic import Field, StringConstraints
 
 from appliance.controller.access.limits import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, object_of, part
+from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, new_row, object_of, part
 from appliance.controller.http.routers import FORM_BYTES, StrictBody, takes, unaudited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
@@ -54,22 +54,10 @@ MAX_FILENAME_BYTES = 255
 MAX_PARTS = 10_000
 _COPY_BYTES = 2**20
 
-FILES = Resource(
-    "file",
-    "/v1/files",
-    (FINE_TUNING,),
-    files.find,
-    missing="No such File object: {}",
-    param="id",
-    fields=("filename", "purpose", "bytes"),
-)
+_RECORDED = ("filename", "purpose", "bytes")
+FILES = Resource("file", "/v1/files", (FINE_TUNING,), files.find, "No such File object: {}", "id", fields=_RECORDED)
 UPLOADS = Resource(
-    "upload",
-    "/v1/uploads",
-    (FINE_TUNING,),
-    uploads.find_visible,
-    missing="No such Upload object: {}",
-    fields=("filename", "purpose", "bytes"),
+    "upload", "/v1/uploads", (FINE_TUNING,), uploads.find_visible, "No such Upload object: {}", fields=_RECORDED
 )
 
 
@@ -338,13 +326,14 @@ def upload_routes(context: ControllerContext) -> APIRouter:
         def make() -> UploadRow:
             context.quotas.check(caller, 2 * body.bytes, begins=True)  # its parts, and the file
             now_s = time.time()
-            row = UploadRow(
-                id=new_id("upload_"),
+            row = new_row(
+                UploadRow,
+                "upload_",
+                caller,
                 filename=checked_filename(body.filename, "filename"),
                 **columns(body, "purpose mime_type bytes"),
                 created_s=now_s,
                 expires_s=now_s + config.upload_open_s,
-                **columns(caller, "key_id owner"),
                 file_keep_s=body.expires_after.seconds if body.expires_after else None,
             )
             return uploads.insert(db, row)

@@ -36,7 +36,7 @@ from appliance.controller.grading.judging import (
     grader_of,
 )
 from appliance.controller.grading.shapes import Entry, Jsonl, Sampled, sample_object
-from appliance.controller.http.resource import Resource, list_object, part
+from appliance.controller.http.resource import Resource, list_object, new_row, part
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store import evals
@@ -86,16 +86,8 @@ def insert_run(
     """Make a run within the caller's bounds and start its task. Call it in a transaction. more: its name and
     metadata. Raises ApiError."""
     context.quotas.check(caller, begins=True)
-    row = EvalRunRow(
-        id=new_id("evalrun_"),
-        eval_id=evaluation.id,
-        created_s=time.time(),
-        key_id=caller.key_id,
-        owner=caller.owner,
-        model=data_source.get("model") or "",
-        data_source=data_source,
-        **more,
-    )
+    more |= {"eval_id": evaluation.id, "model": data_source.get("model") or "", "data_source": data_source}
+    row = new_row(EvalRunRow, "evalrun_", caller, **more)
     context.tasks.start(RUN_TASKS, row.id, row.key_id)
     return evals.insert_run(context.db, row)
 
@@ -312,20 +304,10 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         def make() -> EvalRow:
             size, now_s = len(orjson.dumps([schema, criteria])), time.time()
             context.quotas.check(caller, size)
-            row = EvalRow(
-                id=new_id("eval_"),
-                name=body.name or "",
-                created_s=now_s,
-                updated_s=now_s,
-                key_id=caller.key_id,
-                owner=caller.owner,
-                item_schema=schema,
-                include_sample=int(body.data_source_config.include_sample_schema),
-                criteria=criteria,
-                metadata=body.metadata,
-                bytes=size,
-            )
-            return evals.insert(db, row)
+            fields = {"name": body.name or "", "metadata": body.metadata, "item_schema": schema, "criteria": criteria}
+            fields["include_sample"] = int(body.data_source_config.include_sample_schema)
+            times = {"created_s": now_s, "updated_s": now_s}
+            return evals.insert(db, new_row(EvalRow, "eval_", caller, bytes=size, **fields, **times))
 
         return shapes.eval_object(EVALS.once(request, caller, await request.body(), make))
 

@@ -24,7 +24,7 @@ from appliance.controller.interfaces.errors import Conflict, KeyRevoked, NotFoun
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.store import keys
 from appliance.store.database import Database, Page, Part, UnknownCursor
-from appliance.store.rows import IDEMPOTENCY, IdempotencyRow, columns
+from appliance.store.rows import IDEMPOTENCY, IdempotencyRow, columns, new_id
 
 MOST = 10_000
 """The largest limit of a page, unless a list has a smaller one."""
@@ -136,7 +136,13 @@ class Resource(Generic[Row]):
         return router
 
 
-# --- objects and lists in OpenAI's format
+# --- rows, and objects and lists in OpenAI's format
+
+
+def new_row(kind: Callable[..., Row], prefix: str, caller: Principal, **fields: Any) -> Row:
+    """A row that the caller makes now: with a new id, the caller's key and its owner."""
+    made = {"id": new_id(prefix), "created_s": time.time(), **columns(caller, "key_id owner")}
+    return kind(**made | fields)
 
 
 def object_of(row: Any, kind: str, names: str, **more: Any) -> dict[str, Any]:

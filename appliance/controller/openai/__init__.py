@@ -1,4 +1,4 @@
-"""The routes of fine-tuning jobs, their plans, checkpoints and queue, and of models.
+"""Objects of the API under /v1, a module each: batches, models, and fine-tuning jobs with plans, checkpoints and queue.
 
 Never: Starts work; it writes the wanted state to the store and the scheduler acts on it.
 Begin with job_routes.py.

@@ -4,7 +4,6 @@ fields (`JobCreate`, `training_of`), then what it names (`insert_job`)."""
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,6 +14,7 @@ from appliance.controller.access.model_access import Resolved, resolve, root_bas
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.evals import EVALS
 from appliance.controller.grading.judging import check_code, check_form, form_of, grader_of, teacher_of
+from appliance.controller.http.resource import new_row
 from appliance.controller.http.routers import Metadata, StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
@@ -197,9 +197,10 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     except InvalidHyperparameter as error:
         raise refused(error, training.where) from error
     bounds.check(resolved, nodes)
-    row = JobRow(
-        id=new_id("ftjob-"),
-        key_id=caller.key_id,
+    row = new_row(
+        JobRow,
+        "ftjob-",
+        caller,
         method=method.name,
         **columns(body, "model training_file validation_file suffix metadata"),
         **columns(body, "priority min_devices max_devices deadline_s"),
@@ -207,12 +208,10 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
         hyperparameters=training.hyperparameters,
         preemptible=int(body.preemptible),
-        owner=caller.owner,
         output_model=_output_model(context, body, base, resolved, caller),
         stable_name=int(body.publish_as is not None),
         activate=int(body.activate),
         gate=None if body.gate is None else _gate(context, body.gate, caller),
-        created_s=time.time(),
         reason="the training file is being validated",
     )
     judge = _judge(context, training, base, resolved, caller) if method.judged_by else None

@@ -27,6 +27,11 @@ def test_help_of_a_command_has_examples_and_every_option(name):
     assert f"appliance {name}" in examples and all(option in text for option in options_of(name))
 
 
+def test_group_needs_no_line_of_its_own(monkeypatch):
+    monkeypatch.setitem(COMMANDS, "toy list", COMMANDS["file list"])
+    assert ("toy", "Toys.") in below("") and run("toy", "--help").stdout.startswith("Toys.\n\nUsage: appliance toy")
+
+
 def test_help_of_a_group_lists_its_commands():
     for group in ("", *GROUPS):
         if group in COMMANDS:

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fastapi import FastAPI
 from appliance.controller import gates
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.routers import StrictRoute
 from appliance.controller.interfaces.principal import Listener
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import JobEvents
@@ -98,6 +100,20 @@ class Control:
         made = await self.sdk.fine_tuning.jobs.create(model="starter", **fields)
         await self.settle()
         return made.id
+
+    def creating(self) -> dict[str, str]:
+        """By noun: the path of the POST that makes an object of this kind."""
+        posts = [one for one in self.app.routes if isinstance(one, StrictRoute) and one.verb == "POST"]
+        return {one.noun: one.path for one in posts if one.path[:4] == "/v1/" and one.action == f"{one.noun}.create"}
+
+    async def bodies(self, path: str) -> tuple[Any, Any]:
+        """Two different bodies of this POST: `bodies(control)` of test_notes.py, if the path is /v1/notes."""
+        return await import_module(f"tests.unit.controller.test_{path.rpartition('/')[2]}").bodies(self)
+
+    async def made(self, path: str) -> str:
+        """Make an object with the first of `bodies`; return its id."""
+        answer = await self.http.post(path, json=(await self.bodies(path))[0])
+        return answer.raise_for_status().json()["id"]
 
     async def messages(self, job_id: str) -> list[str]:
         """Event texts of a job, oldest first."""

@@ -13,10 +13,10 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller import batches
-from appliance.controller.batches import Lines, read_lines
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.files import storage
+from appliance.controller.openai import batches
+from appliance.controller.openai.batches import Lines, read_lines
 from appliance.store.rows import BATCHES
 from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import Control
@@ -33,6 +33,12 @@ def line(number: int, **changes: Any) -> dict[str, Any]:
 
 def jsonl(rows: list[Any]) -> bytes:
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
+
+
+async def bodies(control: Control) -> tuple[Any, Any]:
+    given = await control.upload(jsonl([line(0)]), "in.jsonl", "batch")
+    one = {"input_file_id": given, "endpoint": URL, "completion_window": "24h"}
+    return one, one | {"metadata": {"a": "b"}}
 
 
 async def begun(control: Control, rows: list[Any], endpoint: str = URL, **fields: Any) -> str:

@@ -48,6 +48,11 @@ def asked(model: str = "starter", **fields: Any) -> Any:
     } | fields
 
 
+async def bodies(control: Control) -> tuple[Any, Any]:
+    one = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
+    return one, one | {"name": "b"}
+
+
 async def made(control: Control, *criteria: Any) -> str:
     found = await control.sdk.evals.create(
         data_source_config=SCHEMA, testing_criteria=list(criteria or [CHECK]), name="n", metadata={"a": "b"}

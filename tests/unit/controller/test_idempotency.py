@@ -1,16 +1,14 @@
-"""Repeated requests: each creating POST creates one object for two equal requests."""
+"""Each POST that makes an object: repeated requests make one, its list is paged, and its deletion is final."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
+from appliance.store.rows import AUDIT
 from tests.unit.controller.conftest import Control
-from tests.unit.controller.test_evals import CHECK, SCHEMA, given
-
-LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter", "messages": []}}
+from tests.unit.controller.test_evals import CHECK, SCHEMA, given, made
 
 
 def form(name: str, data: bytes, **fields: str) -> dict[str, Any]:
@@ -21,34 +19,27 @@ KEYED = {"idempotency-key": "one"}
 
 
 async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Route -> (URL, body, different body)."""
-    post = control.http.post
-    one = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
-    eval_id = (await post("/v1/evals", json=one)).json()["id"]
-    announced = {"filename": "f", "purpose": "batch", "bytes": 9, "mime_type": "text/plain"}
-    batch = {
-        "input_file_id": await control.upload(json.dumps(LINE).encode(), "lines.jsonl", "batch"),
-        "endpoint": "/v1/chat/completions",
-        "completion_window": "24h",
-    }
+    """Noun -> (URL, body, different body). Those without an entry here come from the test modules of these objects."""
+    eval_id = await made(control)
     job = {"model": "starter", "training_file": await control.upload()}
     asked = {"model": "starter", "input": "1", "background": True}
     run = {"data_source": given(("yes", "yes"))}
-    return {
-        "/v1/files": ("/v1/files", form("file", b"a", purpose="user_data"), form("file", b"b", purpose="user_data")),
-        "/v1/uploads": ("/v1/uploads", {"json": announced}, {"json": announced | {"bytes": 8}}),
-        "/v1/batches": ("/v1/batches", {"json": batch}, {"json": batch | {"metadata": {"a": "b"}}}),
-        "/v1/fine_tuning/jobs": ("/v1/fine_tuning/jobs", {"json": job}, {"json": job | {"suffix": "b"}}),
-        "/v1/responses": ("/v1/responses", {"json": asked}, {"json": asked | {"input": "2"}}),
-        "/v1/evals": ("/v1/evals", {"json": one}, {"json": one | {"name": "b"}}),
-        "/v1/evals/{eval_id}/runs": (f"/v1/evals/{eval_id}/runs", {"json": run}, {"json": run | {"name": "b"}}),
+    found = {
+        "file": ("/v1/files", form("file", b"a", purpose="user_data"), form("file", b"b", purpose="user_data")),
+        "job": ("/v1/fine_tuning/jobs", {"json": job}, {"json": job | {"suffix": "b"}}),
+        "response": ("/v1/responses", {"json": asked}, {"json": asked | {"input": "2"}}),
+        "eval_run": (f"/v1/evals/{eval_id}/runs", {"json": run}, {"json": run | {"name": "b"}}),
     }
+    for noun, path in control.creating().items():
+        if noun not in found:
+            same, other = await control.bodies(path)
+            found[noun] = path, {"json": same}, {"json": other}
+    return found
 
 
 @pytest.mark.usefixtures("checked_here")
 async def test_repeated_create_makes_one_object_on_every_route(control: Control):
-    made = await bodies(control)
-    for path, (url, same, other) in made.items():
+    for path, (url, same, other) in (await bodies(control)).items():
 
         async def ask(body: dict[str, Any], url: str = url, **headers: str) -> Any:
             sent = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -64,9 +55,30 @@ async def test_repeated_create_makes_one_object_on_every_route(control: Control)
     await control.settle()
 
 
+@pytest.mark.usefixtures("checked_here")
+async def test_objects_are_listed_newest_first_and_gone_once_deleted(control: Control):
+    ask = control.http.request
+    for noun, (url, body, _) in (await bodies(control)).items():
+        ids = [(await ask("POST", url, **body)).json()["id"] for _ in range(3)]
+        await control.context.tasks.idle("validations", "batches", "responses", "eval_runs")
+        page = await ask("GET", url, params={"limit": 2, "order": "desc"})
+        if page.status_code != 405:
+            first = page.json()
+            rest = (await ask("GET", url, params={"limit": 2, "order": "desc", "after": first["last_id"]})).json()
+            listed = [item["id"] for item in first["data"] + rest["data"]]
+            assert (listed[:3], len(first["data"]), first["has_more"]) == (ids[::-1], 2, True), noun
+        gone = await ask("DELETE", f"{url}/{ids[0]}")
+        # Inference leaves no row, and that of a run names its evaluation.
+        done = [f"{noun}.create"] if control.creating().get(noun) == url else []
+        if gone.status_code not in (404, 405):  # the kind has this verb
+            done.append(f"{noun}.delete")
+            assert gone.json()["deleted"] and (await ask("GET", f"{url}/{ids[0]}")).status_code == 404, noun
+        assert [row.action for row in AUDIT.list_all(control.db, "target LIKE ?", f"%{ids[0]}")] == done
+
+
 async def test_repeated_create_returns_the_first_without_its_file(control: Control):
-    made = await bodies(control)
-    of_batches, (runs, of_runs, _) = made["/v1/batches"][1], made["/v1/evals/{eval_id}/runs"]
+    known = await bodies(control)
+    of_batches, (runs, of_runs, _) = known["batch"][1], known["eval_run"]
     file_id = of_batches["json"]["input_file_id"]
     of_runs["json"]["data_source"]["source"] = {"type": "file_id", "id": file_id}
     requests = [("/v1/batches", of_batches), (runs, of_runs)]

@@ -50,19 +50,8 @@ OPEN = {("GET", "/admin/v1/oidc"), ("POST", "/admin/v1/oidc/begin"), ("POST", "/
 LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN, SELF = "list", "nothing", "admins", "readers", "scrape", "own", "self"
 # Routes for the caller's own logins and live updates: test_page_sessions.py, test_live.py.
 LOGINS = "logins"
-# Path parameter -> object kind.
-KINDS = {
-    "file_id": "file",
-    "upload_id": "upload",
-    "batch_id": "batch",
-    "job_id": "job",
-    "eval_id": "eval",
-    "run_id": "eval run",
-    "item_id": "eval item",
-    "response_id": "response",
-    "completion_id": "completion",
-    "name": "model",
-}
+# Path parameter -> object kind, where it is not X for X_id.
+KINDS = {"run_id": "eval_run", "item_id": "eval item", "name": "model"}
 BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/v1/files/{file_id}/check"): {},
     ("POST", "/v1/uploads/{upload_id}/complete"): {"part_ids": ["{part}"]},
@@ -107,7 +96,7 @@ def judged_of(method: str, path: str) -> Any:
     if path.startswith("/admin/v1/"):
         return READERS if method == "GET" else ADMINS
     if parameters := re.findall(r"{(\w+)", path):
-        kinds = {name: KINDS[name] for name in parameters}
+        kinds = {name: KINDS.get(name, name.removesuffix("_id")) for name in parameters}
         return Named(kinds, BODIES.get((method, path)))
     return LIST if method == "GET" else NOTHING
 
@@ -170,6 +159,9 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
     objects |= await evaluated(control)
+    for noun, path in control.creating().items():
+        if noun not in objects:
+            objects[noun] = await control.made(path)
     login = keys.create_session(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12)[0]
     objects["login"] = login.id
     made = await control.job(suffix="secret")
@@ -195,7 +187,7 @@ async def evaluated(control: Control) -> dict[str, str]:
     run = await control.sdk.evals.runs.create(made.id, data_source=source)
     await control.context.tasks.idle("eval_runs")
     (item,) = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=made.id)).data
-    return {"eval": made.id, "eval run": run.id, "eval item": item.id}
+    return {"eval": made.id, "eval_run": run.id, "eval item": item.id}
 
 
 async def call(control: Control, as_: dict[str, str], method: str, path: str, **more: Any) -> Any:

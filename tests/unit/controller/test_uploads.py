@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -17,6 +18,11 @@ from tests.unit.controller.conftest import Control, chat_lines
 
 DATA = chat_lines()
 PIECES = [DATA[:100], DATA[100:700], DATA[700:]]
+
+
+async def bodies(control: Control) -> tuple[Any, Any]:
+    one = {"filename": "f", "purpose": "batch", "bytes": 9, "mime_type": "text/plain"}
+    return one, one | {"bytes": 8}
 
 
 async def begun(control: Control, size: int = len(DATA), purpose: str = "fine-tune", **fields) -> str:

@@ -31,7 +31,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
-from appliance.controller.http.resource import Resource, object_of, part
+from appliance.controller.http.resource import Resource, new_row, object_of, part
 from appliance.controller.http.routers import Metadata, StrictBody, json_of
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, message_of, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
@@ -81,15 +81,13 @@ def routes(context: ControllerContext) -> APIRouter:
                 raise BadRequest(message, "input_file_id", "invalid_file_purpose")
             context.quotas.check(caller, ANSWERS_PER_INPUT * file.bytes, begins=True)
             now_s = time.time()
-            row = BatchRow(
-                id=new_id("batch_"),
-                endpoint=body.endpoint,
-                input_file_id=file.id,
+            row = new_row(
+                BatchRow,
+                "batch_",
+                caller,
+                **columns(body, "endpoint input_file_id metadata"),
                 created_s=now_s,
                 expires_s=now_s + WINDOW_S,
-                key_id=caller.key_id,
-                owner=caller.owner,
-                metadata=body.metadata,
                 output_keep_s=body.output_expires_after.seconds if body.output_expires_after else None,
             )
             context.tasks.start(TASKS, row.id, row.key_id)
