@@ -215,20 +215,20 @@ def graded(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
     rewards, errors = verdict["rewards"], verdict["errors"]
     if all(errors) and not any(rewards):
         raise NothingGraded(f"the grader gave no reward for any of {len(errors)} answers: {errors[0]}")
-    better = [np.array([one]) if one else None for one in advantages(rewards, group)]
-    learnt = np.array([one is not None for one in better])
-    # To prompts whose answers differ in reward.
-    counted = learnt.reshape(-1, group).any(axis=1).repeat(group)
-    groups = (rewards[start : start + group] for start in range(0, len(rewards), group))
-    means = [_mean(answers) for answers in groups if any(reward is not None for reward in answers)]
+    by_prompt = np.array(rewards, np.float64).reshape(-1, group)  # NaN for an answer without a reward
+    better = advantages(by_prompt)
+    counted = better.any(axis=1).repeat(group)  # all answers to prompts whose answers differ in reward
+    mean_reward = float(np.mean([reward for reward in rewards if reward is not None] or [0.0]))
+    means = [np.nanmean(answers) for answers in by_prompt if not np.isnan(answers).all()]
     error = {"mean_reward_error": float(np.std(means, ddof=1) / len(means) ** 0.5)} if len(means) > 1 else {}
     of_step = {
-        "train_mean_reward": _mean(rewards),
+        "train_mean_reward": mean_reward,
         "mean_unresponsive_rewards": rewards.count(None) / len(rewards),
         "equal_rewards": 1.0 - float(counted.mean()),
         "grader_errors": _failed(verdict),
     }
-    return Lesson(better, counted, of_step, {"mean_reward": _mean(rewards), **error})
+    learnt = [np.array([advantage]) if advantage else None for advantage in better.flat]
+    return Lesson(learnt, counted, of_step, {"mean_reward": mean_reward, **error})
 
 
 def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesson:
@@ -260,19 +260,10 @@ def _failed(verdict: Verdict) -> float:
     return sum(map(bool, verdict["errors"])) / len(verdict["errors"])
 
 
-def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
-    """(n,) float32: each reward less the mean of its group, whose members follow each other. 0 for a sample without a
-    reward, which does not count in the mean, and for a group whose rewards are all the same."""
-    better = np.zeros(len(rewards), np.float32)
-    for start in range(0, len(rewards), group):
-        scored = [place for place in range(start, start + group) if rewards[place] is not None]
-        values = np.array([rewards[place] for place in scored], np.float64)
-        if len(scored) > 1 and np.ptp(values) > _SAME:
-            better[scored] = values - values.mean()
-    return better
-
-
-def _mean(rewards: Sequence[float | None]) -> float:
-    """The mean of the samples that have a reward; 0 if none has."""
-    scored = [reward for reward in rewards if reward is not None]
-    return float(np.mean(scored)) if scored else 0.0
+def advantages(rewards: np.ndarray) -> np.ndarray:
+    """Each reward less the mean of its row: (prompts, group) float64 to float32. 0 for NaN, which the mean leaves out,
+    and in a row of equal rewards."""
+    scored = ~np.isnan(rewards)
+    totals = np.where(scored, rewards, 0.0).sum(axis=1, keepdims=True)
+    better = np.where(scored, rewards - totals / np.maximum(1, scored.sum(axis=1, keepdims=True)), 0.0)
+    return np.where(np.ptp(better, axis=1, keepdims=True) > _SAME, better, 0.0).astype(np.float32)

@@ -110,9 +110,10 @@ def test_a_prompt_is_encoded_up_to_where_the_assistant_answers(tmp_path):
 
 
 def test_advantages_are_rewards_less_the_mean_of_their_group():
-    found = advantages([1.0, 0.0, 0.5, 0.5, None, 3.0, 1.0, 2.0, None, 1.0, None, None], 4)
-    assert found.tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert advantages([0.3] * 8, 8).tolist() == [0.0] * 8, "equal rewards teach nothing"
+    nan = np.nan
+    found = advantages(np.array([[1.0, 0.0, 0.5, 0.5], [nan, 3.0, 1.0, 2.0], [nan, 1.0, nan, nan]]))
+    assert found.tolist() == [[0.5, -0.5, 0.0, 0.0], [0.0, 1.0, -1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    assert not advantages(np.full((1, 8), 0.3)).any(), "equal rewards teach nothing"
 
 
 def test_graded_error_of_the_mean_reward_is_over_prompts():
