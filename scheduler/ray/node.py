@@ -45,7 +45,7 @@ from weights.tiers.copies import take_in
 NODE = "node:"
 ADAPTER_TIMEOUT_S = 60.0
 JOB_DATA = ("train.jsonl", "valid.jsonl", "tokens")
-"""In a job's folder; without its tokens one rank alone would tokenise, on devices that wait."""
+"""In a job's folder."""
 KEPT_SNAPSHOTS = 2
 CHUNK_BYTES = 8 << 20  # two of each copy are in Ray's object store of 80 MiB
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.processes.kernel import Bounds, how_it_ended, run_command
 from train.data.records import Record
+from train.data.token_set import TokenWriter
 from train.data_checks.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file, report_findings
 from train.methods import methods
 from train.methods.method import Method
@@ -26,15 +27,12 @@ from weights.format.foreign_json import size, text_part
 
 if TYPE_CHECKING:
     from train.data.chat import ChatEncoder
-    from train.data.token_set import TokenWriter
 
 # An 8 GiB file of chats takes some minutes of CPU to read, and hours to tokenise.
 BOUNDS = Bounds(cpu_s=4 * 3600, memory_bytes=6 << 30)
 # A check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
 # priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
-TOKENS = "tokens"
-"""Folder beside a job's data that has them as tokens."""
 
 
 class CheckFailed(Exception):
@@ -56,7 +54,7 @@ async def check_apart(path: Path, **how: Any) -> DataReport:
     try:
         answer = await _apart("checked", path, **how)
         return DataReport(**{**answer, "errors": [(line, reason) for line, reason in answer["errors"]]})
-    except CheckFailed as error:
+    except (CheckFailed, UnsupportedModel) as error:
         report = DataReport()
         report.add_error(1, f"the file could not be checked: {error}")
         return report
@@ -105,11 +103,7 @@ def checked(
     `chat_path`, all tokens are written beside it for the ranks (train.data.token_set). Raises OSError."""
     chosen = methods.method_of(method) if method else methods.DEFAULT
     encoder = encoder_of(Path(tokenizer)) if tokenizer else None
-    writer = None
-    if encoder and chat_path and method:
-        from train.data.token_set import TokenWriter
-
-        writer = TokenWriter(Path(chat_path), Path(chat_path).parent / TOKENS)
+    writer = TokenWriter(Path(chat_path)) if encoder and chat_path and method else None
     with writer or nullcontext():
         report = check_training_file(
             path,
@@ -119,7 +113,7 @@ def checked(
             refuses=chosen.refuses if method else None,
         )
         if writer and report.ok:
-            writer.finish(encoder, Path(tokenizer))
+            writer.finish(encoder)
     if encoder and encoder.n_without_tools:
         report.warnings.append(
             f"the model's chat template leaves the tools of {encoder.n_without_tools} examples out: neither training "
@@ -148,8 +142,7 @@ def report_on(
     chosen = methods.method_of(method) if method else methods.DEFAULT
     count = None
     if model:
-        if (encoder := encoder_of(Path(model))) is None:
-            raise UnsupportedModel("the model has no tokenizer with a chat template that can be used to count tokens")
+        encoder = encoder_of(Path(model))
         config = text_part(json.loads((Path(model) / "config.json").read_bytes()))
         max_tokens = max_tokens or size(config, "max_position_embeddings", "n_positions") or None
         count = _counter(chosen, encoder)
@@ -157,9 +150,8 @@ def report_on(
     return report_findings(Path(path), name, chosen.refuses if method else None, count, max_tokens, against)
 
 
-def encoder_of(tokenizer: Path) -> ChatEncoder | None:
-    """The encoder of the model in this directory; None if its tokenizer or chat template cannot be used: the ranks will
-    say so in their own words."""
+def encoder_of(tokenizer: Path) -> ChatEncoder:
+    """The encoder of the model in this directory. Raises UnsupportedModel."""
     # Here torch is not there: transformers needs it for models alone, and it costs most of the time of the import.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -170,8 +162,8 @@ def encoder_of(tokenizer: Path) -> ChatEncoder | None:
     try:
         loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
         return ChatEncoder(loaded, vocabulary_of(tokenizer))
-    except (OSError, ValueError, UnsupportedModel):
-        return None
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel("the model has no tokenizer that can be used") from error
 
 
 def _counter(

@@ -48,7 +48,7 @@ class Rollouts:
         self._form: Form | None = None
         if form := spec.options.get("response_format"):
             self._form = Form(form, tokenizer, model.config.get_text_config().vocab_size, self._ends)
-        facts = Facts(str(train.directory), str(valid.directory) if valid else None, self._ends)
+        facts = Facts(self._ends)
         if self._grid.rank == 0:
             facts.write(spec.run_dir)
         self._files = SamplesPlan(spec, facts)

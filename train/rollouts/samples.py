@@ -1,6 +1,6 @@
 """The files by which a job's samples come to its ranks. Numpy alone: the controller writes them, every rank reads them.
 
-    RUN_DIR/rollouts/facts.json     written by rank 0: where the prompts' tokens are, and which tokens end an answer
+    RUN_DIR/rollouts/facts.json      written by rank 0: which tokens end an answer
     RUN_DIR/rollouts/train-3.json    samples of the step that follows three steps, with what their judge says of them
     RUN_DIR/rollouts/valid-3.json    those of the validation after three steps
 
@@ -20,6 +20,7 @@ import numpy as np
 import orjson
 
 from train.data.packing import StepPlan
+from train.data.token_set import tokens_of
 from train.plan.spec import TrainSpec
 from weights.format.names import replace_file
 
@@ -71,11 +72,8 @@ class Samples:
 
 @dataclass(frozen=True)
 class Facts:
-    """What ranks know of a run beside its spec. train, valid: directories of the token sets (train.data.token_set).
-    ends: tokens that end an answer."""
+    """What ranks know of a run beside its spec. ends: tokens that end an answer."""
 
-    train: str
-    valid: str | None
     ends: tuple[int, ...]
 
     def write(self, run_dir: str | Path) -> None:
@@ -101,10 +99,10 @@ class Prompt:
 class _Prompts:
     """The prompts of a file of the job, as records and as tokens."""
 
-    def __init__(self, path: str, tokens: str):
+    def __init__(self, path: str):
         self._lines = np.memmap(path, np.uint8, "r")
-        self._tokens = np.memmap(Path(tokens) / "tokens", np.int32, "r")
-        self._offsets = np.load(Path(tokens) / "offsets.npy")
+        self._tokens = np.memmap(tokens_of(path) / "tokens", np.int32, "r")
+        self._offsets = np.load(tokens_of(path) / "offsets.npy")
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -128,8 +126,8 @@ class SamplesPlan:
     def __init__(self, spec: TrainSpec, facts: Facts):
         self.spec, self.facts = spec, facts
         self.staleness: int = spec.options["staleness"]
-        self._train = _Prompts(spec.train_path, facts.train)
-        self._valid = _Prompts(spec.valid_path, facts.valid) if spec.valid_path and facts.valid else None
+        self._train = _Prompts(spec.train_path)
+        self._valid = _Prompts(spec.valid_path) if spec.valid_path else None
         self._steps = StepPlan(len(self._train), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from tests.integration.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from tests.train_support.sampled import Sampler, letters
-from tests.train_support.specs import host_spec
+from tests.train_support.specs import host_spec, tokenised
 from tests.train_support.tiny import VOCABULARY, make_model_dir, write_prompt_file
 from tests.train_support.world import METHODS, SAMPLES
 from train.control.rank import Progress
@@ -250,8 +250,9 @@ def test_a_form_that_no_answer_has_is_refused_in_words(tmp_path, schema, why):
 
 def run_spec(tmp_path, **fields):
     base = tmp_path / "base"
+    base = base if base.exists() else make_model_dir(base, dtype=torch.float32)
     defaults = {
-        "train_path": str(write_prompt_file(tmp_path / "train.jsonl", 24)),
+        "train_path": str(tokenised(write_prompt_file(tmp_path / "train.jsonl", 24), base, "reinforcement")),
         "run_dir": str(tmp_path / "run"),
         "shm_root": str(tmp_path / "store"),
         "method": "reinforcement",
@@ -263,7 +264,7 @@ def run_spec(tmp_path, **fields):
         "warmup_ratio": 0.0,
         "precision": "fp32",
     }
-    return host_spec(base if base.exists() else make_model_dir(base, dtype=torch.float32), **(defaults | fields))
+    return host_spec(base, **(defaults | fields))
 
 
 class Box:
@@ -302,8 +303,9 @@ def box_of(*verdicts):
 
 
 def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path):
-    valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
-    box, spec = box_of((0.5, "")), run_spec(tmp_path, valid_path=valid, options={**SAMPLES, "reasoning_effort": "high"})
+    box, valid = box_of((0.5, "")), write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1)
+    spec = run_spec(tmp_path, valid_path=str(valid), options={**SAMPLES, "reasoning_effort": "high"})
+    tokenised(valid, tmp_path / "base", "reinforcement")
     assert box.run(spec)["outcome"] == "succeeded"
     for step in box.of("metrics"):
         assert (step["loss"], step["grad_norm"], step["equal_rewards"]) == (0, 0, 1)
