@@ -342,8 +342,8 @@ class SchedulerLoop(cluster_state.ClusterState):
 
         A drain is the one long step of a release: the engine answers its requests before it sleeps. Until then staying
         costs nothing, so a mode that switches back, or new requests, should not wait for a sleep and a wake. Ranks may
-        prepare their data for minutes, of which only tokens are kept: a long start gives way as a running job would.
-        The planner itself decides: had the steps not begun, would it begin them?"""
+        load their model for minutes: a long start gives way as a running job would. The planner itself decides: had the
+        steps not begun, would it begin them?"""
         policy, doubtful = self._in_force.policy, []
         runs = {job.id for job in self._workload.jobs if job.phase != "paused"}
         steps = [(runner, step) for runner in self._running.values() for step in runner.running_steps]

@@ -43,6 +43,7 @@ from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
 from weights.format.errors import StoreFull
 from weights.format.foreign_json import config_in
+from weights.format.names import has_tokenizer
 
 DEFAULT_CONTEXT_TOKENS = 2048
 TOKENIZER = "tokenizer.json"
@@ -303,7 +304,7 @@ def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:
     """The directory of the job's tokenizer and chat template; None while its files are elsewhere."""
     version = _tokenizer_version(context, base)
     folders = (version.disk_path, version.shm_path) if version is not None else ()
-    return next((Path(folder) for folder in folders if folder and Path(folder, TOKENIZER).is_file()), None)
+    return next((Path(folder) for folder in folders if folder and has_tokenizer(Path(folder))), None)
 
 
 def _tokenizer_version(context: ControllerContext, base: Resolved) -> VersionRow | None:
@@ -448,7 +449,7 @@ class JobValidation:
             with suppress(LookupError, StoreFull):  # the start of the job reports these
                 bring = partial(context.tiers.bring_in, name_of(version))
                 path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
-                folder = path if (path / TOKENIZER).is_file() else None
+                folder = path if has_tokenizer(path) else None
         return folder
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
