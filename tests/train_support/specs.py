@@ -16,7 +16,7 @@ def tokenised(data: Path, base: Path, method: str = "supervised") -> Path:
     with TokenWriter(data) as writer, open(data) as lines:
         for record in map(json.loads, lines):
             writer.add(record, method_of(method).encode(encoder, record))
-        writer.finish(encoder)
+        writer.finish(encoder, base)
     return data
 
 

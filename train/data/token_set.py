@@ -22,8 +22,11 @@ import orjson
 from train.data.packing import Row, build_row, plan_packs
 from train.data.records import Record
 from train.plan.errors import InvalidTrainingData, UnsupportedModel
+from weights.format.foreign_json import text_part
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from train.data.chat import ChatEncoder, Tokens
 
 TOKENS = "tokens"
@@ -74,8 +77,8 @@ class TokenWriter:
                 file.write(part.tobytes())
                 self._digest.update(part.tobytes())
 
-    def finish(self, encoder: ChatEncoder) -> None:
-        """Put the complete set in its place."""
+    def finish(self, encoder: ChatEncoder, model: Path) -> None:
+        """Put the complete set in its place. model: the directory of the tokenizer."""
         for file in self._files:
             file.close()
         offsets = np.cumsum(np.array(self._lengths, np.int64))
@@ -84,6 +87,7 @@ class TokenWriter:
         tokenizer = encoder.tokenizer
         facts = {
             "pad_id": (tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id) or 0,
+            "ends": _end_tokens(tokenizer, model),
             "n_records": self._n_records,
             "documents": self._documents,
             "digest": self._digest.hexdigest(),
@@ -100,7 +104,8 @@ class TokenSet:
     Sequences longer than `max_length` tokens are cut. Examples without a trained token after the cut are dropped, and
     prompts that would be cut. packs: indices of the examples of each. reference: (examples, sequences) float32,
     log-probabilities in the starting model, once they are known (train.trainer.train). digest: of all tokens and their
-    loss mask. Raises UnsupportedModel where the check could not write tokens, InvalidTrainingData without any example.
+    loss mask. ends: tokens that end an answer. Raises UnsupportedModel where the check could not write tokens,
+    InvalidTrainingData without any example.
     """
 
     def __init__(self, path: str | Path, method: Rows, *, max_length: int, packing: bool):
@@ -109,6 +114,7 @@ class TokenSet:
             raise UnsupportedModel(f"{name} has no tokens: the model had no tokenizer when the data was checked")
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_records, self.digest = facts["pad_id"], facts["n_records"], str(facts["digest"])
+        self.ends: list[int] = facts["ends"]
         offsets = np.load(directory / "offsets.npy")
         if not offsets[-1]:
             raise InvalidTrainingData(name, [(1, "the file has no examples")], 1)
@@ -175,6 +181,14 @@ class TokenSet:
         learnt = np.asarray(self._learnt)  # slices of a memmap cost ten times as much
         counts = [np.count_nonzero(learnt[begin + 1 : end]) for begin, end in edges.tolist()]
         return np.array(counts, np.int64).reshape(-1, self.sequences)
+
+
+def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: Path) -> list[int]:
+    """The tokens at which engines end an answer of the model in this directory."""
+    files = (model / "generation_config.json", model / "config.json")  # transformers reads the second without the first
+    file = next((file for file in files if file.exists()), None)
+    end = text_part(orjson.loads(file.read_bytes())).get("eos_token_id") if file else None
+    return sorted({*(end if isinstance(end, list) else [end]), tokenizer.eos_token_id} - {None})
 
 
 def _pieces(documents: np.ndarray, max_length: int) -> np.ndarray:

@@ -113,7 +113,7 @@ def checked(
             refuses=chosen.refuses if method else None,
         )
         if writer and report.ok:
-            writer.finish(encoder)
+            writer.finish(encoder, Path(tokenizer))
     if encoder and encoder.n_without_tools:
         report.warnings.append(
             f"the model's chat template leaves the tools of {encoder.n_without_tools} examples out: neither training "

@@ -24,7 +24,7 @@ from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.model.model import load_tokenizer
 from train.plan.errors import InvalidSpec, NothingGraded
-from train.rollouts.samples import Facts, Samples, SamplesFile, SamplesPlan, Verdict
+from train.rollouts.samples import Samples, SamplesFile, SamplesPlan, Verdict
 from train.state.publish import publish
 from weights.format.errors import VersionLeased, VersionNotFound
 from weights.format.names import policy_name, step_of, version_name
@@ -37,21 +37,15 @@ _SAME = 1e-8
 class Rollouts:
     """One rank's part, with the method of train.trainer.train.DataFeed. Methods are collective where they say so."""
 
-    def __init__(self, rank: Rank, method: Method, plan: StepPlan, train: TokenSet, valid: TokenSet | None):
+    def __init__(self, rank: Rank, method: Method, plan: StepPlan, train: TokenSet):
         spec, self._engine, self._grid = rank.spec, rank.engine, rank.grid
         self._rank, self._spec, self._plan, self._train = rank, spec, plan, train
         self._lesson = taught if method.judged_by == "teacher" else graded
         tokenizer, model = load_tokenizer(spec.base_path), rank.engine.module.model
-        end = getattr(model.generation_config, "eos_token_id", None)
-        ends = {*(end if isinstance(end, list) else [end]), tokenizer.eos_token_id} - {None}
-        self._ends = tuple(sorted(map(int, ends)))  # tokens that end an answer
         self._form: Form | None = None
         if form := spec.options.get("response_format"):
-            self._form = Form(form, tokenizer, model.config.get_text_config().vocab_size, self._ends)
-        facts = Facts(self._ends)
-        if self._grid.rank == 0:
-            facts.write(spec.run_dir)
-        self._files = SamplesPlan(spec, facts)
+            self._form = Form(form, tokenizer, model.config.get_text_config().vocab_size, train.ends)
+        self._files = SamplesPlan(spec)
         # An adapter of its base where the base's engines take it, else whole weights, under a private name.
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
         self._policy = replace(rank, spec=replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id)))
@@ -79,7 +73,7 @@ class Rollouts:
         figures = {
             **lesson.of_step,
             "completion_tokens_mean": float(sizes.mean()),
-            "cut_answers": float((~np.isin(last, self._ends)).mean()),
+            "cut_answers": float((~np.isin(last, self._train.ends)).mean()),
             "staleness": step - samples.weights_step,
         }
         n_tokens = int(sizes.sum()) + options["group"] * self._train.tokens_in(packs)

@@ -1,6 +1,5 @@
 """The files by which a job's samples come to its ranks. Numpy alone: the controller writes them, every rank reads them.
 
-    RUN_DIR/rollouts/facts.json      written by rank 0: which tokens end an answer
     RUN_DIR/rollouts/train-3.json    samples of the step that follows three steps, with what their judge says of them
     RUN_DIR/rollouts/valid-3.json    those of the validation after three steps
 
@@ -27,7 +26,6 @@ from weights.format.names import replace_file
 Verdict = dict[str, list[Any]]
 """One value for each answer, by name; "errors" are texts, empty where there was none."""
 FOLDER = "rollouts"
-_FACTS = "facts.json"
 _NEWLINE = ord("\n")
 
 
@@ -57,6 +55,7 @@ class Samples:
     failed: str = ""
 
     def write(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
         replace_file(path, orjson.dumps(self, option=orjson.OPT_SERIALIZE_NUMPY), durable=True)
 
     @classmethod
@@ -68,23 +67,6 @@ class Samples:
             return None
         ids = [np.array(one, np.int32) for one in fields.pop("ids")]
         return cls(ids, [np.array(one, np.float32) for one in fields.pop("log_probs")], **fields)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What ranks know of a run beside its spec. ends: tokens that end an answer."""
-
-    ends: tuple[int, ...]
-
-    def write(self, run_dir: str | Path) -> None:
-        folder = Path(run_dir) / FOLDER
-        folder.mkdir(exist_ok=True)
-        replace_file(folder / _FACTS, orjson.dumps(self))
-
-    @classmethod
-    def read(cls, run_dir: str | Path) -> Facts:
-        """Raises FileNotFoundError before ranks have written it."""
-        return cls(**orjson.loads((Path(run_dir) / FOLDER / _FACTS).read_bytes()))
 
 
 @dataclass(frozen=True)
@@ -121,11 +103,13 @@ class _Prompts:
 
 
 class SamplesPlan:
-    """Which files a run needs, and the prompts of each. Reads the files of the job; may be used on any thread."""
+    """The files that a run needs, and the prompts of each. Reads the files of the job; may be used on any thread. ends:
+    tokens that end an answer. Raises FileNotFoundError."""
 
-    def __init__(self, spec: TrainSpec, facts: Facts):
-        self.spec, self.facts = spec, facts
+    def __init__(self, spec: TrainSpec):
+        self.spec = spec
         self.staleness: int = spec.options["staleness"]
+        self.ends: list[int] = orjson.loads((tokens_of(spec.train_path) / "facts.json").read_bytes())["ends"]
         self._train = _Prompts(spec.train_path)
         self._valid = _Prompts(spec.valid_path) if spec.valid_path else None
         self._steps = StepPlan(len(self._train), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)

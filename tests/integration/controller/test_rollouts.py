@@ -23,7 +23,7 @@ from tests.unit.controller.conftest import Control
 from train.data.token_set import tokens_of
 from train.graders.grading import Graded
 from train.graders.sandbox import GraderHosts
-from train.rollouts.samples import Facts, Samples, SamplesFile
+from train.rollouts.samples import Samples, SamplesFile
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import policy_name, version_name
 from weights.memory.store import WeightStore
@@ -104,7 +104,7 @@ class Run:
             **fields,
         )
         (self.folder / "spec.json").write_text(spec.to_json())
-        Facts((2,)).write(self.folder)
+        (tokens / "facts.json").write_text('{"ends": [2]}')
 
     def publish(self, step: int, kind: str = "adapter") -> None:
         name = policy_name(self.job_id)
