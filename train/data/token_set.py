@@ -116,8 +116,6 @@ class TokenSet:
         self._pad_id, self.n_records, self.digest = facts["pad_id"], facts["n_records"], str(facts["digest"])
         self.ends: list[int] = facts["ends"]
         offsets = np.load(directory / "offsets.npy")
-        if not offsets[-1]:
-            raise InvalidTrainingData(name, [(1, "the file has no examples")], 1)
         self._tokens = np.memmap(directory / "tokens", np.int32, "r")
         self._learnt = np.memmap(directory / "learnt", bool, "r")
         self.sequences, self.capacity = method.sequences, method.sequences * max_length
@@ -134,8 +132,7 @@ class TokenSet:
         lengths = self._lengths = np.diff(self._edges).sum(axis=(1, 2))
         self.packs = plan_packs(lengths, self.capacity, packing=packing)
         if not self.packs:
-            why = f"no example has anything to learn within max_length {max_length}"
-            raise InvalidTrainingData(name, [(1, why)], 1)
+            raise InvalidTrainingData(f"no example of {name} has anything to learn within max_length {max_length}")
         self._labels = np.array([labels[pack].sum() for pack in self.packs], np.int64)
 
     @property
