@@ -1,8 +1,8 @@
 """Reads data files in a process of its own: `python -m train.data_checks.process REQUEST`. Compares tokenizers.
 
-A request is the name of a function below and its arguments as JSON; what is printed is its result, or {"error": text,
-...} with exit code 2. The process ends with its parent, and is killed beyond its limits of CPU and memory: the file may
-be hostile, and parsing JSON blocks all other threads of a process.
+A request is the name of a function below and its arguments as JSON. The process prints the result, or {"error": text,
+...} with exit code 2. It ends with its parent, and is killed beyond its limits of CPU and memory: the file may be
+hostile, and parsing JSON blocks all other threads of a process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 # An 8 GiB file of chats takes some minutes of CPU to read, and hours to tokenise.
 BOUNDS = Bounds(cpu_s=4 * 3600, memory_bytes=6 << 30)
-# A check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
-# priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
+# A check lowers its priority after this much processor time. Beside busy ranks, a dozen examples waited minutes at low
+# priority for their 2 s, which include the import of the tokenizer's library.
 NICE_AFTER_S, _NICENESS = 5.0, 10
 
 
 class CheckFailed(Exception):
-    """A check did not finish; the text says why, for the caller."""
+    """A check did not finish; the message says why."""
 
 
 async def report_apart(path: Path, name: str, **options: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ async def report_apart(path: Path, name: str, **options: Any) -> dict[str, Any]:
 
 
 async def check_apart(path: Path, **how: Any) -> DataReport:
-    """`checked`, in a process that ends when this is cancelled. A file that takes more than the limits is a bad one.
+    """`checked`, in a process that ends when this is cancelled. A file beyond the limits has an error in its report.
     Raises OSError."""
     try:
         answer = await _apart("checked", path, **how)
@@ -98,9 +98,10 @@ def checked(
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
 ) -> DataReport:
-    """`check_training_file`, counting tokens if there is a tokenizer (the directory of a model): with `cut_at` those of
-    every example, and ones of which the method has nothing left within so many tokens are errors too. With a method and
-    `chat_path`, all tokens are written beside it for the ranks (train.data.token_set). Raises OSError."""
+    """`check_training_file`, with the tokens of `tokenizer`, the directory of a model. With a method and `chat_path`,
+    all tokens are written beside `chat_path` for the ranks (train.data.token_set). Raises OSError, UnsupportedModel.
+
+    cut_at: the number of tokens within which the method must have something left of each example."""
     chosen = methods.method_of(method) if method else methods.DEFAULT
     encoder = encoder_of(Path(tokenizer)) if tokenizer else None
     writer = TokenWriter(Path(chat_path)) if encoder and chat_path and method else None
@@ -116,8 +117,8 @@ def checked(
             writer.finish(encoder, Path(tokenizer))
     if encoder and encoder.n_without_tools:
         report.warnings.append(
-            f"the model's chat template leaves the tools of {encoder.n_without_tools} examples out: neither training "
-            "nor an engine shows them to the model"
+            f"the model's chat template leaves out the tools of {encoder.n_without_tools} examples: the model sees "
+            "them neither in training nor in an engine"
         )
     return report
 
@@ -133,10 +134,10 @@ def report_on(
     """The report on a file (train.data_checks.check). Raises OSError, ValueError, InvalidSpec, UnsupportedModel.
 
     Args:
-        name: what the report calls the file.
-        model: directory with a tokenizer, which counts tokens.
-        max_tokens: in place of the context that the model's config.json says.
-        method: name of what the file is for.
+        name: the file's name in the report.
+        model: the directory of a model, whose tokenizer counts tokens.
+        max_tokens: the limit for an example; None: the context in the model's config.json.
+        method: the name of the method to train with.
         against: the validation file.
     """
     chosen = methods.method_of(method) if method else methods.DEFAULT
@@ -152,7 +153,7 @@ def report_on(
 
 def encoder_of(tokenizer: Path) -> ChatEncoder:
     """The encoder of the model in this directory. Raises UnsupportedModel."""
-    # Here torch is not there: transformers needs it for models alone, and it costs most of the time of the import.
+    # Without torch, which takes most of the time to import: transformers needs it only for models.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     from transformers import AutoTokenizer
@@ -169,8 +170,8 @@ def encoder_of(tokenizer: Path) -> ChatEncoder:
 def _counter(
     method: Method, encoder: ChatEncoder, cut_at: int | None = None, writer: TokenWriter | None = None
 ) -> Count:
-    """Counts the tokens of each sequence of each row of a converted record, and writes them; with a length, the method
-    may refuse its cut."""
+    """A function that counts the tokens of each sequence of each row of a converted record, and writes them. cut_at: as
+    in `checked`."""
 
     def count(record: Record) -> list[list[int]]:
         rows = method.encode(encoder, record)
@@ -188,15 +189,15 @@ def _counter(
 
 
 def differ(student: Path, teacher: Path) -> str:
-    """In what two files tokenizer.json differ, "" if every token means the same to both; also why that cannot be said.
+    """The difference between two files tokenizer.json, or why they cannot be compared; "" if they have the same tokens.
     It may take half a second."""
     try:
         written = student.read_bytes(), teacher.read_bytes()
         ours, theirs = map(_vocabulary, written) if written[0] != written[1] else ({}, {})
-    except OSError as error:  # without the path, which is the box's
+    except OSError as error:  # without the box's own path
         return f"their tokenizers could not be read: {error.strerror}"
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
-        return "their tokenizers are not the same file, and one of them is not of a form that can be compared"
+        return "their tokenizers are different files, and one of them has a form that cannot be compared"
     number = min((n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)), default=None)
     if number is None:
         return ""

@@ -55,7 +55,7 @@ class Samples:
     failed: str = ""
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, orjson.dumps(self, option=orjson.OPT_SERIALIZE_NUMPY), durable=True)
 
     @classmethod
