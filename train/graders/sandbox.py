@@ -396,10 +396,7 @@ def refused_items(schema: Any, items: Iterable[Any]) -> Iterator[tuple[bool, str
         except RecursionError:
             yield True, "the schema refers to itself without end, or the schema or an item is nested too deep"
         except Unresolvable as error:
-            yield (
-                True,
-                f"the reference {error.ref[:200]!r} leads nowhere; expected a place in the schema",
-            )
+            yield True, f"the reference {error.ref[:200]!r} leads nowhere; expected a place in the schema"
 
 
 def run_python(unconfined: str, source: str, sample: dict[str, Any], item: Any) -> float:

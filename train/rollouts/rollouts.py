@@ -1,10 +1,10 @@
-"""A rank's part in sampling: it publishes the weights that answers are sampled from, waits for their file (samples.py),
-and makes rows of them to train on.
+"""A rank's part in sampling: it publishes the weights to sample from, waits for the file of samples (samples.py), and
+makes training rows of the samples.
 
     weights after step s -> engines -> judge -> RUN_DIR/rollouts/train-s.json -> advantages -> rows
 
-Every rank reads the whole file, so a step is the same on any number of ranks, and goes on with the same samples if it
-was interrupted before its update.
+Every rank reads the whole file, so a step is the same on any number of ranks, and has the same samples again if it was
+interrupted before its update.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SAME = 1e-8
 
 
 class Rollouts:
-    """One rank's part, with the method of train.trainer.train.DataFeed. Methods are collective where they say so."""
+    """One rank's part, with the interface of train.trainer.train.DataFeed. Methods are collective where marked."""
 
     def __init__(self, rank: Rank, method: Method, plan: StepPlan, train: TokenSet):
         spec, self._engine, self._grid = rank.spec, rank.engine, rank.grid
@@ -46,15 +46,14 @@ class Rollouts:
         if form := spec.options.get("response_format"):
             self._form = Form(form, tokenizer, model.config.get_text_config().vocab_size, train.ends)
         self._files = SamplesPlan(spec)
-        # An adapter of its base where the base's engines take it, else whole weights, under a private name.
+        # Under a private name: an adapter where the base's engines take it, else whole weights.
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
         self._policy = replace(rank, spec=replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id)))
 
     # --- a step
 
     def step(self, step: int) -> StepData:
-        """Collective: wait for the samples of this step. Raises DevicesWanted, NothingGraded and StoreFull, on every
-        rank."""
+        """Collective: wait for this step's samples. Raises DevicesWanted, NothingGraded and StoreFull on every rank."""
         began_s = time.perf_counter()
         published_s = self._publish(step)
         samples, options = self._received(SamplesFile("train", step)), self._spec.options
@@ -69,7 +68,7 @@ class Rollouts:
             for number, members in enumerate(np.array_split(group, options["rows"])):
                 rows.append((prompt * options["rows"] + number, self._row(tokens, members.tolist(), samples, lesson)))
         sizes, last = np.array([len(ids) for ids in samples.ids]), [ids[-1] for ids in samples.ids]
-        # By OpenAI's names where those exist.
+        # OpenAI's names where they exist.
         figures = {
             **lesson.of_step,
             "completion_tokens_mean": float(sizes.mean()),
@@ -80,7 +79,7 @@ class Rollouts:
         return StepData(rows, max(1, int(sizes[lesson.counted].sum())), n_tokens, figures, seconds)
 
     def _row(self, prompt: np.ndarray, members: Sequence[int], samples: Samples, lesson: Lesson) -> Row:
-        # Answers without an advantage change nothing, but every rank runs equally many forward passes.
+        # Answers without an advantage change nothing; one stays in a row of such, for equally many rows on all ranks.
         ids, log_probs, advantages = samples.ids, samples.log_probs, lesson.advantages
         learnt = [(ids[n], log_probs[n], advantages[n]) for n in members if advantages[n] is not None]
         learnt = learnt or [(ids[members[0]][:1], log_probs[members[0]][:1], np.zeros(1, np.float32))]
@@ -107,9 +106,8 @@ class Rollouts:
     # --- weights and samples
 
     def _publish(self, step: int) -> float:
-        """Collective: publish the weights of this step, if a file is to be sampled from them. Returns the seconds it
-        took. An earlier world may have published them: it came to them by the same samples. Raises StoreFull, on every
-        rank."""
+        """Collective: publish the weights of this step if a missing file needs them. An earlier world may have
+        published the same weights. Returns the seconds. Raises StoreFull on every rank."""
         if not any_rank(bool(self._files.missing(step)))[0]:
             return 0.0
         self._rank.progress.enter("publishing")
@@ -117,14 +115,14 @@ class Rollouts:
         old = store.list(spec.published_kind, spec.output_model) if self._grid.rank == 0 else []
         for stored in old:
             if step_of(stored.version) < step - self._files.staleness:  # no step samples from it any more
-                with suppress(VersionLeased, VersionNotFound):  # the controller does once an engine has unloaded it
+                with suppress(VersionLeased, VersionNotFound):  # the controller removes it after its engine unloads it
                     store.remove(stored)
         publish(self._policy, version_name(step), {"step": step})
         self._rank.emit("policy", step=step)
         return time.perf_counter() - began_s
 
     def _received(self, file: SamplesFile) -> Samples:
-        """Collective: the samples, once their file is there. Raises DevicesWanted and NothingGraded, on every rank."""
+        """Collective: wait for the samples of a file. Raises DevicesWanted and NothingGraded on every rank."""
         progress = self._rank.progress
         while True:
             progress.enter("sampling")
@@ -141,24 +139,24 @@ class Rollouts:
 
 
 class Form:
-    """The form of a job's answers (OpenAI's `response_format`): which tokens could have followed each of an answer.
+    """The form of a job's answers (OpenAI's `response_format`): the tokens that it allows at each place of an answer.
 
-    Under a form an engine draws a token from the model's distribution without the tokens that the form forbids there,
-    and records the log-probability in that distribution. Learning must be restricted to the same tokens: if the form
-    leaves only a brace, the brace has probability 1, whatever the model thinks of braces, and teaches nothing.
+    An engine samples from the model's distribution over the allowed tokens, and records the log-probability in that
+    distribution. Training must use the same distribution: where the form allows only a brace, the brace has probability
+    1 whatever the model predicts, and teaches nothing.
 
-    form: a `response_format` of the type json_schema or json_object. vocabulary: tokens that the model's head
-    tells apart. ends: tokens that end an answer. Raises InvalidSpec for one that is not followed."""
+    form: a `response_format` of the type json_schema or json_object. vocabulary: the number of tokens in the model's
+    head. ends: tokens that end an answer. Raises InvalidSpec for a form that xgrammar cannot enforce."""
 
     def __init__(self, form: dict[str, Any], tokenizer: Any, vocabulary: int, ends: Sequence[int]):
-        import xgrammar  # which few jobs need
+        import xgrammar  # few jobs need it
 
         self._vocabulary, self._ends, self._xgrammar = vocabulary, list(ends), xgrammar
         schema = form["json_schema"]["schema"] if form["type"] == "json_schema" else {"type": "object"}
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary)
         try:
             compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-            # As engines compile it (serve.vllm.arguments: disable_any_whitespace).
+            # With the settings of engines (serve.vllm.arguments: disable_any_whitespace).
             self._grammar = compiler.compile_json_schema(
                 json.dumps(schema), any_whitespace=False, separators=(",", ":")
             )
@@ -166,8 +164,8 @@ class Form:
             raise InvalidSpec(f"response_format: xgrammar does not follow its schema: {error}") from None
 
     def allowed(self, ids: Iterable[int]) -> np.ndarray:
-        """The tokens that could be in the place of each of an answer's: (tokens, words) int32, a bit for each, the
-        lowest first. Raises InvalidSpec for a form that no answer can have."""
+        """The allowed tokens at each place of an answer: (tokens, words) int32, a bit for each token, the lowest first.
+        Raises InvalidSpec for a form that no answer can have."""
         xgrammar = self._xgrammar
         matcher = xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._ends)
         masks = []
@@ -187,10 +185,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Advantages and figures of judged answers, in their order; answers to a prompt follow each other.
+    """Advantages and figures of judged answers, in the order of the answers.
 
-    advantages: float32, how much better than expected an answer is, (1,) for all its tokens or (tokens,); None for one
-    from which nothing is learnt. counted: (answers,) bool, whose tokens the loss of a step is divided by. of_step,
+    advantages: float32, how much better than expected an answer is, (1,) for all its tokens or (tokens,); None for an
+    answer that trains nothing. counted: (answers,) bool, answers whose tokens divide the loss of a step. of_step,
     of_validation: figures for the event.
     """
 
@@ -201,10 +199,10 @@ class Lesson:
 
 
 def graded(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesson:
-    """One reward for each answer, which is compared with the other answers to its prompt. Raises NothingGraded.
+    """The lesson of rewards: each answer is compared with the other answers to its prompt. Raises NothingGraded.
 
-    "mean_reward_error": the standard error of the mean reward over prompts, as answers to one are alike; without two
-    prompts that have a reward there is none.
+    "mean_reward_error": the standard error of the mean reward over prompts, since answers to one prompt are alike;
+    missing with fewer than two prompts that have a reward.
     """
     rewards, errors = verdict["rewards"], verdict["errors"]
     if all(errors) and not any(rewards):
@@ -226,11 +224,11 @@ def graded(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
 
 
 def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesson:
-    """The log-probability of each token of an answer to a model that an engine serves. A token's advantage is how much
-    likelier it is to the teacher than it was to the model that wrote it. Raises NothingGraded.
+    """The lesson of a teacher's log-probabilities: the advantage of a token is how much likelier it is to the teacher
+    than it was to the model that sampled it (`sampled`: log-probabilities). Raises NothingGraded.
 
-    Figures, as estimated from the tokens that were sampled (`sampled`: their log-probabilities): the reverse KL
-    divergence per token and of a whole answer, and the entropy of the model per token.
+    Figures, estimated from the sampled tokens: the reverse KL divergence per token and of a whole answer, and the
+    entropy of the model per token.
     """
     answers = list(zip(verdict["log_probs"], sampled, strict=True))
     better = [None if theirs is None else (np.array(theirs) - ours).astype(np.float32) for theirs, ours in answers]
@@ -250,7 +248,7 @@ def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
 
 
 def _failed(verdict: Verdict) -> float:
-    """The share of answers at which the judge failed."""
+    """The share of answers that the judge failed to judge."""
     return sum(map(bool, verdict["errors"])) / len(verdict["errors"])
 
 

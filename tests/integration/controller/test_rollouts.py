@@ -104,7 +104,9 @@ class Run:
             **fields,
         )
         (self.folder / "spec.json").write_text(spec.to_json())
-        (tokens / "facts.json").write_text('{"ends": [2]}')
+        np.zeros(8, bool).tofile(tokens / "learnt")
+        facts = {"ends": [2], "pad_id": 0, "n_records": 4, "documents": False, "digest": ""}
+        (tokens / "facts.json").write_text(json.dumps(facts))
 
     def publish(self, step: int, kind: str = "adapter") -> None:
         name = policy_name(self.job_id)
