@@ -25,6 +25,7 @@ from appliance.store import jobs
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
 from train.methods.methods import method_of
+from train.plan.errors import TrainError
 from train.plan.spec import TrainSpec
 from train.rollouts.samples import FOLDER, Prompt, Samples, SamplesFile, SamplesPlan, Verdict
 from weights.format.names import policy_name, step_of, version_name
@@ -106,10 +107,9 @@ class Rollouts:
         """None before the job's first start."""
         folder = self._jobs_dir / job_id
         try:
-            spec = json.loads((folder / "spec.json").read_bytes())
-        except FileNotFoundError:
+            return SamplesPlan(TrainSpec.from_dict(json.loads((folder / "spec.json").read_bytes())))
+        except (FileNotFoundError, TrainError):  # ranks report unusable data
             return None
-        return SamplesPlan(TrainSpec.from_dict(spec))
 
     def _newest(self, plan: SamplesPlan) -> int:
         """The step of the newest weights in shared memory; -1 without any."""
