@@ -3,12 +3,15 @@ answer what they were trained on."""
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import openai
@@ -16,7 +19,7 @@ import psutil
 import pytest
 
 from appliance.demo import Load
-from tests.e2e.box_support import COMMAND, WholeBox, wait_for, whole_box
+from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, starter_folder, wait_for, whole_box
 from tests.e2e.engine_support import save_model
 from tests.integration.train.test_peer_templates import FAMILIES, NO_CALLS, REFUSED, TOOL, encoder_of
 from tests.train_support.tiny import make_model_dir
@@ -166,7 +169,7 @@ def ended(retrieve: Callable[[], Any]) -> Any:
 
     def look() -> Any:
         one = retrieve()
-        return one if one.status in ("completed", "incomplete", "failed", "expired", "cancelled") else None
+        return one if one.status in ("completed", "incomplete", "succeeded", "failed", "expired", "cancelled") else None
 
     return wait_for(look, "the end", 400)
 
@@ -195,9 +198,8 @@ def test_batch_wakes_its_model_and_answers_each_line_once_across_deaths(box: Who
     assert spent(box, "ann") >= LINES // 2, "what a gateway had not reported yet died with it"
 
 
-def test_background_response_and_evaluation_are_asked_for_their_key(box: WholeBox) -> None:
-    client = client_of(box, "ben")
-    made = client.responses.create(model="starter", input="1+1?", background=True, max_output_tokens=8)
+def begin_run(client: openai.OpenAI, count: int) -> tuple[str, str]:
+    """Ids of an evaluation with two graders, and of its run over `count` questions."""
     config = {"type": "custom", "item_schema": {"type": "object", "properties": {"q": {"type": "string"}}}}
     question = [{"role": "user", "content": "{{item.q}}"}]
     judge: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": question}
@@ -208,12 +210,19 @@ def test_background_response_and_evaluation_are_asked_for_their_key(box: WholeBo
         "model": "starter",
         "input_messages": {"type": "template", "template": question},
         "sampling_params": {"max_completion_tokens": 8},
-        "source": {"type": "file_content", "content": [{"item": {"q": f"{number}+1?"}} for number in range(5)]},
+        "source": {"type": "file_content", "content": [{"item": {"q": f"{number}+1?"}} for number in range(count)]},
     }
     run = client.evals.runs.create(of.id, data_source=source)  # type: ignore[arg-type]
+    return of.id, run.id
+
+
+def test_background_response_and_evaluation_are_asked_for_their_key(box: WholeBox) -> None:
+    client = client_of(box, "ben")
+    made = client.responses.create(model="starter", input="1+1?", background=True, max_output_tokens=8)
+    eval_id, run_id = begin_run(client, 5)
     response = ended(lambda: client.responses.retrieve(made.id))
     assert response.status in ("completed", "incomplete"), response
-    done = ended(lambda: client.evals.runs.retrieve(run.id, eval_id=of.id))
+    done = ended(lambda: client.evals.runs.retrieve(run_id, eval_id=eval_id))
     assert done.status == "completed" and done.result_counts.total == 5, done
     assert len(done.per_testing_criteria_results) == 2 and done.per_model_usage
     wait_for(lambda: spent(box, "ben") >= 1 + 5, "the usage of the key")
@@ -227,6 +236,46 @@ def test_revoked_key_ends_its_batch_in_words(box: WholeBox) -> None:
     admin = box.client()
     found = ended(lambda: admin.batches.retrieve(batch.id))
     assert (found.status, found.errors.data[0].code) == ("failed", "invalid_api_key")
+
+
+def begin_one_of_each_kind(box: WholeBox, client: openai.OpenAI, round_number: int) -> dict[str, Callable[[], Any]]:
+    """Start a task of each kind. Returns how to read each object, by kind."""
+    name, (eval_id, run) = f"copy{round_number}", begin_run(client, 40)
+    source = {"source": str(starter_folder(10)), "name": name}
+    with box.http() as http:
+        operation = http.post("/admin/v1/models/import", json=source).raise_for_status().json()["operation"]["id"]
+    response = client.responses.create(model="starter", input="1+1?", background=True, max_output_tokens=64)
+    batch, job = begun(client, LINES, 24), box.tune("starter", gsm8k("train", 32), n_epochs=1)
+    return {
+        "batches": lambda: client.batches.retrieve(batch.id),
+        "responses": lambda: client.responses.retrieve(response.id),
+        "runs": lambda: client.evals.runs.retrieve(run, eval_id=eval_id),
+        "jobs": lambda: box.client(max_retries=20).fine_tuning.jobs.retrieve(job),
+        "operations": lambda: SimpleNamespace(
+            status=box.admin(f"operations/{operation}")["operation"]["state"].replace("running", "in_progress")
+        ),
+    }
+
+
+@pytest.mark.soak
+def test_task_of_each_kind_ends_whole_across_kills_of_the_controller(box: WholeBox, capsys: Any) -> None:
+    """KILLS: how many, in rounds of five with new tasks. SEED: of the moments."""
+    kills, seed = int(os.environ.get("KILLS", "20")), int(os.environ.get("SEED", str(time.time_ns() % 10**9)))
+    moments, client = random.Random(seed), client_of(box, "eve").with_options(max_retries=20)
+    for round_number in range(kills // 5):
+        tasks = begin_one_of_each_kind(box, client, round_number)
+        for _ in range(5):
+            time.sleep(moments.uniform(0, 3))
+            box.kill_controller()
+        objects = {kind: ended(retrieve) for kind, retrieve in tasks.items()}
+        states = {kind: item.status for kind, item in objects.items()}
+        assert set(states.values()) <= {"completed", "incomplete", "succeeded"}, (seed, round_number, objects)
+        output = client.files.content(objects["batches"].output_file_id).text.splitlines()
+        assert sorted(json.loads(row)["custom_id"] for row in output) == sorted(f"r{n}" for n in range(LINES)), seed
+        counts = objects["runs"].result_counts
+        assert (counts.total, counts.errored) == (40, 0), (seed, counts)
+        with capsys.disabled():
+            print(f"\nseed {seed}, round {round_number}: 5 kills, {states}")
 
 
 # --- examples
