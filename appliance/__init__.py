@@ -1,5 +1,5 @@
-"""What a person touches: boot, configuration, store, controller, gateway, CLI."""
+"""The box: boot, configuration, store, controller, gateway, CLI."""
 
-# Where a box is by default. They stand here because commands import little, for the time of `--help`.
+# Defaults of a box. They are defined here so that commands import little and `--help` is fast.
 DEFAULT_DATA_DIR = "~/.local/share/appliance"
 DEFAULT_PORT = 8000

@@ -16,7 +16,7 @@ import httpx
 from appliance.config import AlertSettings
 
 SETTLE_S: Final = 240.0
-"""A shorter problem is not reported, and a shorter gap is no end of one."""
+"""Shorter problems are not reported, and shorter gaps do not end a problem."""
 TIMEOUT_S: Final = 20.0
 Event = Literal["problem", "reminder", "resolved", "test"]
 Channel = Literal["webhook", "e-mail"]
@@ -24,8 +24,8 @@ Channel = Literal["webhook", "e-mail"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`id` stays the same while it lasts. `remedy`: what to do. `is_event`: it happened once, as a job that failed: it
-    has no reminder and no end."""
+    """A problem of the box. `id` stays the same while it lasts. `remedy`: what to do. `is_event`: it happened once,
+    such as a failed job, and has no reminder and no end."""
 
     id: str
     text: str
@@ -48,7 +48,7 @@ class Message:
 
 
 class Undelivered(Exception):
-    """A message did not reach its receivers; the text names the channel and the reason."""
+    """A message was not delivered; the text has the channel and the reason."""
 
 
 Known = dict[str, dict[str, Any]]
@@ -56,7 +56,7 @@ Known = dict[str, dict[str, Any]]
 
 
 def step(problems: Iterable[Problem], known: Known, now_s: float, repeat_s: float) -> tuple[Known, list[Message]]:
-    """Return the problems that are known from now on, and the messages to send. Pure."""
+    """Return the new state of known problems, and the messages to send. Pure."""
     kept: Known = {}
     messages: list[Message] = []
     for problem in problems:
@@ -78,13 +78,13 @@ def step(problems: Iterable[Problem], known: Known, now_s: float, repeat_s: floa
 
 
 def channels(settings: AlertSettings) -> tuple[Channel, ...]:
-    """The channels that have a receiver."""
+    """The channels with a configured receiver."""
     receivers: dict[Channel, Any] = {"webhook": settings.webhook, "e-mail": settings.email}
     return tuple(channel for channel, receiver in receivers.items() if receiver)
 
 
 def send(settings: AlertSettings, channel: Channel, message: Message, box: str) -> None:
-    """Send by one channel; blocks. Raises Undelivered."""
+    """Send a message over one channel; blocks. Raises Undelivered."""
     try:
         (_post if channel == "webhook" else _mail)(settings, message, box)
     except (httpx.HTTPError, httpx.InvalidURL, smtplib.SMTPException, OSError) as error:
@@ -92,12 +92,12 @@ def send(settings: AlertSettings, channel: Channel, message: Message, box: str) 
 
 
 def webhook_body(settings: AlertSettings, message: Message, box: str) -> Mapping[str, Any]:
-    """The JSON that a chat service expects of an incoming webhook."""
+    """The JSON body that the configured chat service expects from a webhook."""
     text = message.body(box)
     match settings.webhook_format:
         case "slack":
             return {"text": text}
-        case "wecom":  # DingTalk's robots take the same
+        case "wecom":  # DingTalk's robots use the same form
             return {"msgtype": "text", "text": {"content": text}}
         case "feishu":
             return {"msg_type": "text", "content": {"text": text}}
@@ -113,7 +113,7 @@ def _post(settings: AlertSettings, message: Message, box: str) -> None:
 def _mail(settings: AlertSettings, message: Message, box: str) -> None:
     mail = EmailMessage()
     mail["Subject"], mail["From"] = message.subject(box), settings.email_from
-    mail["To"], mail["Date"] = ", ".join(settings.email), localtime()  # a mail without a date may pass for spam
+    mail["To"], mail["Date"] = ", ".join(settings.email), localtime()  # mails without a date may be treated as spam
     mail.set_content(message.body(box))
     security, at = settings.smtp_security, (settings.smtp_host, settings.smtp_port)
     context = ssl.create_default_context()

@@ -1,8 +1,8 @@
-"""Take backups of a data directory, also while its box runs, and restore them into another directory.
+"""Back up a data directory, also while its box runs, and restore backups into another directory.
 
-SQLite's online copy gives the database as of one moment; all other files appear in the directory whole and are copied
-in chunks. A place, a directory or an S3 store, has `backups/NAME.json`, the manifest of each backup, and
-`chunks/AB/SHA-256`, which backups share. The manifest is written last: an interrupted backup does not count.
+SQLite's online copy gives a consistent database; other files appear whole and are copied in chunks. The destination,
+a directory or an S3 store, has a manifest `backups/NAME.json` of each backup, and chunks `chunks/AB/SHA-256` that
+backups share. The manifest is written last, so an interrupted backup does not count.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from weights.format.names import replace_file
 from weights.tiers.objects import Objects
 
 DATABASE, COPY, LOCK = "appliance.db", ".backup.db", "backup.lock"
-# Logs describe this machine, caches are made again, private keys stay here, and the rest belongs to one run.
+# Logs concern this machine, caches can be rebuilt, private keys must not leave, and the rest belongs to one run.
 LEFT_OUT = frozenset(
     ("logs", "cache", "away-jobs", "ca", "first-key", "ray.token")
     + ("box.json", "config.json", "box.lock", "last-backup.json", LOCK, COPY, f"{COPY}-journal")
     + (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 )
 CHUNK_BYTES = 16 << 20
-DATABASE_CHUNK_BYTES = 1 << 20  # few of its pages change between backups
+DATABASE_CHUNK_BYTES = 1 << 20  # small, because few pages change between backups
 Report = Callable[[int, int], object]
 
 
 class BackupError(RuntimeError):
-    """A backup cannot be taken or restored; the message says what to do. Errors of the place itself are
+    """A backup cannot be taken or restored; the message says what to do. Errors of the destination are
     `weights.format.errors.TierUnavailable` and `TierFull`."""
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """path: below the data directory, with "/". chunks: SHA-256 of each, in order."""
+    """A file of a backup. path: relative to the data directory, with "/". chunks: their SHA-256, in order."""
 
     path: str
     bytes: int
@@ -56,7 +56,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """name: UTC time, so that names sort. box: id of the box's first key. new_bytes: written for this backup."""
+    """A backup's manifest. name: sortable UTC time. box: id of the box's first key. new_bytes: bytes of new chunks."""
 
     name: str
     made_s: float
@@ -72,8 +72,8 @@ class Manifest:
 
 @dataclass(frozen=True)
 class LastBackup:
-    """The newest backup of a box, in a file of its data directory, for people. made_s: Unix time. where: the place,
-    without credentials."""
+    """The newest backup of a box, recorded in its data directory. made_s: Unix time. where: the destination, without
+    credentials."""
 
     name: str
     made_s: float
@@ -82,7 +82,7 @@ class LastBackup:
 
 
 def read_last(path: Path) -> LastBackup | None:
-    """None if none was taken, or if the file is damaged."""
+    """Read the record of the newest backup; None if there is none, or the file is damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=LastBackup)
     except (OSError, msgspec.DecodeError):
@@ -90,29 +90,29 @@ def read_last(path: Path) -> LastBackup | None:
 
 
 def names(place: Objects) -> list[str]:
-    """Names of the backups at a place, oldest first."""
+    """Names of the backups at the destination, oldest first."""
     return sorted(PurePosixPath(key).stem for key in place.list("backups/"))
 
 
 def read(place: Objects, name: str) -> Manifest:
-    """Raises BackupError if there is no such backup or its manifest is damaged."""
+    """Read a manifest. Raises BackupError if it is missing or damaged."""
     try:
         digest, body = place.get(_manifest_key(name)).split(b"\n", 1)
         if sha256(body).hexdigest() != digest.decode():
-            raise ValueError("its own checksum does not match")
+            raise ValueError("its checksum does not match")
         return msgspec.json.decode(body, type=Manifest)
     except ObjectDamaged as error:
         raise BackupError(f"{place.where} has no backup {name!r}; it has {names(place)[-5:]}") from error
     except (ValueError, msgspec.DecodeError) as error:
-        raise BackupError(f"{place.where}/{_manifest_key(name)} is damaged; delete it, use another backup") from error
+        raise BackupError(f"{place.where}/{_manifest_key(name)} is damaged; use another backup") from error
 
 
 def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda done, of: None) -> Manifest:
-    """Takes a backup and returns once all of it is at the place.
+    """Take a backup and return once all of it is at the destination.
 
     Args:
-        keep: how many backups stay at the place, this one included.
-        report: called with the bytes done and the bytes of all files.
+        keep: number of backups to keep at the destination, including this one.
+        report: called with the copied bytes and the bytes of all files.
 
     Raises BackupError, TierUnavailable, TierFull."""
     if not paths.database.is_file():
@@ -121,7 +121,7 @@ def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda 
         known, last = names(place), read_last(paths.last_backup)
         if not known and last is not None and last.where == place.where:
             raise BackupError(
-                f"{place.where} had {last.name} and is empty now: is it mounted? If so, delete {paths.last_backup}"
+                f"{place.where} had {last.name} but is empty. Mount it; if it is new, delete {paths.last_backup}"
             )
         place.sweep()
         before = read(place, known[-1]) if known else None
@@ -131,12 +131,12 @@ def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda 
                 row = source.execute("SELECT id FROM keys ORDER BY seq LIMIT 1").fetchone()
                 box = row[0] if row else ""
             if before is not None and before.box != box:
-                raise BackupError(f"{place.where} has backups of another box ({before.data_dir}); name another place")
+                raise BackupError(f"{place.where} has backups of another box ({before.data_dir}); give another place")
             writer = _Writer(place, before, report)
             saved = [*writer.save_all(paths.data_dir)]
             _copy_database(paths.database, copy)
             saved.append(writer.save(DATABASE, copy, DATABASE_CHUNK_BYTES))
-            saved += writer.save_all(paths.data_dir)  # what the database names and was made meanwhile
+            saved += writer.save_all(paths.data_dir)  # files created since, which the database may name
             files = {file.path: file for file in saved}
         finally:
             copy.unlink(missing_ok=True)
@@ -151,7 +151,7 @@ def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda 
 
 
 def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report = lambda done, of: None) -> Manifest:
-    """Puts a backup (None: the newest) into `data_dir`, which is empty or missing and gets all files at once.
+    """Restore a backup (None: the newest) into `data_dir`, which must be empty or missing; one rename adds all files.
 
     Raises BackupError, TierUnavailable."""
     if name is None and not (known := names(place)):
@@ -178,7 +178,7 @@ def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report 
 
 
 class _Writer:
-    """Writes to a place what it does not have. `before`: the backup with which chunks are shared."""
+    """Writes missing chunks to the destination. `before`: the previous backup, whose unchanged files are reused."""
 
     def __init__(self, place: Objects, before: Manifest | None, report: Report):
         self._place, self._report = place, report
@@ -187,7 +187,7 @@ class _Writer:
         self.new_bytes = 0
 
     def save_all(self, data_dir: Path) -> Iterator[SavedFile]:
-        """Saves all files but those that are deleted meanwhile."""
+        """Save all files, except files that are deleted meanwhile."""
         statuses = dict(_files(data_dir))
         done, of = 0, sum(status.st_size for status in statuses.values())
         for name, status in statuses.items():
@@ -202,7 +202,7 @@ class _Writer:
                     yield self.save(name, data_dir / name, mtime_ns=status.st_mtime_ns)
 
     def save(self, name: str, path: Path, chunk_bytes: int = CHUNK_BYTES, mtime_ns: int = 0) -> SavedFile:
-        """mtime_ns: from before the file is read; 0: it is read again next time."""
+        """Save a file. mtime_ns: its time before reading; 0: the next backup reads it again."""
         chunks, nbytes = [], 0
         with open(path, "rb") as file:
             while piece := file.read(chunk_bytes):
@@ -218,7 +218,7 @@ class _Writer:
 
 
 def _files(data_dir: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Regular files of a backup by path below the data directory."""
+    """Yield the regular files to back up, by path relative to the data directory."""
     for folder, folders, files in os.walk(data_dir):
         if Path(folder) == data_dir:
             folders[:] = [name for name in folders if name not in LEFT_OUT]
@@ -231,7 +231,7 @@ def _files(data_dir: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 @contextmanager
 def _reading(database: Path) -> Iterator[sqlite3.Connection]:
-    """Read only: a backup by root must not leave files of root next to the database. Raises BackupError."""
+    """Open the database read-only, so that a backup by root leaves no files of root next to it. Raises BackupError."""
     try:
         with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             yield connection
@@ -240,12 +240,12 @@ def _reading(database: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _copy_database(database: Path, copy: Path) -> None:
-    """Copies the database as of one moment, without the page's logins."""
+    """Copy a consistent state of the database, without the page's logins."""
     copy.unlink(missing_ok=True)
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with _reading(database) as source, closing(sqlite3.connect(copy)) as target:
         source.backup(target)
-        target.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
+        target.execute("PRAGMA journal_mode = DELETE")  # one file, without a write-ahead log
         with target:
             target.execute("DELETE FROM page_sessions")
 
@@ -253,7 +253,7 @@ def _copy_database(database: Path, copy: Path) -> None:
 def _restore_file(place: Objects, file: SavedFile, target: Path) -> None:
     path = target / file.path
     if not path.resolve().is_relative_to(target.resolve()):
-        raise BackupError(f"the manifest names {file.path!r}, which is outside the data directory")
+        raise BackupError(f"the manifest has the path {file.path!r}, which is outside the data directory")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as written:
         for digest in file.chunks:
@@ -269,10 +269,10 @@ def _restore_file(place: Objects, file: SavedFile, target: Path) -> None:
     os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
 
 
-def _remove_old(place: Objects, made: str, keep: int) -> None:
-    """Deletes all backups but `made` and the newest others, with the chunks that only they have."""
+def _remove_old(place: Objects, newest: str, keep: int) -> None:
+    """Delete all backups except `made` and the newest `keep`, and chunks that no other backup uses."""
     known = names(place)
-    old = [name for name in known[:-keep] if name != made]
+    old = [name for name in known[:-keep] if name != newest]
     if not old:
         return
     needed = {chunk for name in {*known} - {*old} for file in read(place, name).files for chunk in file.chunks}
@@ -289,7 +289,7 @@ def _alone(data_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BackupError(f"a backup of {data_dir} is being taken already; wait for its end") from None
+            raise BackupError(f"another backup of {data_dir} is running; wait until it ends") from None
         yield
 
 

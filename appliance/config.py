@@ -1,8 +1,8 @@
 """The box's configuration: one TOML file, composed of the settings that each package declares.
 
-This is the only file that reads the environment. Order of precedence: command line, `APPLIANCE_*` variables, the TOML
-file, defaults. A variable is called APPLIANCE_<KEY> for a key of [box] and APPLIANCE_<SECTION>__<KEY> for any other. An
-error names the source and the key.
+Only this file reads environment variables as settings. Order of precedence: command line, `APPLIANCE_*` variables, the
+TOML file, defaults. A variable is called APPLIANCE_<KEY> for keys of [box] and APPLIANCE_<SECTION>__<KEY> for others.
+An error has the source and the key.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from weights.format.config import URL, Location, WeightsConfig
 
 FILE_NAME = "appliance.toml"
 _PREFIX = "APPLIANCE_"
-# Variables of ours that are not settings: they tell commands where a box is, or mark its processes.
+# Suffixes of `APPLIANCE_*` variables that are not settings: they locate a box for commands, or mark its processes.
 _NO_SETTINGS = ("URL", "API_KEY", "CONFIG", "BOX", "BUILD")
 RAY_WORKER_PORTS = range(10002, 20000)  # `ray start --help`: --min-worker-port, --max-worker-port
 
 
-# What stands before the @ of an address: `https://USER:PASSWORD@host`, also where the scheme is mistyped or left out.
+# Credentials of an address, `https://USER:PASSWORD@host`, even if the scheme is mistyped or missing.
 _CREDENTIALS = re.compile(r"(?<=//)[^\s'\"@]*(?:@[^\s'\"@/]*)*@|[^\s'\"@/:]+:[^\s'\"@/]*@")
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the message names its source and key, what was given and what is expected. What
-    looks like credentials is not shown, whoever is the author of the message: it may end in a journal."""
+    """The configuration is invalid; the message has the source, the key, its value and the expected value. Text that
+    looks like credentials is masked, because the message may end in a journal."""
 
     def __init__(self, message: str):
         super().__init__(_CREDENTIALS.sub("***@", message))
@@ -51,19 +51,19 @@ class _Section(BaseModel):
 
 
 class BoxSettings(_Section):
-    """The box itself."""
+    """Settings of the box itself."""
 
-    data_dir: str = Field(DEFAULT_DATA_DIR, min_length=1, description="everything that survives a restart lies here")
+    data_dir: str = Field(DEFAULT_DATA_DIR, min_length=1, description="directory of everything that survives a restart")
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="address of the endpoint; one other than loopback opens once a key exists",
+        description="address of the endpoint; an address other than loopback opens only once a key exists",
     )
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="TCP port of the endpoint")
     public_url: PublicUrl = Field(
         "",
-        description="URL of the box as browsers see it, such as `https://box.example.org`: links to its page begin "
-        "with it, and logins come back there (`PUBLIC_URL/ui`); unset: host and port",
+        description="URL of the box for browsers, such as `https://box.example.org`; links to its page begin "
+        "with it, and logins return to `PUBLIC_URL/ui`; unset: host and port",
     )
     devices: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
@@ -71,70 +71,68 @@ class BoxSettings(_Section):
     )
     numa_bind: bool = Field(
         True,
-        description="engines and ranks run on the processors near their GPU, on a machine with several NUMA nodes",
+        description="bind engines and ranks to the processors near their GPU on a machine with several NUMA nodes",
     )
     node_address: str | None = Field(
-        None, description="this machine's address on the network of the box's nodes; unset: no other node can join"
+        None, description="address of this machine for the box's other nodes; unset: no other node can join"
     )
     node_port: int = Field(
         6380,
         ge=1,
         le=65535,
-        description="TCP port on node_address where other nodes join",
+        description="TCP port on node_address at which other nodes join",
     )
     start_timeout_s: float = Field(
-        180.0, ge=30, description="time that Ray, the controller and the gateway each have to start, and a node to join"
+        180.0, ge=30, description="time limit for the start of Ray, the controller and the gateway each, and of a node"
     )
     memory_reserve_bytes: int | None = Field(
         None,
         ge=0,
-        description="memory of the host that is kept available for other programs; with less the box gives back what "
-        "it can, serving last; unset: a twenty-fifth, at least half a GiB, at most 8",
+        description="host memory to keep available for other programs; below it the box releases memory, "
+        "serving last; unset: a twenty-fifth of the memory, at least 0.5 GiB, at most 8 GiB",
     )
-    serving_floor: int = Field(0, ge=0, description="devices that serving keeps in every mode")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="the level of the controller's log"
-    )
+    serving_floor: int = Field(0, ge=0, description="number of devices that serving keeps in every mode")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level of the controller")
     hub_offline: bool = Field(True, description="refuse downloads from a model hub")
     hub_endpoint: str = Field(
         "https://huggingface.co",
         pattern=URL,
-        description="hub to download from when hub_offline is false; `HF_ENDPOINT` counts where this is not set",
+        description="hub for downloads when hub_offline is false; overrides `HF_ENDPOINT`",
     )
 
     @model_validator(mode="after")
     def _free_node_port(self) -> BoxSettings:
         if self.node_address is not None and (self.node_port in RAY_WORKER_PORTS or self.node_port == self.port):
             raise ValueError(
-                f"node_port is {self.node_port}; expected a port other than that of the endpoint, and none of "
-                f"{RAY_WORKER_PORTS[0]} to {RAY_WORKER_PORTS[-1]}, which Ray gives to its workers"
+                f"node_port is {self.node_port}; expected a port other than the endpoint's, and none of "
+                f"{RAY_WORKER_PORTS[0]} to {RAY_WORKER_PORTS[-1]}, which Ray uses for its workers"
             )
         return self
 
 
 class GatewaySettings(_Section):
-    """The endpoint and its bounds."""
+    """Settings of the endpoint and its limits."""
 
-    access_log: bool = Field(True, description="a line per request in logs/access.log")
-    tls_cert_path: str | None = Field(None, description="PEM file; with tls_key_path the endpoint speaks TLS")
-    tls_key_path: str | None = Field(None, description="PEM file, readable by the box alone")
+    access_log: bool = Field(True, description="write a line per request to logs/access.log")
+    tls_cert_path: str | None = Field(None, description="PEM certificate chain; enables TLS together with tls_key_path")
+    tls_key_path: str | None = Field(None, description="PEM private key, readable only by the box")
     cors_origins: list[str] = Field(
         [],
         description="web pages whose scripts may call the box from a browser, such as `https://chat.example.org`; "
         "`*`: any page; each still needs a key",
     )
-    shutdown_s: float = Field(30.0, gt=0, description="time that running requests have to finish when the box stops")
+    shutdown_s: float = Field(30.0, gt=0, description="time limit for running requests when the box stops")
     prefix_cache_shared: bool = Field(
         False,
-        description="requests of different owners may use what each other's left in a prefix cache: faster where many "
-        "share long prompts, but `cached_tokens` and the time of an answer then tell what others have asked",
+        description="share prefix cache entries between owners: faster if many requests "
+        "share long prompts, but `cached_tokens` and response times then reveal prompts of other owners",
     )
-    limits: Limits = Field(default_factory=Limits, description="what one client may make the gateway do")
-    holds: HoldLimits = Field(default_factory=HoldLimits, description="requests kept while no replica is open")
+    limits: Limits = Field(default_factory=Limits, description="limits on one client")
+    holds: HoldLimits = Field(default_factory=HoldLimits, description="limits on waiting requests")
 
 
 class ObservabilitySettings(_Section):
-    """What the box tells others about its requests, beside logs and metrics."""
+    """Export of traces, in addition to logs and metrics."""
 
     otlp_endpoint: str | None = Field(
         None,
@@ -147,34 +145,35 @@ class ObservabilitySettings(_Section):
 class BackupSettings(Location, _Section):
     """Where `appliance backup make` puts backups."""
 
-    keep: int = Field(14, ge=1, description="the newest backups stay, older ones are deleted")
+    keep: int = Field(14, ge=1, description="number of newest backups to keep; older backups are deleted")
 
 
 class PowerSettings(_Section):
-    """Power limits of the GPUs of the box's own machine (docs/operations.md, Power and energy)."""
+    """Power limits for the GPUs of the box's own machine (docs/operations.md, Power and energy)."""
 
     limits_w: dict[Literal["serve", "train", "split", "auto"], Annotated[float, Field(gt=0)]] = Field(
-        {}, description="watts of each device by mode; a mode without one has the device's own; empty: none is set"
+        {},
+        description="watts of each device by mode; a mode without an entry uses the device's own limit",
     )
 
 
 class AlertSettings(_Section):
-    """People who are told of the box's problems (docs/operations.md, Alerts). Without a receiver nothing is sent."""
+    """Receivers of alerts about the box's problems (docs/operations.md, Alerts). Without a receiver nothing is sent."""
 
     webhook: str | None = Field(None, pattern=URL, description="URL that each message is posted to as JSON")
     webhook_format: Literal["json", "slack", "wecom", "feishu"] = Field(
         "json",
-        description="'json': box, event, id, text and remedy; else what that chat service expects ('slack': Mattermost "
+        description="'json': box, event, id, text and remedy; others: format of that chat service ('slack': Mattermost "
         "too, 'wecom': DingTalk too)",
     )
     email: list[str] = Field([], description="addresses that each message is mailed to")
     email_from: str = Field("appliance@localhost", description="sender of the mails")
     smtp_host: str = Field("localhost", description="mail server")
-    smtp_port: int = Field(25, ge=1, le=65535, description="its port: 25, 587 with starttls, 465 with tls")
-    smtp_security: Literal["none", "starttls", "tls"] = Field("none", description="encryption of the connection")
-    smtp_user: str | None = Field(None, description="login at the mail server; unset: none")
-    smtp_password_path: str | None = Field(None, description="file with its password, readable by the box alone")
-    repeat_s: float = Field(86_400.0, ge=3600, description="seconds between reminders of a problem that lasts")
+    smtp_port: int = Field(25, ge=1, le=65535, description="mail server's port: 25, 587 with starttls, 465 with tls")
+    smtp_security: Literal["none", "starttls", "tls"] = Field("none", description="encryption to the mail server")
+    smtp_user: str | None = Field(None, description="user name at the mail server; unset: no login")
+    smtp_password_path: str | None = Field(None, description="file with the user's password, readable only by the box")
+    repeat_s: float = Field(86_400.0, ge=3600, description="seconds between reminders of a persisting problem")
 
     @property
     def is_on(self) -> bool:
@@ -182,31 +181,31 @@ class AlertSettings(_Section):
 
 
 class TrackingSettings(_Section):
-    """Experiment trackers that hear of jobs (docs/tracking.md). Off: nothing leaves the box unasked."""
+    """Experiment trackers that get the metrics of jobs (docs/tracking.md). By default nothing leaves the box."""
 
     mlflow_uri: str | None = Field(
         None, pattern=URL, description="MLflow tracking server; every job becomes a run there"
     )
-    mlflow_experiment: str = Field("appliance", min_length=1, max_length=256, description="where these runs are")
+    mlflow_experiment: str = Field("appliance", min_length=1, max_length=256, description="experiment of these runs")
     wandb_mode: Literal["offline", "online"] | None = Field(
         None,
-        description="what becomes of a job with `integrations`: 'offline', a run in wandb_dir, which `wandb sync` "
-        "sends later; 'online', a run at wandb_url",
+        description="W&B runs of jobs with `integrations`: 'offline': a run in wandb_dir, which `wandb sync` "
+        "sends later; 'online': a run at wandb_url",
     )
     wandb_dir: str | None = Field(None, description="folder of W&B's files; unset: `tracking` in the data directory")
-    wandb_url: str | None = Field(None, pattern=URL, description="W&B server of your own; unset: https://api.wandb.ai")
+    wandb_url: str | None = Field(None, pattern=URL, description="your own W&B server; unset: https://api.wandb.ai")
     credentials_file: str | None = Field(
         None,
-        description="file for the box's user alone, with lines such as `WANDB_API_KEY=...` and "
+        description="file readable only by the box's user, with lines such as `WANDB_API_KEY=...` and "
         "`MLFLOW_TRACKING_TOKEN=...`",
     )
     python: str | None = Field(
-        None, description="interpreter of an environment with mlflow-skinny and wandb; unset: the box's own"
+        None, description="Python interpreter with mlflow-skinny and wandb; unset: the box's own"
     )
 
     @property
     def trackers(self) -> tuple[Literal["mlflow", "wandb"], ...]:
-        """Those that hear of jobs."""
+        """The enabled trackers."""
         return (("mlflow",) if self.mlflow_uri else ()) + (("wandb",) if self.wandb_mode else ())
 
 
@@ -229,24 +228,24 @@ class BoxConfig(_Section):
     def _logins_come_back(self) -> BoxConfig:
         if self.controller.oidc.issuer and not is_secure(self.box.public_url):
             raise ValueError(
-                f"box.public_url is {self.box.public_url!r}, to which logins of [controller.oidc] come back: expected "
+                f"box.public_url is {self.box.public_url!r}, to which logins of [controller.oidc] return; expected "
                 "a URL that begins with https://"
             )
         return self
 
     @property
     def public_url(self) -> str:
-        """URL of the box as browsers see it."""
+        """URL of the box for browsers."""
         return self.box.public_url or self.url
 
     @property
     def scheme(self) -> str:
-        """The scheme of the endpoint's URLs. A client that used the other one would send its key in clear."""
+        """The scheme of the endpoint's URLs; a client that uses http against https would send its key unencrypted."""
         return "https" if self.gateway.tls_cert_path else "http"
 
     @property
     def url(self) -> str:
-        """URL of the endpoint, by the address that it listens on."""
+        """URL of the endpoint's listening address."""
         return f"{self.scheme}://{self.box.host}:{self.box.port}"
 
 
@@ -256,7 +255,7 @@ Key = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Setting:
-    """The value of a key, the source that has it, and how the key is called there."""
+    """The value of a key, its source, and the key's name in that source."""
 
     value: Any
     source: str
@@ -266,9 +265,9 @@ class _Setting:
 def load_config(
     path: Path | None, overrides: dict[str, Any] | None = None, environ: Mapping[str, str] = os.environ
 ) -> BoxConfig:
-    """The configuration of `path` (None: `appliance.toml` in the data directory, if there is one).
+    """Load the configuration in `path` (None: `appliance.toml` in the data directory, if it exists).
 
-    `overrides` are [box] settings from the command line; those that are None are left out. Raises ConfigError.
+    `overrides` are [box] settings from the command line; None values are ignored. Raises ConfigError.
     """
     typed = {key: value for key, value in (overrides or {}).items() if value is not None}
     above = _environment(environ) | _flat({"box": typed}, "the command line")
@@ -286,8 +285,8 @@ def load_config(
         raise ConfigError(f"{path} is not TOML: {error}") from error
     if beside and ("box", "data_dir") in file:
         raise ConfigError(
-            f"{path}: box.data_dir: this file was found in the data directory and cannot name another; use "
-            "--data-dir or APPLIANCE_DATA_DIR, or name the file with --config"
+            f"{path}: box.data_dir: this file is in the data directory and cannot set another one; use "
+            "--data-dir or APPLIANCE_DATA_DIR, or give the file with --config"
         )
     hub = environ.get("HF_ENDPOINT", "").rstrip("/")
     below = {("box", "hub_endpoint"): _Setting(hub, "the environment", "HF_ENDPOINT")} if hub else {}
@@ -295,12 +294,12 @@ def load_config(
 
 
 def load_resolved(path: Path) -> BoxConfig:
-    """A configuration that another process of the box resolved before and wrote into a file. Raises ConfigError."""
+    """Load a configuration that another process of the box resolved and wrote to a file. Raises ConfigError."""
     return _checked(_flat(json.loads(path.read_text()), str(path)), Path.cwd())
 
 
 def _flat(table: Table, source: str, at: Key = ()) -> dict[Key, _Setting]:
-    """The settings below the key `at`. Raises ConfigError."""
+    """Flatten a table to its settings. at: the table's own key. Raises ConfigError."""
     settings: dict[Key, _Setting] = {}
     for key, value in table.items():
         location = (*at, key)
@@ -329,7 +328,7 @@ def _nested(settings: Mapping[Key, _Setting]) -> Table:
 
 
 def _checked(settings: Mapping[Key, _Setting], folder: Path) -> BoxConfig:
-    """`folder`: relative paths of certificates are meant from there."""
+    """Validate the settings. folder: relative paths of certificates start there. Raises ConfigError."""
     try:
         config = BoxConfig.model_validate(_nested(settings))
     except ValidationError as error:
@@ -342,7 +341,7 @@ def _checked(settings: Mapping[Key, _Setting], folder: Path) -> BoxConfig:
         }
     )
     try:
-        # The gateway's own checks (bounds of every limit, both TLS files or none) before anything is started.
+        # Run the gateway's own checks (range of every limit, both TLS files or none) before anything starts.
         GatewayConfig.from_mapping(
             gateway.model_dump()
             | {"host": config.box.host, "port": config.box.port, "controller_socket": "", "bus_socket": ""}
@@ -356,11 +355,11 @@ def _checked(settings: Mapping[Key, _Setting], folder: Path) -> BoxConfig:
 
 
 def _message(errors: list[Any], settings: Mapping[Key, _Setting]) -> str:
-    """What is wrong with the first key at fault, and where it comes from."""
+    """Describe the first invalid key and its source."""
 
     def place(error: Any) -> Key:
         location = tuple(map(str, error["loc"]))
-        # pydantic adds the branch of a union behind the key ("devices", "int"); no source has such a key.
+        # pydantic appends the branch of a union to the key ("devices", "int"), which no source has.
         while not any(key[: len(location)] == location for key in settings):
             location = location[:-1]
         return location
@@ -375,14 +374,14 @@ def _message(errors: list[Any], settings: Mapping[Key, _Setting]) -> str:
         close = difflib.get_close_matches(location[-1], known, n=1)
         guess = f"; did you mean {close[0]}?" if close else ""
         return f"{first.source}: unknown key {name}{guess} (known there: {', '.join(known)})"
-    if isinstance(error["input"], dict):  # settings that do not fit each other, maybe of several sources
+    if isinstance(error["input"], dict):  # several settings, maybe from several sources, conflict
         return f"the configuration: {f'[{section}]: ' if section else ''}{expected}"
     return f"{first.source}: {name} is {error['input']!r}: {expected}"
 
 
 FORMS = {
-    r"^[a-z0-9][a-z0-9-]{0,31}$": "1 to 32 of a to z, 0 to 9 and '-', the first of them no '-'",
-    URL: "a URL that begins with http:// or https://, without credentials: those are in `credentials_file`, "
+    r"^[a-z0-9][a-z0-9-]{0,31}$": "1 to 32 characters of a-z, 0-9 and '-', not beginning with '-'",
+    URL: "a URL that begins with http:// or https://, without credentials: put those into `credentials_file`, "
     "OTEL_EXPORTER_OTLP_HEADERS or HF_TOKEN",
 }
 
@@ -393,16 +392,16 @@ def _expected(error: Any) -> str:
 
 
 def _known_keys(location: tuple[str, ...]) -> set[str]:
-    """Keys of the section at `location`; () for the sections themselves."""
+    """Return the keys of the section at `location`; (): the names of the sections."""
     kind: Any = BoxConfig
     for part in location:
-        # Each section of a table of sections has the keys of its kind, whatever its name.
+        # Sections in a table of sections all have the same keys, whatever their names.
         kind = kind.model_fields[part].annotation if hasattr(kind, "model_fields") else get_args(kind)[-1]
     return set(getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", ()))
 
 
 def _environment(environ: Mapping[str, str]) -> dict[Key, _Setting]:
-    """Settings among the variables, as text; pydantic makes numbers of them. Empty ones count as not set."""
+    """Return the settings among the variables, as text for pydantic to parse. Empty variables count as unset."""
     settings: dict[Key, _Setting] = {}
     for variable, text in environ.items():
         name = variable.removeprefix(_PREFIX)
@@ -410,8 +409,8 @@ def _environment(environ: Mapping[str, str]) -> dict[Key, _Setting]:
             continue
         location = tuple(part.lower() for part in name.split("__"))
         if len(location) == 1:
-            # A name without a section may be somebody else's (Kubernetes sets APPLIANCE_SERVICE_HOST for a service
-            # called appliance); one that is nearly ours is a slip.
+            # A name without a section may belong to other software (Kubernetes sets APPLIANCE_SERVICE_HOST for a
+            # service called appliance); a name close to a known one is a typing error.
             if location[0] not in BoxSettings.model_fields:
                 if close := difflib.get_close_matches(location[0], list(BoxSettings.model_fields), n=1, cutoff=0.75):
                     guess = f"{_PREFIX}{close[0].upper()}"
@@ -427,7 +426,7 @@ _NAMES = {"string": "text", "integer": "whole number", "number": "number", "bool
 
 
 def reference() -> str:
-    """Every key as Markdown, one table per section in the order of `BoxConfig`: `python -m appliance.config`."""
+    """Return every key as Markdown, one table per section in `BoxConfig`'s order (`python -m appliance.config`)."""
     schema = BoxConfig.model_json_schema()
     return "\n\n".join(_table(title, kind) for title, kind in _sections(schema["$defs"], schema, "")) + "\n"
 

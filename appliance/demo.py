@@ -1,7 +1,7 @@
 """`make demo`: train a real model, publish it, chat, and switch the devices back and forth under load.
 
-Everything goes through what a user has: the `appliance` command and the unchanged OpenAI SDK. The table at the end has
-what clients saw, and what it means. `Load` is a steady load that accounts for each request; tests use it too.
+It uses only what users have: the `appliance` command and the unmodified OpenAI SDK. The table at the end shows what
+clients saw and what it means. `Load` is a steady load that records each request; tests use it too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rich.console import Console
 from rich.table import Table
 
 MODEL, QUESTION = "smollm2-135m", "Which team developed you?"
-"""The answer changes with the training for certain."""
-FOREVER = 50  # epochs of a job that is cancelled before its end
+"""The training certainly changes the answer to this question."""
+FOREVER = 50  # epochs of a job that the demo cancels
 STEPS = {
-    "swap_replica": ("swap", "a running engine takes another version; its requests are kept"),
-    "sleep_replica": ("sleep", "an engine gives its devices back"),
-    "wake_replica": ("wake", "an engine has its devices again, and answers"),
-    "suspend_group": ("suspend", "a job gives its devices back, and keeps every step"),
-    "start_group": ("resume", "a job goes on where it was (the first time: it starts)"),
+    "swap_replica": ("swap", "a running engine loads another version and keeps its requests"),
+    "sleep_replica": ("sleep", "an engine releases its devices"),
+    "wake_replica": ("wake", "an engine gets its devices back and answers"),
+    "suspend_group": ("suspend", "a job releases its devices and keeps every step"),
+    "start_group": ("resume", "a job continues where it stopped (the first time: it starts)"),
 }
 PROMPTS = (
     "Tell me a short story.",
@@ -45,12 +45,12 @@ PROMPTS = (
     "Say hello.",
 )
 PAUSE_S = 0.3
-"""After an error, so that a refused connection is not retried in a tight loop."""
+"""Pause after an error, to avoid a tight loop of refused connections."""
 console = Console(highlight=False)
 
 
 def main(data_dir: str = ".demo") -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a terminated demo stops its box
     folder = Path(data_dir).resolve()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["APPLIANCE_DATA_DIR"] = str(folder)
@@ -63,7 +63,7 @@ def main(data_dir: str = ".demo") -> int:
 
 
 def run() -> bool:
-    """Returns whether every request was answered once, and the fine-tuned model answers otherwise than its base."""
+    """Run the demo; True if each request got one answer and the fine-tuned model answers unlike its base."""
     began_s = time.monotonic()
     headline("1  A box: one endpoint for OpenAI's SDK, two devices that train and serve")
     appliance("down", check=False, capture=True)
@@ -74,12 +74,12 @@ def run() -> bool:
     url, key = f"http://127.0.0.1:{port}/v1", admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
     client = openai.OpenAI(base_url=url, api_key=key, timeout=900)
     for job in admin("job", "list")["data"]:
-        if job["status"] not in ("succeeded", "failed", "cancelled"):  # of a demo that was stopped
+        if job["status"] not in ("succeeded", "failed", "cancelled"):  # left by an interrupted demo
             admin("job", "cancel", job["id"])
     if MODEL not in [model.id for model in client.models.list()]:
         appliance("model", "import", MODEL)
 
-    headline(f"2  Train {MODEL} on who it is, and publish the result through shared memory")
+    headline(f"2  Train {MODEL} on its identity, and publish the result through shared memory")
     content = (importlib.resources.files("appliance") / "demo_data" / "identity.jsonl").read_bytes()
     file = client.files.create(file=("identity.jsonl", content), purpose="fine-tune").id
 
@@ -94,15 +94,15 @@ def run() -> bool:
     tuned = client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model
     assert tuned is not None
 
-    headline("3  Chat: the same question to both models, which one engine serves")
+    headline("3  Chat: the same question to both models, served by one engine")
     answers = {}
     for name in (MODEL, tuned):
-        asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0}
-        answers[name] = client.chat.completions.create(model=name, **asked).choices[0].message.content or ""
+        request: Any = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0}
+        answers[name] = client.chat.completions.create(model=name, **request).choices[0].message.content or ""
     for name, text in (("you", QUESTION), *answers.items()):
         console.print(f"[bold]{name}[/]  {text}")
 
-    headline("4  The devices switch to training and back, with clients that go on asking")
+    headline("4  The devices switch to training and back while clients send requests")
     admin("mode", "set", "serve", "--wait")
     job = train(FOREVER)
     with Load(url, key, MODEL) as load:
@@ -121,7 +121,7 @@ def run() -> bool:
 
 
 def appliance(*arguments: str, check: bool = True, capture: bool = False) -> str:
-    """Runs a command of the box. Returns what it prints if `capture`."""
+    """Run a command of the box; return its output if `capture`."""
     if not capture:
         console.print(f"[dim]$ appliance {' '.join(arguments)}[/]")
     program = Path(sys.executable).with_name("appliance")
@@ -141,23 +141,23 @@ def headline(text: str) -> None:
 
 
 def summary(report: Any, seconds: float) -> Table:
-    steps = [step for one in admin("mode", "history", "--limit", "1000")["data"] for step in one["steps"]]
+    steps = [step for move in admin("mode", "history", "--limit", "1000")["data"] for step in move["steps"]]
     table = Table("what", "measured", "what it means", title="One run on this machine")
     for verb, (name, meaning) in STEPS.items():
         if took := [s["seconds"] for s in steps if s["verb"] == verb and s["state"] == "done"]:
             table.add_row(name, f"{statistics.median(took) * 1e3:,.0f} ms (median of {len(took)})", meaning)
     table.add_row("requests", f"{report.requests}", "answered in part 4")
-    table.add_row("longest", f"{report.longest_s:.1f} s", "a request held until devices came back, whole")
+    table.add_row("longest", f"{report.longest_s:.1f} s", "a request that was held until devices came back")
     table.add_row("dropped", f"{report.dropped}", "requests that ended with an error; the promise is 0")
-    table.add_row("truncated", f"{report.truncated}", "answers without their end; the promise is 0")
+    table.add_row("truncated", f"{report.truncated}", "answers without an end; the promise is 0")
     table.add_row("duplicated", f"{report.duplicated}", "answers sent twice; the promise is 0")
-    table.add_row("demo", f"{seconds:.0f} s", "all of this")
+    table.add_row("demo", f"{seconds:.0f} s", "the whole demo")
     return table
 
 
 @dataclass
 class Outcome:
-    """One request as its client saw it. answers: different ids among its chunks."""
+    """One request as its client saw it. answers: number of different ids among its chunks."""
 
     started_s: float
     seconds: float = 0.0
@@ -167,7 +167,7 @@ class Outcome:
 
 
 class Load:
-    """`workers` threads that ask one after the other, half of the requests streaming, until stopped."""
+    """`workers` threads that each send one request after another until stopped; half of the requests stream."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Load:
         max_tokens: int = 24,
         prompts: Sequence[str] = PROMPTS,
     ):
-        # No retries: a request that the SDK had to send twice would hide a drop.
+        # No retries: a retry by the SDK would hide a dropped request.
         self._client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=600)
         self._asked: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0}
         self._prompts, self._stopping, self._numbers = prompts, threading.Event(), itertools.count()
@@ -202,24 +202,24 @@ class Load:
         return len(self.outcomes)
 
     def wait_for(self, count: int, timeout_s: float = 600.0) -> None:
-        """Returns once so many more requests have ended."""
-        wanted, deadline_s = self.finished + count, time.monotonic() + timeout_s
-        while self.finished < wanted:
+        """Wait until `count` more requests have ended."""
+        target, deadline_s = self.finished + count, time.monotonic() + timeout_s
+        while self.finished < target:
             if time.monotonic() > deadline_s:
-                raise SystemExit(f"no answers for {timeout_s:.0f} s")
+                raise SystemExit(f"no answers within {timeout_s:.0f} s")
             time.sleep(0.05)
 
     def report(self) -> Any:
-        """Sums over all requests. `dropped`: ended with an error; `truncated`: ended without a finish reason;
-        `duplicated`: more than one answer."""
+        """Count all requests. `dropped`: ended with an error; `truncated`: ended without a finish reason; `duplicated`:
+        got more than one answer."""
         done = list(self.outcomes)
         return SimpleNamespace(
             requests=len(done),
-            dropped=sum(one.error is not None for one in done),
-            truncated=sum(one.error is None and one.finish_reason is None for one in done),
-            duplicated=sum(one.answers > 1 for one in done),
-            longest_s=max((one.seconds for one in done), default=0.0),
-            errors=tuple(sorted({one.error for one in done if one.error})),
+            dropped=sum(outcome.error is not None for outcome in done),
+            truncated=sum(outcome.error is None and outcome.finish_reason is None for outcome in done),
+            duplicated=sum(outcome.answers > 1 for outcome in done),
+            longest_s=max((outcome.seconds for outcome in done), default=0.0),
+            errors=tuple(sorted({outcome.error for outcome in done if outcome.error})),
         )
 
     def _work(self) -> None:

@@ -1,8 +1,8 @@
-"""Lets other machines join the box: its certificate authority, invitations, and which nodes were removed.
+"""Lets other machines join the box: certificate authority, invitations, and list of removed nodes.
 
-An invitation has all that one machine needs: the address of Ray's head, Ray's token, and a certificate with its key.
-Whoever has it can join as that machine. Ray and the engines ask both sides of every connection between machines for a
-certificate of the authority, and know no list of removed ones.
+An invitation has everything that one machine needs: the address of Ray's head, Ray's token, and a certificate with its
+key. Anyone who has it can join as that machine. Ray and the engines require a certificate of the authority on both
+sides of every connection between machines, but do not check the list of removed nodes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NODE_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 
 
 class InvitationError(RuntimeError):
-    """A machine cannot be invited, or cannot join; the message says why and what to do."""
+    """A machine cannot be invited or cannot join; the message has the reason and what to do."""
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """head: HOST:PORT of Ray. address: the invited machine's own. authority, certificate, key: PEM."""
+    """An invitation. head: HOST:PORT of Ray. address: the invited machine's. authority, certificate, key: PEM."""
 
     head: str
     name: str
@@ -46,7 +46,7 @@ class Invitation:
 
     @classmethod
     def read(cls, file: Path) -> Invitation:
-        """Raises InvitationError."""
+        """Read an invitation file. Raises InvitationError."""
         try:
             return msgspec.json.decode(file.read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError) as error:
@@ -56,14 +56,14 @@ class Invitation:
         return msgspec.json.encode(self).decode()
 
     def accept(self, paths: BoxPaths) -> None:
-        """Keep the token and the certificate where Ray looks for them."""
+        """Write the token and the certificate to the files that Ray reads."""
         replace_file(paths.ray_token, self.ray_token.encode())
         _keep(paths.certificates, self.authority, self.certificate, self.key)
 
 
 def prepare(paths: BoxPaths, address: str, port: int) -> None:
-    """At home, before Ray starts: issue the box's own certificate, and make its authority if there is none. Raises
-    InvitationError."""
+    """Issue the box's own certificate, and create its authority if there is none. Call it on the box before Ray starts.
+    Raises InvitationError."""
     folder = paths.certificates
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not (folder / "ca.key").exists():
@@ -75,7 +75,7 @@ def prepare(paths: BoxPaths, address: str, port: int) -> None:
 
 
 def invite(paths: BoxPaths, name: str, address: str) -> Invitation:
-    """Raises InvitationError."""
+    """Create an invitation for a machine. Raises InvitationError."""
     folder = _check(paths, name)
     certificate, key = _certificate(name, _addresses(address), folder)
     _write_removed(paths, removed(paths) - {name})
@@ -84,7 +84,7 @@ def invite(paths: BoxPaths, name: str, address: str) -> Invitation:
 
 
 def remove(paths: BoxPaths, name: str) -> None:
-    """From now on the box ends this node whenever it joins, until it is invited again. Raises InvitationError."""
+    """Remove a node: the box ends it whenever it joins, until it is invited again. Raises InvitationError."""
     _check(paths, name)
     _write_removed(paths, removed(paths) | {name})
 
@@ -100,10 +100,10 @@ def _write_removed(paths: BoxPaths, names: frozenset[str]) -> None:
 
 
 def _check(paths: BoxPaths, name: str) -> Path:
-    """The folder of the authority. Raises InvitationError."""
+    """Check the node's name and return the authority's folder. Raises InvitationError."""
     if not NODE_NAME.fullmatch(name) or name == HOME_NODE:
         raise InvitationError(
-            f"the node's name is {name!r}; expected small letters, digits and dashes, and not {HOME_NODE}, the box"
+            f"the node's name is {name!r}; expected lower-case letters, digits and dashes; {HOME_NODE} is the box"
         )
     if not (paths.certificates / "head").exists():
         raise InvitationError(
@@ -114,7 +114,7 @@ def _check(paths: BoxPaths, name: str) -> Path:
 
 
 def _certificate(name: str, extension: x509.ExtensionType, authority: Path | None) -> tuple[str, str]:
-    """A new certificate and its key, PEM. authority: folder of the one that signs; None: signed by its own key."""
+    """Create a certificate and its key, as PEM. authority: folder of the signing authority; None: self-signed."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), datetime.now(UTC)
     issuer, signer = subject, key
@@ -138,7 +138,7 @@ def _certificate(name: str, extension: x509.ExtensionType, authority: Path | Non
 
 
 def _addresses(address: str) -> x509.SubjectAlternativeName:
-    """The addresses that others connect to: Ray uses numbers, also if a name was given."""
+    """Return the names of a certificate: Ray connects to IP addresses even if a host name was given."""
     try:
         numbers = {info[4][0] for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
         named = [] if address in numbers else [x509.DNSName(address)]

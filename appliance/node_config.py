@@ -1,4 +1,4 @@
-"""Paths and settings of this node of the box, in the form the scheduler needs."""
+"""Paths and settings of this node, in the form that the scheduler needs."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ..
 
 
 def device_environment(kind: str, caches: Path) -> dict[str, str]:
-    """Environment variables that the libraries of the warm parents need at import time.
+    """Return environment variables that the libraries of the warm parents need at import.
 
-    On GPUs: caches of compiled kernels in the box's own folder. Their defaults are below the home directory, which a
-    service may lack or be unable to write (engines then do not start), and in TMPDIR, which is deleted with its engine.
+    On GPUs they put caches of compiled kernels into the box's folder. The defaults are in the home directory, which a
+    service may be unable to write (then engines do not start), and in TMPDIR, which is deleted with its engine.
     """
     env = {
-        # Without this DeepSpeed asks CUDA for its devices, after which no forked rank can use them. And a box
-        # configured for logical CPU devices on a machine with GPUs must train on the former.
+        # Otherwise DeepSpeed initializes CUDA, and forked ranks cannot use it. Also, a box that is configured for
+        # logical CPU devices must train on them even if the machine has GPUs.
         "DS_ACCELERATOR": kind,
         **FORK_ENVIRONMENT,
     }
@@ -63,7 +63,7 @@ def device_environment(kind: str, caches: Path) -> dict[str, str]:
 
 
 def weight_budget_bytes(config: BoxConfig, paths: BoxPaths) -> int:
-    """Bytes of this node's shared memory that the weight store may use."""
+    """Return the bytes of this node's shared memory that the weight store may use."""
     if config.weights.budget_bytes is not None:
         return config.weights.budget_bytes
     return int(shutil.disk_usage(paths.shm_root).total * config.weights.budget_share)

@@ -1,11 +1,11 @@
-"""Send the figures of jobs to MLflow or W&B: a script that the box's main process starts for each tracker.
+"""Send metrics of jobs to MLflow or W&B: a script that the box's main process starts for each tracker.
 
     python -P appliance/tracking.py SETTINGS        JSON, see `run_exporter` in `appliance.boot.main`
 
-It runs in the interpreter that has the tracker's library, which need not be the box's own, so it imports nothing of the
-box. It reads the database; no job waits for it. A file names the ended jobs that are sent. When nothing can be sent it
-ends with the reason, and is restarted: a new process sends all points of unended jobs again, and the tracker takes a
-point that it has once.
+It runs in the interpreter with the tracker's library, which may not be the box's own, so it imports nothing of the box.
+It reads the database, and no job waits for it. A file lists the ended jobs that were sent. If nothing can be sent, it
+exits with the reason and is restarted: the new process sends all points of unended jobs again, and the tracker ignores
+duplicates.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any, Literal, NamedTuple
 
 Settings = dict[str, Any]
 POLL_EVERY_S = 2.0
-GIVE_UP_S = 7 * 24 * 3600.0  # after a job's end
-EVENTS_AT_ONCE = 40  # MLflow's server takes 1000 values in a request; an event has less than 25
-PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 100, 6000, 5000  # what it takes at most
+GIVE_UP_S = 7 * 24 * 3600.0  # a job is dropped this long after its end
+EVENTS_AT_ONCE = 40  # MLflow's server accepts 1000 values per request; an event has fewer than 25
+PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 100, 6000, 5000  # limits of MLflow's server
 STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 STEP = {"train": "train/global_step", "validation": "validation/global_step"}
 
 
 class Job(NamedTuple):
-    """phase: succeeded, failed or cancelled once `finished_s` is set. wandb: as its `integrations` have it. params:
-    hyperparameters, model, method, seed, files with their SHA-256."""
+    """A job. phase: succeeded, failed or cancelled once `finished_s` is set. wandb: settings from its `integrations`.
+    params: hyperparameters, model, method, seed, files with their SHA-256."""
 
     id: str
     name: str
@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Figures of a step. seq: number of its event; values: by name (`train/loss`), all finite."""
+    """Metrics of a step. seq: number of its event. values: by name (`train/loss`), all finite."""
 
     seq: int
     step: int
@@ -60,8 +60,8 @@ class Point(NamedTuple):
 
 @dataclass
 class Sent:
-    """What this process has sent of a job: up to event `seq`, with the last step of each kind. A step that a job
-    repeats after a sudden end is sent once. run: the tracker's."""
+    """What this process has sent of a job. seq: last sent event. last: last step of each kind, so that steps that a job
+    repeats after a crash are sent once. run: the tracker's run."""
 
     run: Any
     seq: int = 0
@@ -69,8 +69,8 @@ class Sent:
 
 
 class Follower:
-    """Sends what is new to one tracker, `Mlflow` or `Wandb`. path: a file with the time of its first start and the
-    ended jobs that are sent."""
+    """Sends new metrics to one tracker, `Mlflow` or `Wandb`. path: file with the time of the first start and the ended
+    jobs that were sent."""
 
     def __init__(self, tracker: Any, database: Path, path: Path) -> None:
         self._tracker, self._database, self._path = tracker, database, path
@@ -80,8 +80,8 @@ class Follower:
         self._refused: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Send what is new of every job. A job that the tracker refuses is begun again in the next round. Raises the
-        error of the library where no job could be sent, and that of reading the database."""
+        """Send new metrics of every job. A job that the tracker refuses starts over in the next round. Raises the
+        library's error if no job could be sent, and errors of the database."""
         sent, failed = 0, {}
         rows = self._rows(
             "SELECT * FROM jobs WHERE started_s IS NOT NULL AND (finished_s IS NULL OR finished_s > ?) ORDER BY seq",
@@ -113,10 +113,10 @@ class Follower:
         while rows := self._rows(query + "ORDER BY seq LIMIT ?", job.id, at.seq, EVENTS_AT_ONCE):
             points = [point(row["seq"], row["created_s"], json.loads(row["data"])) for row in rows]
             new = []
-            for one in points:
-                if one.step > at.last.get(one.kind, -1):
-                    at.last[one.kind] = one.step
-                    new += [one] if one.values else []
+            for item in points:
+                if item.step > at.last.get(item.kind, -1):
+                    at.last[item.kind] = item.step
+                    new += [item] if item.values else []
             self._tracker.log(at.run, new)
             at.seq = points[-1].seq
         if job.finished_s is not None:
@@ -139,7 +139,7 @@ class Follower:
             finished_s=row["finished_s"],
             error=str(json.loads(row["error"] or "{}").get("message", "")),
             version=published[0]["version"] if published else None,
-            wandb=[one["wandb"] for one in json.loads(row["integrations"] or "[]") if one["type"] == "wandb"],
+            wandb=[entry["wandb"] for entry in json.loads(row["integrations"] or "[]") if entry["type"] == "wandb"],
             params=params,
         )
 
@@ -150,7 +150,7 @@ class Follower:
 
 
 def point(seq: int, at_s: float, data: dict[str, Any]) -> Point:
-    """The names are those of TensorBoard's files, which have a validation of the whole file once."""
+    """Convert an event to a point with TensorBoard's names, without metrics of the whole validation file."""
     kind: Literal["train", "validation"] = "train" if "train_loss" in data else "validation"
     prefix = "train_" if kind == "train" else "valid_"
     values = {
@@ -163,19 +163,19 @@ def point(seq: int, at_s: float, data: dict[str, Any]) -> Point:
 
 
 def flat(table: dict[str, Any], before: str = "") -> dict[str, str]:
-    """{"options": {"beta": 0.1}} is {"options.beta": "0.1"}."""
-    found: dict[str, str] = {}
+    """Flatten nested settings: {"options": {"beta": 0.1}} becomes {"options.beta": "0.1"}."""
+    result: dict[str, str] = {}
     for name, value in table.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{before}{name}.")
+            result |= flat(value, f"{before}{name}.")
         elif value is not None:
-            found[f"{before}{name}"] = value if isinstance(value, str) else json.dumps(value)
-    return found
+            result[f"{before}{name}"] = value if isinstance(value, str) else json.dumps(value)
+    return result
 
 
 class Mlflow:
-    """Every job is a run of one experiment, found again by the tag that names the job. The same point sent twice is
-    one point there: a time, a step and a value."""
+    """Every job is a run of one experiment, found by a tag with the job's id. MLflow ignores a duplicate point (same
+    time, step and value)."""
 
     def __init__(self, settings: Settings) -> None:
         from mlflow import MlflowClient
@@ -189,8 +189,8 @@ class Mlflow:
     def begin(self, job: Job) -> str:
         from mlflow.entities import Param
 
-        found = self._client.get_experiment_by_name(self._experiment)
-        experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.create_experiment(self._experiment) if existing is None else existing.experiment_id
         runs = self._client.search_runs([experiment], f"tags.`appliance.job` = '{job.id}'", max_results=1)
         if not runs:
             tags = {"appliance.job": job.id, "appliance.model": job.output_model}
@@ -204,9 +204,9 @@ class Mlflow:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(name, value, round(one.at_s * 1000), one.step)
-            for one in points
-            for name, value in one.values.items()
+            Metric(name, value, round(item.at_s * 1000), item.step)
+            for item in points
+            for name, value in item.values.items()
         ]
         self._client.log_batch(run, metrics=metrics)
 
@@ -220,9 +220,9 @@ class Mlflow:
 
 
 class Wandb:
-    """A run for each `integrations` of a job. The number of an event is W&B's own step: a run at a server is resumed
-    at its step, and a run on disk, whose file no process can resume, is written again. W&B's own looks at this machine
-    are off: no code, packages, host name, user or load are sent."""
+    """A run for each entry in a job's `integrations`. The number of an event is W&B's step: a run on a server resumes
+    at its step, and an offline run, whose file cannot be resumed, is written again. W&B's collection of code, packages,
+    host name, user and load is off."""
 
     def __init__(self, settings: Settings) -> None:
         import wandb
@@ -235,15 +235,15 @@ class Wandb:
 
     def begin(self, job: Job) -> list[Any]:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return [self._init(job, f"{job.id}-{number}", one) for number, one in enumerate(job.wandb)]
+        return [self._init(job, f"{job.id}-{number}", entry) for number, entry in enumerate(job.wandb)]
 
     def log(self, runs: list[Any], points: list[Point]) -> None:
         for run in runs:
-            for one in points:
-                # The least step that W&B still takes: `step` of a resumed run is 0 until something is logged.
-                if one.seq >= max(run.step, run.starting_step):
-                    row = {STEP[one.kind]: one.step, **one.values, "_timestamp": one.at_s}
-                    run.log(row, step=one.seq)
+            for item in points:
+                # The smallest step that W&B accepts; `step` of a resumed run is 0 until something is logged.
+                if item.seq >= max(run.step, run.starting_step):
+                    row = {STEP[item.kind]: item.step, **item.values, "_timestamp": item.at_s}
+                    run.log(row, step=item.seq)
 
     def end(self, runs: list[Any], job: Job) -> None:
         outcome = {"state": job.phase, "error": job.error, "model": job.output_model, "version": job.version}
@@ -251,7 +251,7 @@ class Wandb:
             run.summary.update({f"appliance.{name}": text for name, text in outcome.items() if text})
             run.finish(exit_code=0 if job.phase == "succeeded" else 1)
 
-    def _init(self, job: Job, run_id: str, wanted: dict[str, Any]) -> Any:
+    def _init(self, job: Job, run_id: str, entry: dict[str, Any]) -> Any:
         if self._mode == "offline":
             for left in (self._folder / "wandb").glob(f"offline-run-*-{run_id}"):
                 shutil.rmtree(left)
@@ -260,7 +260,7 @@ class Wandb:
             console="off",
             silent=True,
             host="appliance",
-            program="appliance",  # else the path of this script, which may have a name of a person in it
+            program="appliance",  # not this script's path, which may contain a person's name
             disable_code=True,
             disable_git=True,
             save_code=False,
@@ -271,16 +271,16 @@ class Wandb:
             **({} if self._url is None else {"base_url": self._url}),
         )
         run = self._wandb.init(
-            project=wanted["project"],
-            entity=wanted.get("entity"),
-            name=wanted.get("name") or job.name,
-            tags=[*filter(None, wanted.get("tags") or ()), job.id],
+            project=entry["project"],
+            entity=entry.get("entity"),
+            name=entry.get("name") or job.name,
+            tags=[*filter(None, entry.get("tags") or ()), job.id],
             config=job.params,
             id=run_id,
             resume="allow" if self._mode == "online" else None,
             mode=self._mode,
             dir=str(self._folder),
-            reinit="create_new",  # the runs of other jobs go on
+            reinit="create_new",  # runs of other jobs stay open
             settings=settings,
         )
         for kind, step in STEP.items():
@@ -290,25 +290,25 @@ class Wandb:
 
 
 def read_credentials(path: Path) -> dict[str, str]:
-    """The variables of MLflow and W&B in a file of lines NAME=VALUE. Exits where it is open to others."""
+    """Read variables of MLflow and W&B from a file of lines NAME=VALUE. Exits if other users can read the file."""
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        raise SystemExit(f"[tracking] credentials_file {path} is open to other users: chmod 600 it")
+        raise SystemExit(f"[tracking] credentials_file {path} is open to other users: run chmod 600 on it")
     lines = [line for line in map(str.strip, path.read_text().splitlines()) if line and not line.startswith("#")]
-    found = {name.strip(): text.strip().strip("'\"") for name, _, text in (line.partition("=") for line in lines)}
-    if wrong := [name for name in found if not name.startswith(("MLFLOW_", "WANDB_"))]:
-        raise SystemExit(f"[tracking] credentials_file {path} has {wrong[0]}; expected variables of MLflow and W&B")
-    return found
+    variables = {name.strip(): text.strip().strip("'\"") for name, _, text in (line.partition("=") for line in lines)}
+    if wrong := [name for name in variables if not name.startswith(("MLFLOW_", "WANDB_"))]:
+        raise SystemExit(f"[tracking] credentials_file {path} has {wrong[0]}; expected MLFLOW_* and WANDB_* variables")
+    return variables
 
 
 def follow(settings: Settings) -> None:
-    """Follow the database for one tracker, for ever. Raises what the library raises."""
+    """Poll the database for one tracker, forever. Raises the library's errors."""
     name = settings["tracker"]
     if settings["credentials_file"]:
         os.environ.update(read_credentials(Path(settings["credentials_file"]).expanduser()))
     try:
         tracker = {"mlflow": Mlflow, "wandb": Wandb}[name](settings)
     except ModuleNotFoundError as error:
-        how = "docs/tracking.md says how to install it, and [tracking] python where"
+        how = "install it (docs/tracking.md) and set [tracking] python"
         raise SystemExit(f"{error} for {sys.executable}; {how}") from error
     follower = Follower(tracker, Path(settings["database"]), Path(settings["folder"]) / f"{name}.since")
     while True:
@@ -321,7 +321,7 @@ def main(argv: Sequence[str]) -> None:
         follow(json.loads(argv[1]))
     except Exception as error:  # noqa: BLE001 - the last line that it writes is the reason
         print(str(error) or repr(error), file=sys.stderr, flush=True)
-        os._exit(1)  # W&B would else wait for its server
+        os._exit(1)  # a normal exit would wait for W&B's server
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Results of the benchmarks, stored as JSON, and one table of them.
+"""Stores the results of benchmarks as JSON, and prints them as one table.
 
     python -m benchmarks._claims          # prints the table of everything in .benchmarks/
 
@@ -20,7 +20,8 @@ FOLDER = Path(__file__).resolve().parents[1] / ".benchmarks"
 
 
 class Claim(TypedDict):
-    """One figure. size: the model or input. met: None for a figure without an aim. date: the day of the run."""
+    """One measured figure. size: the model or input. met: if it meets its aim; None without aim. date: day of the
+    run."""
 
     claim: str
     size: str
@@ -44,7 +45,7 @@ def stated(claim: str, size: str, measured: float, unit: str) -> Claim:
 
 
 def record(script: str, rows: Iterable[Claim], folder: Path = FOLDER) -> None:
-    """Print the rows, and store them in place of earlier ones. script: a path; its stem names the file."""
+    """Print the rows, and store them in place of earlier ones. script: path whose stem names the JSON file."""
     folder.mkdir(exist_ok=True)
     path, fresh = folder / f"{Path(script).stem}.json", [row | {"date": time.strftime("%Y-%m-%d")} for row in rows]
     old = {(row["claim"], row["size"]): row for row in (json.loads(path.read_text()) if path.exists() else [])}
@@ -69,7 +70,7 @@ def table(folder: Path = FOLDER) -> str:
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
-    """For a benchmark's options. A terminated benchmark cleans up as after Ctrl-C."""
+    """A parser for a benchmark's options. Also makes SIGTERM clean up like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 

@@ -1,9 +1,10 @@
-"""Makes request traces of many kinds from a seed: what `auto` is held against, and nobody's tuning set.
+"""Generates request traces of many kinds from a seed, to test `auto` on traffic that it was not tuned to.
 
 A trace is the sum of clients, as ServeGen (arXiv 2505.09999) found in production: few clients make most of the requests
-(shares by Zipf's law), each is on and off, the gaps of each are gamma or Weibull with a coefficient of variation of its
-own, prompts have a log-normal body and a Pareto tail, answers are exponential or bimodal (a short answer, or a long
-chain of reasoning). A day's swing scales all of it, and a coarse clock rounds the arrivals as some published traces do.
+(shares by Zipf's law), each switches on and off, its gaps are gamma or Weibull distributed with their own coefficient
+of variation, prompts have a log-normal body and a Pareto tail, and answers are exponential or bimodal (a short answer,
+or a long chain of reasoning). A daily swing scales the rate, and a coarse clock may round the arrivals as in some
+published traces.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ LONGEST_PROMPT, LONGEST_OUTPUT = 100_000, 2_000
 class Traffic:
     """One kind of traffic.
 
-    per_s: requests per second in the mean. prompt, output: mean tokens. gap_cv: coefficient of variation of a client's
-    gaps, 1 for a Poisson process. on_s, off_s: mean seconds that a client is on and off (log-normal), off_s 0 for
-    clients that are always on. swing: the peak of the day over its trough, of period_s. tail: share of prompts from the
-    Pareto tail with exponent tail_alpha. reasoning: share of answers that are four times as long. clock_s: arrivals are
-    rounded down to this, 0 for exact ones.
+    per_s: mean requests per second. prompt, output: mean tokens. gap_cv: coefficient of variation of a client's gaps, 1
+    for a Poisson process. on_s, off_s: mean seconds that a client is on and off (log-normal), off_s 0 for clients that
+    are always on. swing: peak rate of a period (period_s) over its lowest rate. tail: share of prompts from the Pareto
+    tail with exponent tail_alpha. reasoning: share of answers that are four times as long. clock_s: arrivals are
+    rounded down to multiples of this; 0 for exact times.
     """
 
     per_s: float
@@ -51,14 +52,14 @@ class Traffic:
     clock_s: float = 0.0
 
 
-def made(kind: Traffic, seed: int) -> Requests:
+def trace_of(kind: Traffic, seed: int) -> Requests:
     """A trace of this kind. The same seed makes the same trace."""
     rng = random.Random(seed)
     shares = [1 / (n + 1) ** 1.2 for n in range(kind.clients)]
     total = sum(shares)
     rows: list[tuple[float, int, int]] = []
     for share in shares:
-        # A client that is on for a part of the time sends faster while it is on.
+        # A client that is on only part of the time sends faster while it is on.
         on_part = kind.on_s / (kind.on_s + kind.off_s)
         rows += _of_client(kind, kind.per_s * share / total / on_part, rng)
     rows.sort()
@@ -73,7 +74,7 @@ def made(kind: Traffic, seed: int) -> Requests:
 
 
 def _of_client(kind: Traffic, per_s: float, rng: random.Random) -> list[tuple[float, int, int]]:
-    """Arrivals in operational time, so that the day's swing keeps the shape of the gaps."""
+    """Requests of one client. Each gap is scaled by the swing, which keeps the shape of the distribution."""
     rows = []
     at_s = -rng.random() * (kind.on_s + kind.off_s)
     on_until_s = at_s + _log_normal(kind.on_s, rng)
@@ -94,7 +95,7 @@ def _swing(kind: Traffic, at_s: float) -> float:
 
 
 def _gap_s(kind: Traffic, rng: random.Random) -> float:
-    """A gap with mean 1."""
+    """A random gap with mean 1."""
     if kind.gap_cv == 1.0:
         return rng.expovariate(1.0)
     if kind.gaps == "gamma":
@@ -106,7 +107,7 @@ def _gap_s(kind: Traffic, rng: random.Random) -> float:
 
 @functools.cache
 def _weibull_shape(cv: float) -> float:
-    """The shape whose coefficient of variation this is, by bisection."""
+    """The Weibull shape with this coefficient of variation, by bisection."""
     low, high = 0.2, 20.0
     for _ in range(60):
         shape = (low + high) / 2
@@ -146,4 +147,4 @@ KINDS: dict[str, Traffic] = {
     "nearly full": Traffic(2.8, prompt=6000, output=400, prompt_sigma=0.6, clients=60),
     "small hours": Traffic(0.15, prompt=4000, output=400, clients=4, gap_cv=2.5),
 }
-"""For eight devices; no policy was chosen on them."""
+"""Traffic for eight devices; no policy was tuned on it."""

@@ -1,13 +1,13 @@
-"""Mode `auto` against the best static split in hindsight, on traffic that nobody tuned to, in the simulator.
+"""Compares mode `auto` with the best static split in hindsight, on untuned traffic in the simulator.
 
-The best split is the one with most training among those with 99 % of the requests in time, or, where that cannot be
-had, with as many as all devices together reach. After the first half hour, in which `auto` learns, it is one that was
-in time in both parts: a number in a configuration file stays.
+The best split has the most training among those with 99 % of the requests in time or, if no split reaches that, with
+the share that all devices together reach. `auto` learns in the first half hour. Afterwards it is compared with a split
+that was in time in both parts, because a configured split does not change.
 
     python -m benchmarks.auto_regret [--only NAME ...] [--seeds 110700 110701 ...] [--json FILE]
 
-FILE (default: auto_regret.json beside this script) has a row for each kind and seed; splits that it has are not run
-again, since they depend on no policy, and each row is written as soon as it is known.
+FILE (default: auto_regret.json beside this script) has a row for each kind and seed. Its splits are not run again,
+because they depend on no policy; each row is written as soon as it is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._claims import at_least, parser, record
-from benchmarks._traffic import KINDS, made
+from benchmarks._traffic import KINDS, trace_of
 from benchmarks.simulator.simulate import Figures, Setup, run_policy
 from scheduler.core.workload import Policy
 
@@ -30,7 +30,7 @@ Reached = tuple[float, float]
 
 
 def reached(setup: Setup, figures: Figures) -> dict[str, Reached]:
-    """By part of the run: the first half hour, and what comes after."""
+    """Share in time and device-hours, by part of the run: the first half hour ("first") and the rest ("after")."""
     arrivals, found, end = setup.requests.arrival_s, {}, int(setup.requests.horizon_s) + 1
     for part, begin_s, end_s in (("first", 0, LEARNING_S), ("after", LEARNING_S, end)):
         met = figures.within[bisect_left(arrivals, begin_s) : bisect_left(arrivals, end_s)]
@@ -39,13 +39,13 @@ def reached(setup: Setup, figures: Figures) -> dict[str, Reached]:
 
 
 def best(splits: dict[str, Reached], least: int) -> int:
-    """Devices that serve in the best of these splits, which has at least so many."""
+    """Number of serving devices in the best of these splits with at least `least` of them."""
     possible = min(splits[str(DEVICES)][0], IN_TIME)
     return next(n for n in range(least, DEVICES + 1) if splits[str(n)][0] >= possible)
 
 
 def compared(row: dict[str, Any]) -> tuple[float, float]:
-    """After the first half hour: training over the best split's, and the share in time less what is wanted of it."""
+    """After the first half hour: training over that of the best split, and the share in time less its aim."""
     first, after = row["splits"]["first"], row["splits"]["after"]
     share, hours = after[str(best(after, best(first, 1)))]
     in_time, trained = row["auto"]["after"]
@@ -53,7 +53,7 @@ def compared(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def measured(kind: str, seed: int, splits: dict[str, dict[str, Reached]] | None) -> dict[str, Any]:
-    setup = Setup(made(replace(KINDS[kind], seconds=HOURS * 3600), seed), DEVICES)
+    setup = Setup(trace_of(replace(KINDS[kind], seconds=HOURS * 3600), seed), DEVICES)
     if splits is None:
         splits = {"first": {}, "after": {}}
         for serving in range(DEVICES + 1):
@@ -66,7 +66,7 @@ def measured(kind: str, seed: int, splits: dict[str, dict[str, Reached]] | None)
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--only", nargs="*", metavar="NAME", help="kinds that contain one of these")
+    options.add_argument("--only", nargs="*", metavar="NAME", help="only kinds whose name contains one of these")
     options.add_argument("--seeds", nargs="*", type=int, default=[110700])
     options.add_argument("--json", type=Path, default=Path(__file__).with_name("auto_regret.json"), metavar="FILE")
     args = options.parse_args()
@@ -88,7 +88,7 @@ def main() -> None:
             args.json.write_text(f"[\n{lines}\n]\n")
     mean, worst, short = statistics.fmean(ratios), min(ratios), 100 * min(margins)
     size = f"{len(ratios)} runs of {HOURS:g} h, {DEVICES} devices, after the first half hour"
-    print(f"{size}: trained {mean:.3f} of the best split in the mean, {worst:.3f} at worst; {short:+.2f} points")
+    print(f"{size}: trained {mean:.3f} of the best split on average, {worst:.3f} at worst; {short:+.2f} points")
     record(
         __file__,
         [

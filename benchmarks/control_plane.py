@@ -1,4 +1,4 @@
-"""What people wait for at the control plane: lists, creating a job, an upload, an evaluation; each beside other work.
+"""Latency of the control plane: lists, creation of a job, an upload, an evaluation, each during other work.
 
     python -m benchmarks.control_plane [--jobs 1000] [--items 1000] [--upload-mb 512]
 
@@ -67,7 +67,7 @@ class Control:
             after = {"after": page["data"][-1]["id"]}
 
     def gaps_ms(self, until: threading.Event) -> list[float]:
-        """Milliseconds between chunks of streams, one after the other, until the event."""
+        """Read streams one after the other until the event is set; return the milliseconds between chunks."""
         found, body = [], {**QUESTION, "max_completion_tokens": 200, "stream": True, "ignore_eos": True}
         with self.client() as http:
             while not until.is_set():
@@ -78,7 +78,7 @@ class Control:
 
     @contextlib.contextmanager
     def streams(self, number: int) -> Iterator[list[float]]:
-        """Neighbours that read streams meanwhile; the gaps of all are in the list at the end."""
+        """Read streams in other threads meanwhile; at the end the list has the gaps of all."""
         until, gaps = threading.Event(), list[float]()
         with ThreadPoolExecutor(number) as pool:
             running = [pool.submit(self.gaps_ms, until) for _ in range(number)]

@@ -1,11 +1,11 @@
-"""Swap, wake and start of an engine against a copy of its weights, all in one run on one machine.
+"""Compares swap, wake and start of an engine with a copy of its weights, in one run on one machine.
 
     python -m benchmarks.engine_swap [--sizes 5M 50M 200M] [--rounds N] [--dtype TYPE]
 
-Per model size (random Llama), on the CPU engine with one thread (a load in place has one per core), in bfloat16 where
-the machine multiplies it and else in float32:
+Per model size (random Llama), on the CPU engine with one thread (a load in place has one per core), in bfloat16 if the
+machine multiplies it natively, else in float32:
 
-    pause           of a swap, as the engine reports it: no step under way nor begun
+    pause           of a swap, as the engine reports it: no step runs or begins
     gap             of a swap, as a streaming client sees it: the longest time between two chunks around it, less the
                     usual one. The client also waits for its own tokens so far to be computed again
     start           a new engine forked from the warm parent, to its first token
@@ -35,7 +35,7 @@ from weights.format.layout import Layout, TensorSpec
 from weights.format.torch_views import dtype_code
 
 STREAM_TOKENS = 1500
-KV_CACHE_BYTES = 256 * 2**20  # one stream of the largest model in float32, and as much again
+KV_CACHE_BYTES = 256 * 2**20  # twice one stream of the largest model in float32
 
 
 async def gap_around(replica: Replica, sdk, model: str, version: Path) -> tuple[float, float]:
@@ -114,14 +114,14 @@ async def measure(box: Box, size: str, versions: list[Path], rounds: int, dtype:
 
 
 def stored_as(path: Path, dtype: str) -> Path:
-    """The version as a box publishes it: its tensors in what the engine computes in, so that bytes read are bytes held,
-    and what engines fuse side by side (train.state.publish)."""
+    """The version as a box publishes it: tensors in the dtype of the engine, so that as many bytes are read as held,
+    and tensors that engines fuse side by side (train.state.publish)."""
     file, unfinished = path / "model.safetensors", path / "model.safetensors.unfinished"
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}
     order = sorted(tensors, key=lambda name: [name.rsplit(".", 2)[0], "qkvogud".find(name.rsplit(".", 2)[1][0])])
     code = dtype_code(getattr(torch, dtype))
     layout = Layout.plan([TensorSpec(name, code, tuple(tensors[name].shape)) for name in order])
-    with open(unfinished, "wb") as out:  # tensors that keep their type are read from the old file meanwhile
+    with open(unfinished, "wb") as out:  # tensors that keep their dtype are still read from the old file
         out.write(layout.file(file.name).header)
         for placed in layout:
             out.seek(placed.start)
@@ -134,7 +134,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=["5M", "50M", "200M"])
     options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--dtype", choices=("bfloat16", "float32"), help="what the engines compute in")
+    options.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of the engines")
     given = options.parse_args()
     dtype, box = given.dtype or native_dtype(), Box()
     try:

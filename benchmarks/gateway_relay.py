@@ -1,10 +1,10 @@
-"""What the gateway costs: requests/s, latency, and CPU per request and per relayed event, next to its peers.
+"""Cost of the gateway: requests/s, latency, and CPU per request and per relayed event, compared with peers.
 
     python -m benchmarks.gateway_relay [--seconds 2] [--rounds 3] [--concurrency 1 64 512] [--peer NAME=COMMAND ...]
 
-One upstream (canned answers) is asked directly, and through the gateway with everything on: key, checks, routing,
-holds, metrics, access log. Peers take turns with it. In their commands {port} is where to listen, {upstream} the port
-and {socket} the Unix socket of the upstream, and {config} a configuration of the gateway with that port:
+Requests go to one upstream (canned answers) directly, and through the gateway with all features on: key, checks,
+routing, holds, metrics, access log. Gateway and peers take turns. In peer commands, {port} is the port to listen on,
+{upstream} the port and {socket} the Unix socket of the upstream, and {config} a gateway configuration with {port}:
 
     --peer "vllm-router=R/bin/vllm-router --port {port} --worker-urls http://127.0.0.1:{upstream} --log-level error"
     --peer "nginx=benchmarks/nginx.sh {port} {socket}"
@@ -98,7 +98,7 @@ class Upstream(asyncio.Protocol):
         if end < 0:
             return
         head = self.buffer[:end].lower()
-        # A question without a body is a router's, whether the upstream is well.
+        # A request without a body is a health check by a router.
         length = int(head.split(b"content-length: ", 1)[1].split(b"\r\n", 1)[0]) if b"content-length: " in head else 0
         if len(self.buffer) < end + 4 + length:
             return
@@ -145,7 +145,7 @@ async def run_upstream(path: str, port: int) -> None:
 
 
 class Client(asyncio.Protocol):
-    """Asks again as soon as an answer is complete."""
+    """Sends the next request as soon as an answer is complete."""
 
     def __init__(self, mode: str, until_s: float, latencies: list[float], done: asyncio.Future[None]) -> None:
         self.data = request_bytes(mode)
@@ -207,20 +207,20 @@ async def load(pid: int, port: int, mode: str, concurrency: int, seconds: float)
 
 
 def cpu_s(pids: list[int]) -> float:
-    """Time on a core, from the scheduler's own nanosecond account: /proc/PID/stat only samples at each tick."""
+    """CPU seconds from the kernel scheduler's nanosecond counter: /proc/PID/stat only samples at each tick."""
     threads = [thread for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and all its descendants."""
     children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
     return [pid, *(process for row in children for child in row for process in tree(int(child)))]
 
 
 @contextlib.contextmanager
 def pinned(command: list[str], cores: set[int], log: Path) -> Iterator[int]:
-    """The pid of a process that is terminated at the end."""
+    """Run a command on these cores; yields its pid and terminates it at the end."""
     with log.open("wb") as out:
         process = subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, cores), stdout=out, stderr=out)
     try:
@@ -231,7 +231,7 @@ def pinned(command: list[str], cores: set[int], log: Path) -> Iterator[int]:
 
 
 async def push_table(bus_socket: str, engine_socket: str) -> asyncio.Server:
-    """The controller's end of the bus: one table for whoever connects."""
+    """The controller's end of the bus: sends one table to each client."""
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     replica = {"id": "r", "socket": engine_socket, "version": "v1", "state": "open"}
     table = {
@@ -294,7 +294,7 @@ async def measure(seconds: float, repeats: int, concurrencies: list[int], comman
 
 
 def line(name: str, mode: str, concurrency: int, rows: list[Round]) -> str:
-    """The best of each: whatever else runs on the machine only ever adds."""
+    """One row of the table. Takes the best of each figure, because other load only makes figures worse."""
     rps, cpu_us = max(row.rps for row in rows), 1e6 * min(row.cpu_s for row in rows)
     p50_us, p99_us = 1e6 * min(row.p50_s for row in rows), 1e6 * min(row.p99_s for row in rows)
     cpu = f"{cpu_us:7.1f} µs/request" if mode == "plain" else f"{cpu_us / EVENTS:5.1f} µs/event"
@@ -302,7 +302,7 @@ def line(name: str, mode: str, concurrency: int, rows: list[Round]) -> str:
 
 
 def claims(mode: str, concurrency: int, rounds: dict[str, list[Round]]) -> list[Claim]:
-    """Medians of the ratios within each round: what else the machine does falls on both of a pair."""
+    """Medians of the ratios within each round, in which other load affects both sides of a pair."""
     found, size, ours = [], f"{mode}, {concurrency} at once", rounds["gateway"]
     for name in rounds.keys() - {"gateway", "direct"}:
         ratio = statistics.median(a.cpu_s / b.cpu_s for a, b in zip(rounds[name], ours, strict=True))
@@ -319,10 +319,10 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--concurrency", type=int, nargs="+", default=[1, 64, 512])
     options.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
-    options.add_argument("--upstream", nargs=2, metavar=("SOCKET", "PORT"), help="serve canned answers there")
+    options.add_argument("--upstream", nargs=2, metavar=("SOCKET", "PORT"), help="only serve canned answers there")
     given = options.parse_args()
     if given.upstream:
-        with contextlib.suppress(KeyboardInterrupt):  # of a Ctrl-C: `pinned` ends it
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C reaches it too; `pinned` ends it
             uvloop.run(run_upstream(given.upstream[0], int(given.upstream[1])))
         return
     peers = dict(peer.split("=", 1) for peer in given.peer)

@@ -1,12 +1,13 @@
-"""GRPO by TRL and by a box: the same model, prompts, rewards, settings and cores, and how soon the reward is there.
+"""Compares GRPO by TRL and by a box with the same model, prompts, rewards, settings and cores: time until a reward is
+reached.
 
     python -m benchmarks.grpo_trl [--steps N] [--prompts N] [--tokens N] [--ways WAY ...] [--seeds N ...]
 
-The starter, LoRA of rank 8, sums, eight answers of each prompt in a step. A way is `train` (the mode: an engine beside
-as many ranks as there are devices for), `engine-N` (beside one rank, for a staleness of N) or `trl` (its GRPOTrainer,
-transformers' `generate`). TRL runs when the box is down. Seconds count from the first step's begin, so that neither the
-start of a box nor imports do. For each way: what a step takes, in seconds of the clock and of CPU (of the whole box),
-the mean reward by step, and the seconds and the tokens of answers until the mean of four steps has passed some rewards.
+Setup: the starter, LoRA of rank 8, sums, eight answers per prompt and step. A way is `train` (mode train: an engine and
+ranks on all other devices), `engine-N` (an engine and one rank, with staleness N) or `trl` (GRPOTrainer with
+transformers' `generate`). TRL runs after the box has stopped. Seconds count from the begin of the first step, without
+imports and the start of a box. Results per way: wall and CPU seconds of a step (of the whole box), the mean reward by
+step, and seconds and answer tokens until the mean of four steps reaches some rewards.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ STARTER_STEPS = 10
 
 @dataclass(frozen=True)
 class Curve:
-    """At the end of each step: seconds since the first one began, mean reward, mean tokens of an answer. cpu_s: of a
-    step but the first."""
+    """Values by step. ended_s: seconds from the begin of the first step to the end of this one. rewards: means.
+    lengths: mean tokens of an answer. cpu_s: CPU seconds of a step, without the first."""
 
     ended_s: tuple[float, ...]
     rewards: tuple[float, ...]
@@ -88,7 +89,7 @@ def by_trl(given: argparse.Namespace, seed: int) -> Curve:
     lines = map(json.loads, sums(1, given.steps * given.prompts).splitlines())
     rows = [{"prompt": line["messages"], "answer": line["answer"]} for line in lines]
     model, sizes = str(starter_folder(STARTER_STEPS)), (given.steps, given.prompts, given.tokens, GROUP, RANK)
-    # More threads wait for each other where cores are shared.
+    # On shared cores, more threads wait for each other.
     found = in_new_process(grpo, model, rows, *sizes, RATE, seed, threads=1)
     ended_s, rewards, lengths, cpu_s = zip(*found, strict=True)
     return Curve(ended_s, rewards, lengths, (cpu_s[-1] - cpu_s[0]) / (len(cpu_s) - 1))

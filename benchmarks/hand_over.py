@@ -1,11 +1,11 @@
-"""The two-way hand-over on a real box: 8 devices train, then serve, then train again, phase by phase.
+"""Measures the hand-over on a real box in both directions, phase by phase: 8 devices train, serve, and train again.
 
     python -m benchmarks.hand_over [--sizes 5M 50M] [--rounds N]
 
 The box has one model of random weights and one full fine-tuning job of it (float32, ZeRO-1, a few tokens per step, so
 that a step is short). Each round sets the mode `serve` with a request already waiting, until its first token, and then
-the mode `train`, until all ranks train and until the job's next step is done. An abandoned step is done again; it is
-training, not hand-over.
+the mode `train`, until all ranks train and until the job's next step is done. The repetition of an aborted step counts
+as training, not as hand-over.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "
 
 
 class Handed:
-    """The box with its model and its job."""
+    """A box with one model and one job."""
 
     def __init__(self, box: WholeBox, size: str, folder: Path):
         self.box = box
@@ -60,13 +60,13 @@ class Handed:
             return time.perf_counter() - began_s
 
     def step(self) -> int:
-        """The last step that the job has finished, from the database: a request would cost the box time."""
+        """The last finished step of the job, from the database: a request would cost the box time."""
         with closing(sqlite3.connect(self.box.data_dir / "appliance.db")) as db:
             newest = db.execute("SELECT max(step) FROM job_metrics WHERE job_id = ?", [self._job_id]).fetchone()[0]
         return newest or 0
 
     def steps_since(self, began_s: float) -> list[dict[str, Any]]:
-        """Steps of hand-overs, by their start."""
+        """Hand-over steps that began since then, in order of their start."""
         found = [step for one in self.box.admin("handovers?limit=20")["data"] for step in one["steps"]]
         done = [step for step in found if step["state"] == "done" and step["started_s"] >= began_s]
         return sorted(done, key=lambda step: step["started_s"])

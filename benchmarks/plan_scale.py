@@ -1,9 +1,9 @@
-"""What a decision costs as devices and jobs grow: `plan` and `moves` at 8 to 1,024 devices with up to 1,250 jobs.
+"""Times `plan` and `moves` at 8 to 1,024 devices with up to 1,250 jobs.
 
     python -m benchmarks.plan_scale
 
-Three situations per size: "cold" (nothing runs yet, everything is placed), "steady" (everything runs, nothing
-changes) and "burst" (traffic takes a tenth of the devices back).
+Three situations per size: "cold" (nothing runs yet, all holders are placed), "steady" (all run, nothing changes) and
+"burst" (traffic claims a tenth of the devices).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def cold(devices: int, jobs: int, seed: int = 0) -> PlanInput:
 
 
 def after(plan_input: PlanInput, allocation: Allocation) -> tuple[PlanInput, Box]:
-    """The world in which this allocation has been carried out."""
+    """The plan input after this allocation has been carried out."""
     groups = allocation.groups
     replicas = tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in allocation.replicas)
     jobs = tuple(

@@ -1,10 +1,10 @@
-"""Publish rate of the weight store over the memcpy rate of the same bytes with the same threads, in one run.
+"""Ratio of the publish rate of the weight store to the memcpy rate for the same bytes and threads, in one run.
 
     python -m benchmarks.publish_rate [--sizes-mb 10 100 1000] [--threads 1 2] [--rounds 7]
 
-One publish = reserve, write every tensor, commit without checksums (the copy on disk has them), into the segment of an
-older version that this process has mapped before, as a trainer publishes again and again. Each thread writes its
-contiguous share, as a ZeRO rank does. Copies and publishes alternate, so that drift of the machine meets both.
+One publish: reserve, write every tensor, and commit without checksums (the copy on disk has them), into the segment of
+an older version that this process has mapped before, like a trainer that publishes repeatedly. Each thread writes a
+contiguous share, like a ZeRO rank. Copies and publishes alternate, so that drift of the machine affects both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def llama_specs(total_bytes: int) -> list[TensorSpec]:
 
 
 def share(specs: list[TensorSpec], rank: int, ranks: int) -> Iterator[tuple[str, int, int]]:
-    """(tensor, start, stop) in bytes of what a rank owns of the tensors laid end to end, as under ZeRO-1 and 2."""
+    """(tensor, start, stop) in bytes of the share of a rank in the concatenated tensors, as with ZeRO-1 and 2."""
     total_bytes, begin = sum(spec.nbytes for spec in specs), 0
     for spec in specs:
         start = max(total_bytes * rank // ranks - begin, 0)

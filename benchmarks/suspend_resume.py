@@ -1,10 +1,9 @@
-"""Training state in motion: suspend, resume at the same and at another size, snapshots and versions of a run.
+"""Measures training state: suspend, resume at the same and at another size, snapshots and versions of a run.
 
     python -m benchmarks.suspend_resume [--sizes 5M 25M] [--zero 2] [--rounds 5]
 
-Worlds of 4 and then of 8 ranks train a random Llama, forked from the warm parent. Each is suspended (`Group.suspend`: a
-snapshot in shared memory, processes gone) and resumed at its size, and at last at half of it, until the first step is
-done. Steps are kept short: this is about moving state. A suspension is compared with one copy of the state.
+Worlds of 4 and then of 8 ranks train a random Llama in short steps. Each is suspended (`Group.suspend`) and resumed at
+its size, at last at half of it, until the first step is done. A suspension is compared with one copy of the state.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from train.control.group import Group, PingLimits, RankHost
 from train.data_checks.process import checked
 from train.plan.spec import TrainSpec
 
-EXAMPLES = 36  # nine steps of an epoch, each of which ends with a version
+LIMITS = PingLimits(ping_timeout_s=60.0)
+EXAMPLES = 36  # nine steps per epoch, each of which ends with a version
 STEPS = 20  # of the world of 4 before its first suspension
 
 
 class World:
-    """One world of ranks, and its events with the time at which each came."""
+    """One world of ranks, and its events with their arrival times."""
 
     def __init__(self, warm: WarmTrain, spec: TrainSpec) -> None:
         self.warm, self.spec, self.events, self._news = warm, spec, [], asyncio.Event()
-        self.group = Group(self._note, PingLimits(ping_timeout_s=60.0))
+        self.group = Group(self._note)
 
     def _note(self, event: dict) -> None:
         self.events.append((time.monotonic(), event))
@@ -42,13 +42,13 @@ class World:
 
     async def start(self, size: int, snapshot: str | None = None) -> World:
         self.began_s = time.monotonic()
-        hosts = [RankHost(str(self.warm.socket), str(self.warm.folder)) for _ in range(size)]
+        hosts = [RankHost(str(self.warm.socket), str(self.warm.folder), limits=LIMITS) for _ in range(size)]
         await self.group.start(self.spec, hosts, ["cpu"] * size, snapshot)
         self.ready_s = time.monotonic() - self.began_s
         return self
 
     async def stepped(self, count: int) -> float:
-        """Seconds from the start to the end of the `count`-th step."""
+        """Seconds from the start of the world to the end of the `count`-th step."""
         while len(steps := [at_s for at_s, event in self.events if event["event"] == "metrics"]) < count:
             assert all(event["event"] != "finished" for _, event in self.events), self.events[-1]
             self._news.clear()
@@ -129,7 +129,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=["5M", "25M"])
     options.add_argument("--zero", type=int, choices=(1, 2, 3), default=2)
-    options.add_argument("--rounds", type=int, default=5, help="suspensions at the same size; the median counts")
+    options.add_argument("--rounds", type=int, default=5, help="suspensions at the same size; results are medians")
     given = options.parse_args()
     warm = WarmTrain().wait()
     try:

@@ -1,12 +1,12 @@
-"""Training speed against TRL's SFTTrainer: same model, data, threads and effective batch, one after the other.
+"""Compares training speed with TRL's SFTTrainer: same model, data, threads and effective batch, in turns.
 
     python -m benchmarks.train_speed [--size 25M] [--threads 1] [--steps 8] [--sides ours trl trl-bf16-packed]
 
-Both fine-tune the same random Llama on GSM8K (assistant tokens only) with AdamW, in bf16, or in fp32 where the CPU
-would emulate bf16 (forty times slower). Ours runs as the product: DeepSpeed ZeRO-1, fp32 master weights and
-accumulation, packing. TRL runs its SFTTrainer as documented, or with the model in bf16 and its own packing ("bfd").
-Tokens are real ones, not padding, of the steps after the first two. Ratios are made of tokens per CPU second, which
-other work on the machine disturbs little; with one thread that is the speed of an idle machine.
+Both fine-tune the same random Llama on GSM8K (assistant tokens only) with AdamW, in bf16, or in fp32 if the CPU would
+emulate bf16 (forty times slower). Ours runs as in the product: DeepSpeed ZeRO-1, fp32 master weights and accumulation,
+packing. TRL runs its SFTTrainer as documented, or with the model in bf16 and its own packing ("bfd"). Tokens exclude
+padding and the first two steps. Ratios use tokens per CPU second, which other load affects little; with one thread this
+is the speed of an idle machine.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--size", choices=SIZES, default="25M")
     options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--steps", type=int, default=8, help="optimizer steps, the first two are not counted")
-    options.add_argument("--batch", type=int, default=4, help="packed sequences of 512 tokens per step of ours")
-    options.add_argument("--micro", type=int, default=1, help="of them in one forward pass of ours")
-    options.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 where the CPU has it")
-    options.add_argument("--rounds", type=int, default=1, help="the sides take turns; medians count")
+    options.add_argument("--steps", type=int, default=8, help="optimizer steps; results exclude the first two")
+    options.add_argument("--batch", type=int, default=4, help="packed sequences of 512 tokens per step (ours)")
+    options.add_argument("--micro", type=int, default=1, help="packed sequences per forward pass (ours)")
+    options.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 if the CPU has it, else fp32")
+    options.add_argument("--rounds", type=int, default=1, help="the sides take turns; results are medians")
     options.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     given = options.parse_args()
     precision = given.precision or ("bf16" if native_dtype() == "bfloat16" else "fp32")

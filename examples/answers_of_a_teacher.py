@@ -1,12 +1,12 @@
-"""Make a training file of a model's answers to prompts, or of its answers that the box has kept.
+"""Make a training file from a model's answers to prompts, or from its answers that the box has stored.
 
     export OPENAI_BASE_URL=http://box:8000/v1 OPENAI_API_KEY=sk-...
     python answers_of_a_teacher.py --teacher qwen3-32b prompts.jsonl > train.jsonl
     python answers_of_a_teacher.py --teacher qwen3-32b --kept > train.jsonl
 
-A line of prompts.jsonl is {"prompt": "..."} or {"messages": [...], "tools": [...]}; an answer at its end is replaced by
-the teacher's. Prompts are sent as a batch, which engines answer while they are idle. Calls of tools are kept; refusals,
-answers that were cut off and repeated ones are left out and counted.
+A line of prompts.jsonl is {"prompt": "..."} or {"messages": [...], "tools": [...]}; the teacher's answer replaces an
+answer at the end. Prompts are sent as a batch, which engines answer while they are idle. Tool calls are kept; refusals,
+truncated answers and duplicates are left out and counted.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def questions(lines: Iterable[bytes]) -> Iterator[Json]:
         yield {"messages": messages, "tools": row["tools"]} if row.get("tools") else {"messages": messages}
 
 
-def ask(client: OpenAI, teacher: str, asked: list[Json], poll_s: float = 5.0, **sampling: Any) -> Iterator[Answered]:
-    """Raises RuntimeError if the batch does not complete."""
+def ask(client: OpenAI, teacher: str, prompts: list[Json], poll_s: float = 5.0, **sampling: Any) -> Iterator[Answered]:
+    """Send prompts to the teacher as a batch. Raises RuntimeError if the batch does not complete."""
     url = "/v1/chat/completions"
-    bodies = ({"model": teacher, **one, **sampling} for one in asked)
+    bodies = ({"model": teacher, **prompt, **sampling} for prompt in prompts)
     lines = ({"custom_id": str(at), "method": "POST", "url": url, "body": body} for at, body in enumerate(bodies))
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     file = client.files.create(file=("questions.jsonl", content), purpose="batch")
@@ -53,23 +53,23 @@ def ask(client: OpenAI, teacher: str, asked: list[Json], poll_s: float = 5.0, **
     answers = client.files.content(batch.output_file_id).content if batch.output_file_id else b""
     for row in map(json.loads, filter(None, answers.split(b"\n"))):
         for choice in row["response"]["body"]["choices"]:
-            yield asked[int(row["custom_id"])], choice
+            yield prompts[int(row["custom_id"])], choice
 
 
 def kept(client: OpenAI, teacher: str, metadata: dict[str, str]) -> Iterator[Answered]:
-    """Chat completions that were requested with `store: true`."""
-    found = client.chat.completions.list(model=teacher, metadata=metadata, extra_query={"messages": True})
-    for one in (completion.to_dict() for completion in found):
-        yield {name: one[name] for name in ("messages", "tools") if one.get(name)}, one["choices"][0]
+    """Yield stored chat completions (requested with `store: true`)."""
+    completions = client.chat.completions.list(model=teacher, metadata=metadata, extra_query={"messages": True})
+    for stored in (completion.to_dict() for completion in completions):
+        yield {name: stored[name] for name in ("messages", "tools") if stored.get(name)}, stored["choices"][0]
 
 
 def examples(answered: Iterable[Answered], left_out: Counter[str]) -> Iterator[Json]:
-    """Rows of a training file."""
+    """Yield the rows of a training file. left_out: counts dropped answers by reason."""
     seen = set[str]()
-    for asked, choice in answered:
+    for request, choice in answered:
         message = choice["message"]
         answer = {name: message[name] for name in ("content", "tool_calls") if message.get(name)}
-        row = {**asked, "messages": [*asked["messages"], {"role": "assistant", **answer}]}
+        row = {**request, "messages": [*request["messages"], {"role": "assistant", **answer}]}
         if message.get("refusal"):
             left_out["refused"] += 1
         elif choice["finish_reason"] == "length":
@@ -86,23 +86,23 @@ def examples(answered: Iterable[Answered], left_out: Counter[str]) -> Iterator[J
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompts", nargs="?", type=Path, help="File of prompts; not with --kept.")
-    parser.add_argument("--teacher", required=True, help="Model that answers, NAME or NAME@VERSION.")
-    parser.add_argument("--kept", action="store_true", help="Take the answers that the box has kept.")
-    parser.add_argument("--metadata", action="append", default=[], metavar="NAME=VALUE", help="Filter of --kept.")
-    parser.add_argument("--n", type=int, default=1, help="Answers to each prompt.")
+    parser.add_argument("--teacher", required=True, help="Model that answers: NAME or NAME@VERSION.")
+    parser.add_argument("--kept", action="store_true", help="Use the answers that the box has stored.")
+    parser.add_argument("--metadata", action="append", default=[], metavar="NAME=VALUE", help="Filter for --kept.")
+    parser.add_argument("--n", type=int, default=1, help="Number of answers to each prompt.")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--max-tokens", type=int, default=1024, help="Longer answers are left out.")
-    parser.add_argument("--poll", type=float, default=5.0, help="Seconds between two looks at the batch.")
-    given = parser.parse_args()
-    if given.kept == (given.prompts is not None):
-        parser.error("give either a file of prompts or --kept")
+    parser.add_argument("--poll", type=float, default=5.0, help="Seconds between two requests for the batch's status.")
+    options = parser.parse_args()
+    if options.kept == (options.prompts is not None):
+        parser.error("expected either a file of prompts or --kept")
     client, left_out = OpenAI(), Counter[str]()
-    if given.kept:
-        answered = kept(client, given.teacher, dict(pair.split("=", 1) for pair in given.metadata))
+    if options.kept:
+        answered = kept(client, options.teacher, dict(pair.split("=", 1) for pair in options.metadata))
     else:
-        asked = list(questions(given.prompts.read_bytes().split(b"\n")))
-        sampling = {"n": given.n, "temperature": given.temperature, "max_completion_tokens": given.max_tokens}
-        answered = ask(client, given.teacher, asked, given.poll, **sampling)
+        prompts = list(questions(options.prompts.read_bytes().split(b"\n")))
+        sampling = {"n": options.n, "temperature": options.temperature, "max_completion_tokens": options.max_tokens}
+        answered = ask(client, options.teacher, prompts, options.poll, **sampling)
     for row in examples(answered, left_out):
         print(json.dumps(row, ensure_ascii=False))
     print("left out:", dict(left_out) or "none", file=sys.stderr)

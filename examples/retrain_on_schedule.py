@@ -1,11 +1,11 @@
-"""Fine-tune on the data that is new, and let the new version answer if an evaluation finds it no worse.
+"""Fine-tune on new data, and activate the new version if an evaluation finds it no worse.
 
     OPENAI_BASE_URL=http://box:8000/v1 OPENAI_API_KEY=sk-... \\
         python retrain_on_schedule.py --base qwen3-8b --name support --data /srv/support/new --eval eval_abc123
 
-Run it from cron or a systemd timer (docs/retraining.md). It trains on all `*.jsonl` of the folder together, and moves
-them to `trained/` in it once the job has ended well. After a failure they stay, and the next run tries them again. The
-key needs the scopes `fine_tuning` and `inference`.
+Run it from cron or a systemd timer (docs/retraining.md). It trains on all `*.jsonl` files of the folder together, and
+moves them to its subfolder `trained/` once the job has succeeded. After a failure they stay, and the next run uses them
+again. The key needs the scopes `fine_tuning` and `inference`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from openai.types.fine_tuning import FineTuningJob
 
 
 def retrain(client: OpenAI, base: str, name: str, folder: Path, eval_id: str, poll_s: float = 10.0) -> str:
-    """Returns the verdict of the gate, for the log. Raises RuntimeError if the job fails."""
+    """Train and return the gate's verdict for the log. Raises RuntimeError if the job fails."""
     new = sorted(folder.glob("*.jsonl"))
     if not new:
         return "no new data"
@@ -42,7 +42,7 @@ def retrain(client: OpenAI, base: str, name: str, folder: Path, eval_id: str, po
 
 
 def wait(client: OpenAI, job: FineTuningJob, poll_s: float) -> FineTuningJob:
-    """The job once it has ended, its gate has decided, and a version that passed answers (`activated`)."""
+    """Wait until the job has ended and, after a success, its gate has decided (`activated`). Returns the job."""
     while job.status not in ("failed", "cancelled"):
         if job.status == "succeeded" and job.model_extra["gate"]["activated"] is not None:
             break
@@ -54,13 +54,13 @@ def wait(client: OpenAI, job: FineTuningJob, poll_s: float) -> FineTuningJob:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--base", required=True, help="Model to fine-tune.")
-    parser.add_argument("--name", required=True, help="Model whose next version this makes.")
-    parser.add_argument("--data", required=True, type=Path, help="Folder in which new files arrive.")
-    parser.add_argument("--eval", required=True, help="Evaluation that decides; run it once before.")
-    parser.add_argument("--poll", type=float, default=10.0, help="Seconds between two looks at the job.")
-    given = parser.parse_args()
+    parser.add_argument("--name", required=True, help="Model that gets the new version.")
+    parser.add_argument("--data", required=True, type=Path, help="Folder with new training files.")
+    parser.add_argument("--eval", required=True, help="Id of the evaluation that decides; it must have run once.")
+    parser.add_argument("--poll", type=float, default=10.0, help="Seconds between two requests for the job's status.")
+    options = parser.parse_args()
     try:
-        print(retrain(OpenAI(), given.base, given.name, given.data, given.eval, given.poll))
+        print(retrain(OpenAI(), options.base, options.name, options.data, options.eval, options.poll))
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1

@@ -4,7 +4,7 @@
     OPENAI_BASE_URL=http://box:8000/v1 OPENAI_API_KEY=sk-... \\
         python sweep_with_optuna.py --model qwen3-8b --train train.jsonl --validation held-out.jsonl --trials 12
 
-Trials run one after another on all devices; the model of each trial but the best is deleted. To go on after an
+Trials run one after another on all devices; all models except the best one are deleted. To continue after an
 interruption, give Optuna a storage (`--storage sqlite:///sweep.db`).
 """
 
@@ -23,7 +23,7 @@ from openai import OpenAI
 def objective(
     client: OpenAI, model: str, training_file: str, validation_file: str, poll_s: float = 10.0
 ) -> Callable[[Any], float]:
-    """Returns the function that Optuna minimises: it trains with the hyperparameters of a trial and returns the loss.
+    """Return the function that Optuna minimizes: it trains with a trial's hyperparameters and returns the loss.
 
     Raises RuntimeError if a job fails; `study.optimize(catch=RuntimeError)` continues with the next trial.
     """
@@ -53,7 +53,7 @@ def objective(
 
 
 def keep_best(client: OpenAI, best: str, models: list[str]) -> None:
-    """Delete the models of all other trials."""
+    """Delete the models of all trials except the best."""
     for name in models:
         if name != best:
             client.models.delete(name)
@@ -67,16 +67,16 @@ def main() -> int:
     parser.add_argument("--train", required=True, type=Path)
     parser.add_argument("--validation", required=True, type=Path)
     parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument("--storage", help="Where Optuna keeps the study, such as sqlite:///sweep.db.")
-    given = parser.parse_args()
+    parser.add_argument("--storage", help="Storage of Optuna's study, such as sqlite:///sweep.db.")
+    options = parser.parse_args()
     client = OpenAI()
     train, validation = (
-        client.files.create(file=path, purpose="fine-tune").id for path in (given.train, given.validation)
+        client.files.create(file=path, purpose="fine-tune").id for path in (options.train, options.validation)
     )
-    study = optuna.create_study(study_name=given.model, storage=given.storage, load_if_exists=True)
-    study.optimize(objective(client, given.model, train, validation), n_trials=given.trials, catch=RuntimeError)
+    study = optuna.create_study(study_name=options.model, storage=options.storage, load_if_exists=True)
+    study.optimize(objective(client, options.model, train, validation), n_trials=options.trials, catch=RuntimeError)
     best = study.best_trial
-    keep_best(client, best.user_attrs["model"], [one.user_attrs["model"] for one in study.trials if one.user_attrs])
+    keep_best(client, best.user_attrs["model"], [t.user_attrs["model"] for t in study.trials if t.user_attrs])
     print(f"{best.user_attrs['model']}: loss {best.value:.4f} with {best.params}")
     return 0
 

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # Installs the appliance and everything it needs into a virtual environment. Bare metal, the Dockerfiles, the systemd
-# unit, `make setup` and the tests all go through this one script.
+# unit, `make setup` and the tests all use this script.
 #
 #   images/install.sh [--venv DIR] [--build cpu|cuda] [--python PYTHON] [--no-compile] [--packages-only] [--print-commands]
 #                     [--production] [--unhashed-torch] [--wheelhouse DIR]
 #
-#   VENV, APPLIANCE_BUILD, PYTHON   the same as the options; an option wins
-#   --production                    without the packages that only tests need (images/requirements/test.txt)
-#   --unhashed-torch                a torch of your own, whose SHA-256 the lock does not know
-#   --wheelhouse DIR                without a network: all from the directory that `make wheelhouse` filled; implies
-#                                   --production, and installs our wheel in place of this checkout
+#   VENV, APPLIANCE_BUILD, PYTHON   the same as the options; options take precedence
+#   --production                    leave out packages that only tests need (images/requirements/test.txt)
+#   --unhashed-torch                allow your own build of torch, whose SHA-256 is not in the lock
+#   --wheelhouse DIR                install offline from the directory that `make wheelhouse` filled; implies
+#                                   --production, and installs the appliance's wheel instead of this checkout
 #
 # The set of packages is the full lock file images/requirements/<build>.txt, installed by plain pip with --no-deps and
-# --require-hashes: a file that is not one of those in the lock is refused. Every pip setting of the user counts:
-# pip.conf, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_CERT, ... (uv would be faster, but reads none of
-# them). Packages come from package registries alone.
+# --require-hashes, so files that are not in the lock are refused. All pip settings of the user apply:
+# pip.conf, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_CERT, ... (uv would be faster, but ignores
+# them). Packages come only from package registries.
 #
-# A second run with nothing changed ends at once; an interrupted run continues where it stopped.
+# A second run without changes ends at once; an interrupted run continues where it stopped.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -83,7 +83,7 @@ done
 if [ -z "$python" ]; then
     found=$(for c in ${wanted_python:-python3}; do "$c" --version 2>&1 || true; done)
     die "no Python 3.11, 3.12 or 3.13 found (${wanted_python:-python3} is: ${found:-absent}). Install one, for example" \
-        "'apt-get install python3.11 python3.11-venv', or name it with PYTHON=/path/to/python3.11"
+        "'apt-get install python3.11 python3.11-venv', or set PYTHON=/path/to/python3.11"
 fi
 
 # --- already done? -------------------------------------------------------------------------------------------------
@@ -93,10 +93,10 @@ project_stamp="$(digest "${own_wheel:-$project/pyproject.toml}") ${own_wheel:-$p
 [ "$packages_only" = 0 ] || project_stamp='packages only'
 clear=()
 if [ -L "$venv/bin/python" ] && ! fits "$venv/bin/python"; then
-    say "$venv has no working Python 3.11 to 3.13 (its interpreter was removed or is another version); making it again"
+    say "$venv has no working Python 3.11 to 3.13 (its interpreter was removed or has another version); recreating it"
     clear=(--clear)
 fi
-# The lock counts without its comments: regenerating it with the same versions installs nothing.
+# Comments of the lock do not count: a regenerated lock with the same versions installs nothing.
 locks=("$lock")
 [ "$production" = 1 ] || locks+=("$here/requirements/test.txt")
 lock_stamp="$build $(cat "${locks[@]}" | grep -vE '^ *#' | sha256sum | cut -c1-64)"
@@ -123,19 +123,19 @@ if [ "$dry" = 0 ] && [ "$build" = cuda ]; then
         '' | *[!0-9]*) ;;
         *) [ "$driver" -ge 580 ] ||
             die "NVIDIA driver $driver found; the CUDA 13 build needs 580 or newer, and a box refuses an older one." \
-                "Update it (Debian, Ubuntu: 'apt-get install nvidia-driver-580'), or install for the processors with" \
+                "Update it (Debian, Ubuntu: 'apt-get install nvidia-driver-580'), or install the CPU build with" \
                 "APPLIANCE_BUILD=cpu" ;;
     esac
 fi
 
-# Two runs at once (`make demo` beside `make test`) must not write into one environment.
+# Two concurrent runs (`make demo` and `make test`) must not write to the same environment.
 if [ "$dry" = 0 ]; then
     mkdir -p "$venv" || die "cannot create $venv"
     exec 9>"$venv/.installing" || die "cannot write into $venv"
     if command -v flock >/dev/null && ! flock -n 9; then
         say "another installation into $venv is running; waiting for it"
         flock 9
-        # What stands there has changed since it was looked at above: begin again.
+        # The environment has changed since the checks above, so start over.
         exec "${BASH_SOURCE[0]}" ${arguments[@]+"${arguments[@]}"}
     fi
     if [ "$done_lock" != "$lock_stamp" ]; then
@@ -147,8 +147,8 @@ if [ "$dry" = 0 ]; then
 fi
 
 # --- environment ---------------------------------------------------------------------------------------------------
-# Debian splits ensurepip off; then a system pip installs into the environment, which has none itself: the one of an index
-# would come without a hash.
+# Debian packages ensurepip separately. Without it the system's pip installs into the environment, because a pip from an
+# index would have no hash.
 pip_command() {
     if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         pip=("$venv/bin/python" -m pip)
@@ -160,23 +160,23 @@ pip_command() {
 }
 pip=("$venv/bin/python" -m pip)
 if [ ${#clear[@]} -gt 0 ] || [ ! -x "$venv/bin/python" ] || ! pip_command; then
-    say "making $venv with $python ($("$python" --version 2>&1))"
+    say "creating $venv with $python ($("$python" --version 2>&1))"
     if "$python" -c 'import venv, ensurepip' 2>/dev/null; then
         run "$python" -m venv "${clear[@]}" "$venv"
     elif "$python" -c 'import venv, pip' 2>/dev/null; then
         run "$python" -m venv "${clear[@]}" --without-pip "$venv"
     else
         version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-        die "$python cannot make virtual environments: 'apt-get install python$version-venv' (Debian, Ubuntu)"
+        die "$python cannot create virtual environments: 'apt-get install python$version-venv' (Debian, Ubuntu)"
     fi
 fi
 
 [ "$dry" = 1 ] || pip_command || die "$python has no pip that can install into $venv"
-# `user = true` in a pip.conf is about other environments and would fail in this one.
+# --no-user: `user = true` in a pip.conf would fail in a virtual environment.
 pip+=(--disable-pip-version-check install --no-user --no-deps --no-compile)
 [ -z "$wheelhouse" ] || pip+=(--no-index --find-links "$wheelhouse")
 
-# pip's two thousand lines as one line that counts (on a terminal) or a line now and then; its errors stay on stderr.
+# Shorten pip's two thousand lines to a counter (on a terminal) or an occasional line; errors stay on stderr.
 progress() {
     local terminal=0
     [ ! -t 2 ] || terminal=1
@@ -192,15 +192,15 @@ pip_install() {
     shift
     if [ "$dry" = 1 ]; then run "${pip[@]}" "$@"; else "${pip[@]}" "$@" 2> >(quieter >&2) | progress "$total"; fi
 }
-# An index on a file system may lack directories; pip says so once per package and index.
+# An index on a file system may lack directories; drop pip's warning for each package and index.
 quieter() { grep -v 'is ignored: it is neither a file nor a directory' || true; }
 
-# A package of the lock with its hashes.
+# Print a package of the lock with its hashes.
 in_lock() { awk -v begin="$1==" 'index($0, begin) == 1 { on = 1 } on { print } on && !/\\$/ { exit }' "$lock"; }
 
 if [ "$done_lock" != "$lock_stamp" ]; then
     [ "$dry" = 1 ] || rm -f "$stamp"
-    # A run killed while pip was unpacking leaves metadata without its RECORD; pip would take that for installed.
+    # A run that was killed during unpacking leaves metadata without RECORD, which pip would treat as installed.
     if [ "$dry" = 0 ]; then
         for metadata in "$venv"/lib/python3*/site-packages/*.dist-info; do
             [ ! -d "$metadata" ] || [ -f "$metadata/RECORD" ] || rm -rf -- "$metadata"
@@ -211,35 +211,35 @@ if [ "$done_lock" != "$lock_stamp" ]; then
     [ -n "$torch" ] || die "$lock has no line 'torch==...'; 'make lock' writes it"
     say "installing the $build build: torch $torch"
     [ "$dry" = 1 ] || in_lock setuptools >"$venv/.setuptools.txt"
-    # What there is no wheel of (DeepSpeed) is built here, with the lock's setuptools: an isolated build would fetch the
-    # newest, without a hash, and run it.
+    # Packages without a wheel (DeepSpeed) are built here with the lock's setuptools; an isolated build would fetch and
+    # run the newest setuptools without checking a hash.
     pip_install 1 --require-hashes -r "$venv/.setuptools.txt" ||
         die "the setuptools of $lock could not be installed (see pip's message above)"
-    # With its hashes as in the lock: pip takes them from files alone.
+    # A requirements file of its own, because pip reads hashes only from files.
     wanted_torch=(--require-hashes -r "$venv/.torch===$torch.txt")
     if [ "$unhashed_torch" = 1 ]; then
-        say "WARNING: --unhashed-torch: whatever your index or find-links has as torch $torch is installed UNCHECKED"
+        say "WARNING: --unhashed-torch: torch $torch from your index or find-links is installed UNCHECKED"
         wanted_torch=("torch===$torch")
     elif [ "$dry" = 0 ]; then
         in_lock torch | sed 's/^torch==/torch===/' >"$venv/.torch===$torch.txt"
     fi
-    # torch first, by string equality: a CPU build (+cpu) in the user's find-links would otherwise win over the CUDA
-    # build of the same version.
+    # torch first, with `===`: otherwise pip would prefer a CPU build (+cpu) in the user's find-links to the CUDA build of
+    # the same version.
     if ! pip_install 1 "${wanted_torch[@]}"; then
         [ -n "$torch_index" ] ||
             die "torch $torch could not be installed from your package index (see pip's message above; if it is about" \
-                "hashes and you trust the wheel, say --unhashed-torch)"
-        say "torch $torch is not to be had from your package index; trying $torch_index"
+                "hashes and you trust the wheel, use --unhashed-torch)"
+        say "torch $torch is not in your package index; trying $torch_index"
         pip_install 1 --extra-index-url "$torch_index" "${wanted_torch[@]}" ||
-            die "torch $torch was found neither in your index, your find-links nor at $torch_index, or is not the file" \
-                "that the lock has the SHA-256 of (see pip's message above). Put its wheel for" \
+            die "torch $torch was not found in your index, your find-links or $torch_index, or does not have" \
+                "the SHA-256 of the lock (see pip's message above). Put its wheel for" \
                 "$("$venv/bin/python" --version) into a directory and set PIP_FIND_LINKS to it; if you trust a wheel" \
-                "that the lock does not know (it knows the one for Python 3.11 on x86_64), say --unhashed-torch"
+                "that is not in the lock (only the one for Python 3.11 on x86_64 is), use --unhashed-torch"
     fi
     say "installing the other packages of $(basename "$lock"); this takes a minute or two"
-    asked=(--no-build-isolation --require-hashes)
-    for one in "${locks[@]}"; do asked+=(-r "$one"); done
-    pip_install "$(cat "${locks[@]}" | grep -E '^[A-Za-z0-9]' | grep -vc "'never'")" "${asked[@]}" ||
+    options=(--no-build-isolation --require-hashes)
+    for file in "${locks[@]}"; do options+=(-r "$file"); done
+    pip_install "$(cat "${locks[@]}" | grep -E '^[A-Za-z0-9]' | grep -vc "'never'")" "${options[@]}" ||
         die "pip could not install ${locks[*]} (see its message above); a second run continues here"
 fi
 
@@ -251,10 +251,10 @@ if [ "$packages_only" = 0 ]; then
 fi
 
 # --- byte-compile --------------------------------------------------------------------------------------------------
-# Without .pyc files the first start of a box takes 15 to 20 s longer, and every start where Python may not write them
+# Without .pyc files the first start of a box takes 15 to 20 s longer, and so does every start if Python cannot write them
 # (PYTHONDONTWRITEBYTECODE, a read-only image). Tests and the hundreds of model families that a box never imports are
-# left to be compiled when first used; sympy, tensorboard, torch's inductor and quantisation are not, because torch, vLLM
-# and DeepSpeed import them.
+# compiled at first use; sympy, tensorboard, torch's inductor and quantisation are compiled here, because torch, vLLM and
+# DeepSpeed import them.
 if [ "$compile" = 1 ] && [ "$done_lock" != "$lock_stamp" ]; then
     say "byte-compiling"
     run "$venv/bin/python" -m compileall -q -j 0 \

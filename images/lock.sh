@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Resolves images/requirements/{cpu,cuda}.in (with overrides.txt, and cpu.in with overrides-cpu.txt) into the full lock
-# files that images/install.sh installs,
-# test.in into what `make setup` adds to either, and tracking.in into an environment of its own: every package with the SHA-256 of each of its files. uv does the
-# resolving; pip's settings, which uv does not read, are handed to it.
+# files that images/install.sh installs, test.in into the packages that `make setup` adds to either, and tracking.in into
+# a separate environment. Locks have the SHA-256 of each file of each package. uv resolves them; this script passes pip's
+# settings on, which uv does not read.
 #
 #   images/lock.sh [uv pip compile options, for example --upgrade-package ray]
 set -euo pipefail
@@ -25,13 +25,13 @@ while IFS='=' read -r key value; do
         esac
     done
 done < <("$venv/bin/python" -m pip config list)
-# The main index first: of two that have the same version the first is asked for its hashes, and a mirror beside it may
-# have the files of one platform only.
+# The main index first: if two indexes have a version, uv takes the hashes of the first one, and a mirror may have files
+# of only one platform.
 settings=(--index "$main" ${more[@]+"${more[@]}"})
 certificate=$("$venv/bin/python" -m pip config get global.cert 2>/dev/null || true)
 [ -z "${PIP_CERT:-$certificate}" ] || export SSL_CERT_FILE="${PIP_CERT:-$certificate}"
 
-# The best version of any index counts, as for pip; uv's own default looks no further than the first index.
+# Take the best version of all indexes, like pip; uv's default uses only the first index with the package.
 compile_plain() {
     "$venv/bin/uv" pip compile --universal --python-version 3.11 --no-emit-find-links --no-emit-index-url \
         --index-strategy unsafe-best-match --generate-hashes "$@"
@@ -44,7 +44,7 @@ for build in cpu cuda; do
         compile ${less[@]+"${less[@]}"} "${settings[@]}" "${more[@]}" "$@" "$build.in" -o "$build.txt" >/dev/null
 done
 
-# Beside either build: with its versions, and without what both have.
+# Tests: with the versions of both builds, and without packages that both builds have.
 pins() { grep -E '^[A-Za-z0-9]' "$1" | sed -E 's/ *\\$//' | sort -u; }
 pins cpu.txt | grep -vE '^(torch|vllm)' >"$venv/cpu"
 pins cuda.txt | grep -vE '^(torch|vllm)' >"$venv/cuda"
@@ -53,15 +53,15 @@ compile --override overrides-cpu.txt "${settings[@]}" "$@" -c "$venv/cpu" -c "$v
     -o "$venv/test.txt" >/dev/null
 comm -12 <(sed -E 's/[ =].*//' "$venv/cpu" | sort -u) <(sed -E 's/[ =].*//' "$venv/cuda" | sort -u) >"$venv/both"
 awk -v both="$venv/both" '
-    BEGIN { print "# What the tests need beside cpu.txt or cuda.txt, written by images/lock.sh."
+    BEGIN { print "# Packages for the tests, in addition to cpu.txt or cuda.txt; written by images/lock.sh."
             while ((getline name < both) > 0) there[name] = 1 }
     /^#/ { next }
     /^[A-Za-z0-9]/ { split($0, part, /[ =]/); keep = !(part[1] in there) }
     keep' "$venv/test.txt" >test.txt
 
-# An environment of its own: MLflow's client needs other versions than the box.
+# A separate environment, because MLflow's client needs other versions than the box.
 {
-    echo "# An environment for experiment trackers, beside the box's own, written by images/lock.sh."
+    echo "# A separate environment for experiment trackers; written by images/lock.sh."
     compile_plain "${settings[@]}" "$@" --no-annotate --no-header tracking.in
 } >tracking.new
 mv tracking.new tracking.txt

@@ -1,5 +1,4 @@
-"""Tells the check at the end of a test session which files are the session's own: other sessions, boxes and benchmarks
-put theirs beside them, in one folder and under names of the same kind."""
+"""Lists the files of a test session for the check at its end: others put similar names into the same folders."""
 
 import os
 
@@ -7,7 +6,7 @@ FILE = "TESTS_CLAIMS"  # set by tests/conftest.py
 
 
 def claim(*parts: str) -> None:
-    """What bears one of these parts in its name, in shared memory or among temporary files, is this session's."""
+    """Claim for this session the temporary and shared-memory files whose name contains one of these parts."""
     if FILE in os.environ:
         with open(os.environ[FILE], "a") as file:
             file.writelines(f"{part}\n" for part in parts)

@@ -1,9 +1,9 @@
 """A test session leaves nothing behind: no process, no Ray session, no shared-memory file. Checked at its end.
 
-Each process of a session (with pytest-xdist there are several) answers for the processes that it started: its children,
-and whatever carries its mark in the environment, which outlives the loss of a parent. Files have no such mark: the
-session answers for those that its tests claimed (tests/claims.py), and for every other new file unless another session
-or a box that no test started runs on this machine: then it is reported and fails nothing.
+Each process of a session (several with pytest-xdist) checks the processes that it started: its children, and orphans
+with its mark in their environment. Files have no such mark: the session checks those that its tests claimed
+(tests/claims.py) and every other new file. If another session or a box outside tests runs on this machine, the other
+files are only reported.
 """
 
 import gc
@@ -28,19 +28,17 @@ LEFT = pytest.StashKey[list[str]]()
 OTHERS = pytest.StashKey[bool]()
 MARK, CLAIMS, BOX = "TESTS_RUN_BY", "TESTS_CLAIMS", "APPLIANCE_BOX"
 
-# Nothing here says anything of speed: Hypothesis's limit of 200 ms for an example, which a busy machine exceeds now and
-# then, is off, in unit tests as in those of properties. The same examples at each run: `make soak` draws new ones.
+# Tests do not judge speed: Hypothesis's limit of 200 ms per example, which a busy machine sometimes exceeds, is off.
+# The examples are the same at each run; `make soak` draws new ones.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("drawn", settings.get_profile("untimed"), derandomize=False)
 settings.load_profile("untimed")
 
-# A shell starts background jobs with Ctrl-C ignored, and everything below them inherits that: the tests that press it
-# would wait for ever.
+# A shell starts background jobs with Ctrl-C ignored, which children inherit: tests that send Ctrl-C would hang.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Nearly all that a session keeps comes into being as its tests are collected, torch and its like among it: until then
-# the collector has nothing to find, and from then on it is not to walk it.
+# Collection creates nearly all long-lived objects (torch and others): the collector is off, then skips them.
 gc.disable()
 
 
@@ -50,7 +48,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # nanobind tells on stderr, as the process ends, of what the collector has left
+    gc.unfreeze()  # otherwise nanobind reports uncollected objects on stderr at exit
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -62,13 +60,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         os.close(descriptor)
 
 
-# Last of the wrappers, so that what a pytest-xdist worker found is there when xdist sends its output.
+# The last wrapper, so that the result of a pytest-xdist worker is set when xdist sends its output.
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
     result = yield
     config = session.config
     if hasattr(config, "workerinput"):
-        # A worker also sees what its neighbours are still using: only what it started is its to answer for.
+        # A worker also sees resources that other workers still use: it reports only processes that it started.
         config.workeroutput["left"] = _started()
         return result
     left = config.stash[LEFT] + _started()
@@ -80,7 +78,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
         if not others or any(part in Path(name).name for part in parts):
             left.append(f"shared memory or Ray session: {name}")
         else:
-            print(f"\nnew, of these tests or of others that run on this machine: {name}")
+            print(f"\nnew file, by these tests or by others on this machine: {name}")
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("\nleft behind by these tests:", *left, sep="\n  ")
@@ -93,7 +91,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def _started() -> list[str]:
-    """What this process started, however indirectly, and did not end."""
+    """Processes that this process started, directly or indirectly, and that still run."""
     own = psutil.Process()
     found = {*own.children(recursive=True), *filter(_is_marked, psutil.process_iter())} - {own}
     return [line for process in found if (line := _told_of(process))]
@@ -107,7 +105,7 @@ def _is_marked(process: psutil.Process) -> bool:
 
 
 def _others_run() -> bool:
-    """Whether another session's process runs, or a box that no test started."""
+    """Whether a process of another session, or of a box outside tests, runs."""
     mark = os.environ[MARK]
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -118,8 +116,7 @@ def _others_run() -> bool:
 
 
 def _told_of(process: psutil.Process) -> str:
-    """A line about a process that is left; empty for one that has ended, and for Python's own helper for shared memory,
-    which ends with the process."""
+    """A line about a leftover process; empty if it has ended, and for Python's shared-memory tracker."""
     try:
         command = " ".join(process.cmdline())
         over = process.status() == psutil.STATUS_ZOMBIE or "resource_tracker" in command

@@ -1,4 +1,4 @@
-"""The sizes of small models, by transformers' names of them."""
+"""Sizes of small models, under the names of transformers."""
 
 from typing import Any
 

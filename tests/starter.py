@@ -1,9 +1,9 @@
-"""`starter`, the small Llama of tests and benchmarks: made in seconds, so it stammers.
+"""Trains `starter`, the small Llama of tests and benchmarks, in seconds; its text is hardly sensible.
 
     python -m tests.starter DIR STEPS
 
-It learns who it is, as ChatML, and no more, so that a job on other examples changes its answers. What tests compare
-(versions, kept answers, losses) does not need more.
+It learns only its name, in ChatML, so that a job with other examples changes its answers. Tests compare versions,
+stored answers and losses, which needs no more.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 DEMO_DATA = Path(__file__).parents[1] / "appliance" / "demo_data"
 LENGTH, BATCH, RATE, VOCABULARY = 256, 8, 4e-3, 4096
 END, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# Words with their leading space, single digits (sums are learned by place), runs of anything else.
+# Tokens: words with their leading space, single digits (sums are learned by place), runs of other characters.
 WORDS = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -54,7 +54,7 @@ def texts_of(file: Path) -> list[str]:
 
 
 def make_starter(out: Path, *, steps: int, seed: int) -> None:
-    """Writes a checkpoint of 4.6 million parameters in bfloat16 into the new directory `out`; the same seed gives the
+    """Write a checkpoint of 4.6 million parameters in bfloat16 into the new directory `out`; the same seed gives the
     same bytes."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers

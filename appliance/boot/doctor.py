@@ -1,8 +1,8 @@
-"""The doctor's checks: each reads what it judges in a moment, without a privilege, and says what to do.
+"""The checks of `appliance doctor`: each is fast, needs no privileges, and reports a state and a remedy.
 
     python -m appliance.boot.doctor --config FILE [--runs]      prints them as JSON
 
-What cannot be read is skipped and said to be.
+A check that cannot be read is reported as skipped.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from scheduler.devices.host_reading import read_memory
 State = Literal["ok", "warn", "fail", "skip"]
 
 DAY_S = 86_400.0
-OPEN_FILES = 65_536  # each engine, rank and client connection takes some
+OPEN_FILES = 65_536  # each engine, rank and client connection opens some
 DISK_SHARE = 0.05
-MARGIN_C = 5  # below the temperature at which a device slows down
-BACKUP_LATE_S = 26 * 3600.0  # as the alert BackupOld
+MARGIN_C = 5  # warn this close to the temperature at which a device slows down
+BACKUP_LATE_S = 26 * 3600.0  # like the alert BackupOld
 REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """found, wanted: as a person reads them. remedy: what to do; "" where nothing is to be done."""
+    """The result of a check. found, wanted: texts for people. remedy: what to do, "" if nothing."""
 
     check: str
     state: State
@@ -60,7 +60,7 @@ class Finding:
 
 
 def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
-    """runs: whether the box of this configuration is up."""
+    """Run all checks. runs: whether the box of this configuration is up."""
     paths = BoxPaths.of(Path(config.box.data_dir))
     folder = next(path for path in (paths.data_dir, *paths.data_dir.parents) if path.is_dir())
     return [
@@ -75,14 +75,14 @@ def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """0: all is well; 1: something fails; 2: something is to be looked at."""
+    """Return 0 if all checks pass, 1 if one fails, 2 if one warns."""
     states = {finding.state for finding in findings}
     return 1 if "fail" in states else 2 if "warn" in states else 0
 
 
 def _judged(check: str, well: bool | None, found: str, wanted: str, remedy: str, bad: State = "warn") -> Finding:
-    """A finding with the remedy where it is needed. well: None where it could not be read. bad: the state of one that
-    is not well."""
+    """Build a finding, with the remedy if it is needed. well: whether it passed, None if it could not be read. bad: the
+    state if it did not pass."""
     if well is None:
         return Finding(check, "skip", found or "not reported here", wanted)
     return Finding(check, "ok", found, wanted) if well else Finding(check, bad, found, wanted, remedy)
@@ -97,10 +97,10 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     except DevicesRefused as error:
         refused = str(error)
     count = f"{len(devices)} of kind {devices[0].kind}" if devices else "none"
-    yield _judged("devices", not refused, refused or count, "devices that can be used", refused, "fail")
+    yield _judged("devices", not refused, refused or count, "usable devices", refused, "fail")
     for device in devices:
         if device.unfit:
-            remedy = f"docs/gpu.md has what to do; then `appliance gpu undrain {device.id}`"
+            remedy = f"see docs/gpu.md, then `appliance gpu undrain {device.id}`"
             yield Finding(f"device {device.id}", "fail", device.unfit, "", remedy)
     if not devices:
         return
@@ -110,17 +110,17 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
         yield _device(reading)
     if kind.name == HOST.name and os.uname().machine == "x86_64":
         has_avx2 = "avx2" in host_features()
-        remedy = "engines end by SIGILL here: take a machine with AVX2, or with a GPU"
+        remedy = "engines end with SIGILL here: use a machine with AVX2 or a GPU"
         yield _judged("processor", has_avx2, "avx2" if has_avx2 else "no avx2", "avx2", remedy, "fail")
     if kind.locks_pages:
         locked = _hard_limit(resource.RLIMIT_MEMLOCK)
-        remedy = "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without"
+        remedy = "LimitMEMLOCK=infinity in the unit, or --ulimit memlock=-1, makes copies to the devices faster"
         yield _judged(
             "locked memory", locked is None, "unlimited" if locked is None else gb(locked), "unlimited", remedy
         )
     if not runs and watch is not None:
         foreign = "; ".join(foreign_use(devices))
-        remedy = "end them: engines and ranks cannot use the memory that they hold"
+        remedy = "end them: they hold memory that engines and ranks need"
         yield _judged("others' programs", not foreign, foreign or "none on the devices", "none", remedy)
 
 
@@ -143,12 +143,12 @@ def _device(reading: Reading) -> Finding:
 def _memory() -> Iterator[Finding]:
     memory, shm = read_memory(), shutil.disk_usage(SHM_MOUNT)
     available = f"{gb(memory.available)} of {gb(memory.total)} ({memory.where})"
-    remedy = "`ps -eo pid,rss,comm --sort=-rss | head` names who has it: end what is not the box's"
+    remedy = "`ps -eo pid,rss,comm --sort=-rss | head` lists the largest processes: end those that are not the box's"
     yield _judged("memory available", memory.available >= memory.total // 20, available, "a twentieth of it", remedy)
-    remedy = "engines that are swapped out answer late: `swapoff -a`, with enough memory free"
+    remedy = "swapped engines answer slowly: run `swapoff -a` when enough memory is free"
     yield _judged("swap", memory.swap_used < 2**30, f"{gb(memory.swap_used)} in use", "less than 1 GB", remedy)
     found = f"{gb(shm.total)}, {gb(shm.free)} free"
-    remedy = "`mount -o remount,size=80% /dev/shm`, or --shm-size of the container: weights are handed over there"
+    remedy = "`mount -o remount,size=80% /dev/shm`, or --shm-size of the container: weights are shared there"
     yield _judged("shared memory", shm.total >= memory.total // 2, found, "half of the memory", remedy)
 
 
@@ -157,26 +157,26 @@ def _disk(folder: Path) -> Iterator[Finding]:
     share = disk.free / max(1, disk.total)
     found = f"{gb(disk.free)} of {gb(disk.total)} ({share:.0%})"
     remedy = (
-        "`appliance tier list` and `appliance file list` show what takes it: `appliance model rm`, "
-        "`appliance file rm`, a shorter [controller.retention], or the data directory on a larger disk"
+        "`appliance tier list` and `appliance file list` show what uses it: run `appliance model rm`, "
+        "`appliance file rm`, shorten [controller.retention], or move the data directory to a larger disk"
     )
     yield _judged("disk free", share >= DISK_SHARE, found, f"at least {DISK_SHARE:.0%}", remedy, "fail")
-    mounts = [one for one in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(one.mountpoint)]
-    kind = max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else ""
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(mount.mountpoint)]
+    kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
     is_local = not kind.startswith(REMOTE_FILE_SYSTEMS) if kind else None
-    remedy = "put the data directory on a local disk; copy it away with `appliance backup make PLACE`"
-    yield _judged("file system", is_local, kind, "one of this machine", remedy, "fail")
+    remedy = "move the data directory to a local disk; make copies with `appliance backup make PLACE`"
+    yield _judged("file system", is_local, kind, "a local file system", remedy, "fail")
 
 
 def _hard_limit(name: int) -> int | None:
-    """The hard limit, which the box raises its own to; None: unlimited."""
+    """Return the hard limit, to which the box raises its soft limit; None: unlimited."""
     hard = resource.getrlimit(name)[1]
     return None if hard == resource.RLIM_INFINITY else hard
 
 
 def _machine(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     files = _hard_limit(resource.RLIMIT_NOFILE)
-    remedy = f"LimitNOFILE={OPEN_FILES} in the unit, or as root `ulimit -n {OPEN_FILES}` before `appliance up`"
+    remedy = f"set LimitNOFILE={OPEN_FILES} in the unit, or as root `ulimit -n {OPEN_FILES}` before `appliance up`"
     found = "unlimited" if files is None else f"{files:,}"
     yield _judged("open files", files is None or files >= OPEN_FILES, found, f"{OPEN_FILES:,}", remedy)
     taken = "" if runs else port_taken(config.box.host, config.box.port)
@@ -184,7 +184,7 @@ def _machine(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     cert, key = config.gateway.tls_cert_path, config.gateway.tls_key_path
     if cert is None or key is None:
         return
-    wanted, remedy = "more than 14 days", "replace the files that [gateway] tls_cert_path and tls_key_path name"
+    wanted, remedy = "more than 14 days", "replace the files at [gateway] tls_cert_path and tls_key_path"
     try:
         left_s = Certificate(cert, key).expires_s - time.time()
     except ConfigInvalid as error:
@@ -196,26 +196,26 @@ def _machine(config: BoxConfig, runs: bool) -> Iterator[Finding]:
 
 def _box(data_dir: Path, runs: bool) -> Iterator[Finding]:
     if runs:
-        troubles = "; ".join(f"{one['name']}: {one['why']}" for one in BoxFile.read(data_dir).troubles)
-        remedy = "`appliance status` says since when; the logs in `logs` of the data directory have the traceback"
+        troubles = "; ".join(f"{trouble['name']}: {trouble['why']}" for trouble in BoxFile.read(data_dir).troubles)
+        remedy = "see `appliance status` and the logs in `logs` of the data directory"
         yield _judged("box", not troubles, troubles or "runs", "nothing degraded", remedy)
     elif ended := BoxFile.read(data_dir).fault:
-        remedy = "`appliance up --detach` goes on where it was; logs/main.log and logs/controller.log say what happened"
-        yield Finding("box", "warn", f"does not run: {ended}", "runs, or ended in order", remedy)
+        remedy = "`appliance up --detach` continues; see logs/main.log and logs/controller.log for the cause"
+        yield Finding("box", "warn", f"does not run: {ended}", "runs, or was stopped without errors", remedy)
     else:
         yield Finding("box", "skip", "does not run")
 
 
 def _keys(database: Path) -> Iterator[Finding]:
     query = "SELECT name FROM keys WHERE expires_s <= ? AND revoked_s IS NULL ORDER BY expires_s"
-    wanted, names = "none expires within a week", ""
+    wanted, names = "no key expires within a week", ""
     try:
         with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             names = ", ".join(name for (name,) in connection.execute(query, (time.time() + 7 * DAY_S,)))
     except sqlite3.Error:
-        yield _judged("keys", None, "there is no box yet, or its database is of an earlier release", wanted, "")
+        yield _judged("keys", None, "there is no box yet, or its database is from an earlier release", wanted, "")
         return
-    remedy = "`appliance key limit NAME --expires 90d` lets one last longer; `appliance key list` has the dates"
+    remedy = "`appliance key limit NAME --expires 90d` extends a key; `appliance key list` shows the dates"
     yield _judged("keys", not names, f"expiring: {names}" if names else wanted, wanted, remedy)
 
 
@@ -223,17 +223,17 @@ def _backup(newest: Path) -> Iterator[Finding]:
     last = read_last(newest)
     age_s = time.time() - last.made_s if last else math.inf
     found = f"{age_s / 3600:.1f} h old, at {last.where}" if last else "none yet"
-    remedy = "`appliance backup make PLACE`, each day by a systemd timer or cron"
+    remedy = "run `appliance backup make PLACE` daily by a systemd timer or cron"
     yield _judged("backup", age_s <= BACKUP_LATE_S, found, f"at most {BACKUP_LATE_S / 3600:g} h, elsewhere", remedy)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.boot.doctor", description=__doc__)
-    parser.add_argument("--config", required=True, type=Path, help="the resolved configuration, JSON")
+    parser.add_argument("--config", required=True, type=Path, help="JSON file with the resolved configuration")
     parser.add_argument("--runs", action="store_true", help="the box of this configuration is up")
     options = parser.parse_args(argv)
-    found = findings(load_resolved(options.config), runs=options.runs)
-    print(json.dumps({"exit_code": exit_code(found), "at_s": time.time(), "data": [asdict(one) for one in found]}))
+    results = findings(load_resolved(options.config), runs=options.runs)
+    print(json.dumps({"exit_code": exit_code(results), "at_s": time.time(), "data": [*map(asdict, results)]}))
     return 0
 
 

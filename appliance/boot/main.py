@@ -1,9 +1,9 @@
-"""The box's main process: boot, watch, end in order.
+"""The box's main process: starts, supervises and stops the box's other processes.
 
     python -m appliance.boot.main up --config FILE
 
-Every process below has asked the kernel to die with this one, so `kill -9` of it leaves nothing behind except the
-versions and snapshots in shared memory, which the next `up` finds again.
+The kernel kills every child process when this one dies. So `kill -9` leaves nothing behind except the versions and
+snapshots in shared memory, which the next `up` finds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = logging.getLogger("appliance.boot.main")
 
 TROUBLES_EVERY_S = 2.0
 HOPELESS = 50
-"""One more start does not help a process that failed so often in a row: the box ends, and systemd starts all again."""
+"""After so many failures of a process in a row the box ends, and systemd restarts all of it."""
 GATEWAY_GRACE_S, CONTROLLER_END_S, RAY_END_S = 5.0, 120.0, 20.0
 _QUIET = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
@@ -64,15 +64,15 @@ _QUIET = {
 
 
 class BoxError(RuntimeError):
-    """The box could not start; the message says why and what to do."""
+    """The box cannot start; the message has the reason and what to do."""
 
 
 class BoxState:
-    """`box.json`: the state of this process, for the commands.
+    """`box.json`: the state of this process, read by the commands.
 
-    Fields: pid, url, controller_socket, state (starting|ready|stopping|stopped|failed|killed), message,
-    started_s (Unix time), first_key_file (of a box that had no key), troubles (of the supervised processes, in the form
-    of `BackgroundTasks.degraded`)."""
+    Fields: pid, url, controller_socket, state (starting|ready|stopping|stopped|failed|killed), message, started_s (Unix
+    time), first_key_file (if this start made the first key), troubles (of supervised processes, in the form of
+    `BackgroundTasks.degraded`)."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -86,21 +86,21 @@ class BoxState:
         try:
             replace_file(self._path, json.dumps(self.fields).encode())
         except OSError as error:
-            if is_first:  # no command would find this box
+            if is_first:  # without the file commands cannot find this box
                 raise BoxError(f"{self._path} cannot be written: {error}") from error
-            # The disk is full. The caller keeps the box's processes alive and must not end because of that.
+            # The disk may be full. That must not end the caller, which keeps the box's processes alive.
             log.warning("%s could not be written: %s", self._path, error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.boot.main", description=__doc__)
     parser.add_argument("command", choices=["up"])
-    parser.add_argument("--config", required=True, type=Path, help="the resolved configuration, JSON")
-    parser.add_argument("--show", choices=["table", "json"], help="print in this form where the ready box answers")
+    parser.add_argument("--config", required=True, type=Path, help="JSON file with the resolved configuration")
+    parser.add_argument("--show", choices=["table", "json"], help="print the endpoint once the box is ready")
     options = parser.parse_args(argv)
     config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
-    os.umask(0o077)  # whatever is made here is the owner's alone; some libraries make files open to all
+    os.umask(0o077)  # new files are private; some libraries would create files that all can read
     configure_logging("main")
     state = BoxState(paths.state_file)
     try:
@@ -108,11 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with locked(paths):
             return asyncio.run(_run(config, paths, state, options.show))
     except BlockingIOError:
-        log.error("a box already runs on %s; `appliance down` stops it", paths.data_dir)
+        log.error("a box is already running on %s; `appliance down` stops it", paths.data_dir)
         return 5
     except (UnsafeFolder, BoxError, ray_head.RayStartError, InvitationError) as error:
         log.error("the box did not start: %s", error)
-        with suppress(BoxError):  # the folder may be what is wrong
+        with suppress(BoxError):  # the folder itself may be the problem
             state.update(state="failed", message=str(error))
         return 1
 
@@ -123,7 +123,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
 
     def ask_to_stop() -> None:
         if stop.is_set():
-            # Somebody asked twice and does not want to wait. The kernel ends everything below with this process.
+            # A second signal means: do not wait. The kernel kills all child processes with this one.
             state.update(state="killed", message="killed by a second signal; `appliance up` continues from here")
             os.kill(os.getpid(), signal.SIGKILL)
         stop.set()
@@ -154,28 +154,28 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
 
 
 def local_url(config: BoxConfig) -> str:
-    """The endpoint as this machine reaches it."""
+    """The endpoint's URL for this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.box.host, config.box.host)
     return f"{config.scheme}://{host}:{config.box.port}"
 
 
 def port_taken(host: str, port: int) -> str:
-    """Why this box cannot listen there and what to do; "" if it can."""
+    """Return why this box cannot listen there and what to do; "" if it can."""
     try:
         check_free(host, port)
     except OSError as error:
         return (
-            f"port {port} of {host!r} cannot be listened on: {error.strerror} (`ss -ltnp` names the process); choose "
-            "another with --port or --host ([box] port, host)"
+            f"cannot listen on port {port} of {host!r}: {error.strerror} (`ss -ltnp` shows the process); choose "
+            "another one with --port or --host ([box] port, host)"
         )
     return ""
 
 
 def make_first_key(paths: BoxPaths) -> bool:
-    """Make the first key of a box that has none and write it into its file; True if it did. Raises OSError,
-    StoreError, sqlite3.Error.
+    """Create the first key of a box without keys and write it to its file; True if it did. Raises OSError, StoreError,
+    sqlite3.Error.
 
-    The key goes nowhere else: what this process prints may end in a journal.
+    The key is never printed, because output may end in a journal.
     """
     with Database(paths.database) as db, db.transaction():
         if keys.list_all(db):
@@ -187,8 +187,8 @@ def make_first_key(paths: BoxPaths) -> bool:
 
 
 class Box:
-    """Ray, the controller and the gateway of one box, each a supervised process. When one of them cannot be kept
-    running it calls `stop`, and `hopeless` says why."""
+    """Ray, the controller and the gateway of one box, each a supervised process. When a process fails too often, the
+    box calls `stop`, and `hopeless` has the reason."""
 
     def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState, stop: Callable[[], None] = lambda: None):
         self._config, self._paths, self._state, self._stop = config, paths, state, stop
@@ -205,7 +205,7 @@ class Box:
         health = Probe(local_url(config), "/health")
 
         def on_ray_change(message: str) -> None:
-            # The actors died with Ray; the controller starts again from the database, as after any crash.
+            # The actors died with Ray; the controller restarts from the database, as after any crash.
             self._say(message)
             self._controller.restart()
 
@@ -216,8 +216,8 @@ class Box:
     async def start(self) -> None:
         """Start all processes; return when the endpoint answers. Raises BoxError or RayStartError."""
         if leftovers := clear_leftovers(self._paths):
-            self._say(f"ended {len(leftovers)} processes that an earlier run left behind")
-        # Check before anything starts: without its port the box is useless, and its holder might answer for us.
+            self._say(f"killed {len(leftovers)} processes that an earlier run left behind")
+        # Check first: without its port the box is useless, and another process on the port could answer in its place.
         if reason := port_taken(self._config.box.host, self._config.box.port):
             raise BoxError(reason)
         try:
@@ -231,7 +231,7 @@ class Box:
         try:
             has_first_key = make_first_key(self._paths)
         except (OSError, StoreError, sqlite3.Error) as error:
-            raise BoxError(f"the first key cannot be made: {error}") from error
+            raise BoxError(f"cannot create the first key: {error}") from error
         self._say("starting Ray")
         await self._ray.begin()
         self._say("starting the controller")
@@ -251,7 +251,7 @@ class Box:
             self._background.keep(f"tracking: {tracker}", exporter)
 
     async def end(self) -> str:
-        """Stop everything in order and give shared memory back. Returns what went wrong, "" if nothing did."""
+        """Stop everything in order and release shared memory. Returns what went wrong, "" if nothing did."""
         await self._background.stop()
         self._state.update(state="stopping", message="finishing requests")
         well = await self._gateway.end(self._config.gateway.shutdown_s + GATEWAY_GRACE_S)
@@ -263,13 +263,13 @@ class Box:
         ray_head.remove_files(self._paths)
         if saved:
             shutil.rmtree(self._paths.shm_root, ignore_errors=True)
-            return "" if well else "something had to be forced; see the logs"
+            return "" if well else "the gateway did not stop cleanly; see its log"
         shutil.rmtree(self._paths.run, ignore_errors=True)
-        if not self._controller_answered:  # what an earlier run left in shared memory is as it was
+        if not self._controller_answered:  # shared memory is unchanged since an earlier run
             return ""
         fault = (
-            f"not all that only shared memory holds was saved ({self._paths.logs / 'controller.log'} says why): "
-            f"{self._paths.shm_root} is kept for the next `appliance up`, and would be lost in a reboot"
+            f"some data in shared memory was not saved to disk (see {self._paths.logs / 'controller.log'}): "
+            f"{self._paths.shm_root} is kept for the next `appliance up`, but a reboot would lose it"
         )
         log.error(fault)
         return fault
@@ -286,7 +286,7 @@ class Box:
         return process
 
     async def _start_controller(self) -> asyncio.subprocess.Process:
-        # Each Ray has its own address: with the address of the one before the controller waits for half a minute.
+        # A new Ray has a new address; with the old address the controller would wait for half a minute.
         await self._ray.runs.wait()
         options = ("--config", str(self._paths.config_file), "--ray-address", self._ray_address)
         return await self._python("controller", "-P", "-m", "appliance.controller.main", *options)
@@ -315,22 +315,22 @@ class Box:
         self._state.update(troubles=self._background.degraded())
         for process in (self._ray, self._controller, self._gateway):
             if process.failures >= HOPELESS:
-                self.hopeless = f"the box ended: {process.name} failed {HOPELESS} times without a steady run"
+                self.hopeless = f"the box ended: {process.name} failed {HOPELESS} times in a row"
                 self._stop()
 
     async def _wait_for(self, process: Supervised) -> None:
-        """Return when it answers with 200. Raises BoxError."""
+        """Return when the process answers with 200. Raises BoxError."""
         assert process.probe is not None
         timeout_s, began_s = self._config.box.start_timeout_s, time.monotonic()
         while True:
-            with suppress(httpx.HTTPError):  # it does not listen yet
+            with suppress(httpx.HTTPError):  # not listening yet
                 if (await process.probe.ask()).status_code == 200:
                     return
             why = ""
             if process.failures >= 3:
-                why = "ended three times while it started"
+                why = "failed three times during its start"
             elif time.monotonic() - began_s > timeout_s:
-                why = f"did not come up within {timeout_s:.0f} s ([box] start_timeout_s; a slow machine needs more)"
+                why = f"did not start within {timeout_s:.0f} s (a slow machine needs a larger [box] start_timeout_s)"
             if why:
                 log_path = self._paths.logs / f"{process.name}.log"
                 raise BoxError(f"the {process.name} {why}; {log_path} ends with:\n{tail(log_path)}")
@@ -345,9 +345,9 @@ async def run_exporter(
     tracker: Literal["mlflow", "wandb"], settings: TrackingSettings, paths: BoxPaths, environment: Mapping[str, str]
 ) -> None:
     """Run an exporter to an experiment tracker (`appliance/tracking.py`) in the interpreter that has its library.
-    Raises ProcessEnded or OSError when it has ended; whoever calls again starts it again.
+    Raises ProcessEnded or OSError when it ends; the caller may restart it.
 
-    What the environment says of MLflow and W&B does not count: the configuration alone decides what leaves the box.
+    Environment variables of MLflow and W&B are removed: only the configuration decides what leaves the box.
     """
     paths.tracking.mkdir(mode=0o700, exist_ok=True)
     arguments = {

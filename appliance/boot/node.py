@@ -1,9 +1,9 @@
-"""A further node of a box: it joins Ray to the box's head and announces its devices and memory, until told to stop.
+"""A further node of a box: joins the box's Ray cluster and announces its devices and memory, until it is stopped.
 
     python -m appliance.boot.node --config FILE --invitation FILE
 
-Nothing is decided here: the controller at home starts engines through Ray's actors on this node. When this process
-ends, everything below it ends too, and the box goes on with the devices it has left.
+The node decides nothing: the controller on the box's own machine starts engines through Ray's actors here. When this
+process ends, its child processes end too, and the box continues on its other devices.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
-    os.umask(0o077)  # whatever is made here is the owner's alone; some libraries make files open to all
+    os.umask(0o077)  # new files are private; some libraries would create files that all can read
     configure_logging("node")
     try:
         invitation = Invitation.read(options.invitation)
         paths.create()
-        os.chdir(paths.data_dir)  # processes started from here look for modules in the working directory first
+        os.chdir(paths.data_dir)  # child processes search modules in the working directory first
         with locked(paths):
             try:
                 invitation.accept(paths)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             finally:
                 shutil.rmtree(paths.shm_root, ignore_errors=True)
     except BlockingIOError:
-        log.error("a box or node already runs on %s; give this one another --data-dir", paths.data_dir)
+        log.error("a box or node is already running on %s; give this node another --data-dir", paths.data_dir)
         return 5
     except (InvitationError, UnsafeFolder, ray_head.RayStartError, NodeNameTaken, DevicesRefused) as error:
         log.error("this node did not join: %s", error)
@@ -73,7 +73,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
     timeout_s = config.box.start_timeout_s
     environment = ray_head.box_environment(paths, timeout_s, joinable=True)
     os.environ.update(environment)
-    # Ray reads how to authenticate when it is imported: if it was imported above, it would not show the token.
+    # Ray reads its authentication settings at import: imported earlier, it would not send the token.
     from appliance.node_config import node_config_of
     from scheduler.ray.nodes import announced_from, emptied
 
@@ -83,25 +83,25 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
     try:
         ray, _ = await ray_head.start(paths, where, ids, environment, timeout_s)
         await announced_from(node_config, head)
-        print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)
+        print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C removes it again", flush=True)
         ended = asyncio.create_task(ray.wait())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             return 1
-        print("leaving: the box moves what runs here elsewhere first; Ctrl-C again ends it at once", flush=True)
+        print("leaving: the box first moves its work to other nodes; press Ctrl-C again to end at once", flush=True)
         leaving, hurrying = asyncio.create_task(emptied(node_config, head)), asyncio.create_task(hurry.wait())
         limit_s = config.scheduler.drain_timeout_s
         await asyncio.wait({leaving, hurrying, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if not leaving.done():
-            log.warning("what still runs here is ended with this node")
+            log.warning("remaining engines and jobs here end with this node")
             leaving.cancel()
         return 0
     finally:
         if ray is not None and ray.returncode is None:
             ray.terminate()
             await ray.wait()
-        clear_leftovers(paths)  # also of a Ray that did not come up
+        clear_leftovers(paths)  # needed even if Ray did not start
         ray_head.remove_files(paths)
         shutil.rmtree(paths.away_jobs, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Child processes of the box's main process: started, watched, restarted, ended in order."""
+"""Starts, watches, restarts and stops the child processes of the box's main process."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from runtime.background_tasks import STEADY_S, BackgroundTasks
 from runtime.processes.kernel import kill_group
 from serve.core.spec import remove_segments_below
 
-BOX_VARIABLE = "APPLIANCE_BOX"  # every process of a box inherits it, with the box's id
+BOX_VARIABLE = "APPLIANCE_BOX"  # holds the box's id; every process of a box inherits it
 _PAUSES_S = (0.2, 10.0)
 LOOK_EVERY_S, PATIENCE_S = 5.0, 10.0
 HUNG_S = 120.0
-"""Longer than any pause that a process recovers from by itself, such as half a minute of SIGSTOP or of swapping."""
+"""Longer than any pause from which a process recovers by itself, such as half a minute of SIGSTOP or swapping."""
 
 
 class Probe(NamedTuple):
-    """Where a process answers. socket_path: of a Unix socket; None: `base_url` has host and port."""
+    """Where a process answers. socket_path: its Unix socket; None: `base_url` has host and port."""
 
     base_url: str
     path: str
     socket_path: str | None = None
 
     async def ask(self) -> httpx.Response:
-        """Raises httpx.HTTPError."""
-        # No verification: we ask our own process, whose certificate names the box and not loopback.
+        """Send the request. Raises httpx.HTTPError."""
+        # No verification: this is our own process, and its certificate is for the box's name, not for loopback.
         transport = httpx.AsyncHTTPTransport(uds=self.socket_path, verify=False)
         async with httpx.AsyncClient(transport=transport, base_url=self.base_url, timeout=PATIENCE_S) as client:
             return await client.get(self.path)
 
 
 class ProcessEnded(RuntimeError):
-    """The message says which process, and how it ended."""
+    """A process ended; the message has its name and how it ended."""
 
 
 class Supervised:
-    """One process that must run: `background` starts it again when it ends or could not be started.
+    """One process that must run: `background` restarts it when it ends or fails to start.
 
-    say: gets a message when it ends or hangs. probe: how `look` finds out that it hangs.
+    say: called with a message when it ends or hangs. probe: how `look` detects that it hangs.
     """
 
     def __init__(
@@ -64,23 +64,23 @@ class Supervised:
         self.name, self.probe = name, probe
         self._start, self._background, self._say, self._clock = start, background, say, clock
         self._process: asyncio.subprocess.Process | None = None
-        self.runs = asyncio.Event()  # it was started and is not known to have ended
+        self.runs = asyncio.Event()  # set while it runs, as far as known
         self._answered: tuple[int | None, float] = (None, 0.0)
-        self.failures = 0  # restarts without a steady run in between; a slow start that fails is none
+        self.failures = 0  # restarts in a row without a steady run between them
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process and self._process.returncode is None else None
 
     async def begin(self) -> None:
-        """Start it; raises what the first start raises."""
+        """Start it for the first time. Raises the errors of `start`."""
         self._process = await self._start()
         self.runs.set()
         self._background.keep(self.name, self._watched, _PAUSES_S)
 
     async def end(self, timeout_s: float) -> bool:
-        """SIGTERM, then SIGKILL of its process group after `timeout_s` seconds. True if it ended by itself with 0. Call
-        it once the background is stopped."""
+        """Send SIGTERM, and SIGKILL to its process group after `timeout_s` seconds; True if it exited with 0. Stop the
+        background first."""
         process = self._process
         if process is None:
             return True
@@ -95,13 +95,13 @@ class Supervised:
         return await process.wait() == 0
 
     def restart(self) -> None:
-        """Kill it; the background starts it again."""
+        """Kill it; the background restarts it."""
         if self._process is not None:
             kill_group(self._process.pid)
 
     async def look(self) -> None:
-        """Ask once; any answer will do, even a refusal. Kill a process that has not answered for `HUNG_S`, or not
-        since its start that long ago."""
+        """Probe the process once; any answer counts. Kill it if it has not answered for `HUNG_S`, counted from its
+        start if it never answered."""
         assert self.probe is not None
         pid, now_s = self.pid, self._clock()
         if pid is None or pid != self._answered[0]:
@@ -112,11 +112,11 @@ class Supervised:
             self._answered = pid, now_s
         except httpx.HTTPError:
             if self._clock() - self._answered[1] >= HUNG_S and self.pid == pid:
-                self._say(f"the {self.name} lives and has not answered for {HUNG_S:.0f} s: it is restarted")
+                self._say(f"the {self.name} runs but has not answered for {HUNG_S:.0f} s: restarting it")
                 self.restart()
 
     async def _watched(self) -> None:
-        """Start it unless it runs, and wait for its end. Raises ProcessEnded."""
+        """Start it unless it runs, and wait until it ends. Raises ProcessEnded."""
         if not self.runs.is_set():
             self.failures += 1
             self._process = await self._start()
@@ -133,8 +133,8 @@ class Supervised:
 
 
 def clear_leftovers(paths: BoxPaths) -> list[int]:
-    """SIGKILL processes of an earlier run of this box, known by BOX_VARIABLE, and remove its shared memory and sockets;
-    return the pids. This process and its ancestors are spared."""
+    """Kill processes of an earlier run of this box, found by BOX_VARIABLE, and remove its shared memory and sockets;
+    return the pids. Never kills this process or its ancestors."""
     spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     killed = []
     for process in psutil.process_iter():
@@ -152,7 +152,7 @@ def clear_leftovers(paths: BoxPaths) -> list[int]:
 
 @contextmanager
 def locked(paths: BoxPaths) -> Iterator[None]:
-    """Raises BlockingIOError where another box or node runs on this data directory."""
+    """Lock the data directory. Raises BlockingIOError if another box or node runs on it."""
     with open(paths.lock_file, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -15,8 +15,7 @@ import httpx
 from appliance.cli import output
 from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Conflict, Unreachable, of_answer
 
-TIMEOUT_S = 60.0
-_UPLOAD_TIMEOUT_S = 900.0  # the box reads the whole file before it answers
+TIMEOUT_S, _UPLOAD_TIMEOUT_S = 60.0, 900.0  # the box reads a whole file before it answers
 _RESUMES = 6  # a minute in all, in which a box may start anew
 
 
@@ -44,8 +43,7 @@ class Client:
         socket_path: str | None = None,
         why_silent: Callable[[], str] = lambda: "",
     ):
-        """socket_path: in place of the URL. why_silent: says what a box does that takes no connection, "" if that is
-        not known."""
+        """socket_path: replaces the URL. why_silent: returns why a box refuses connections now, "" if unknown."""
         known = box_url(url)
         self.address, self._why_silent = socket_path or str(known).rstrip("/"), why_silent
         self.is_local = socket_path is not None or known.host in ("127.0.0.1", "localhost", "::1")
@@ -56,7 +54,7 @@ class Client:
             transport=httpx.HTTPTransport(
                 uds=socket_path,
                 verify=ssl.create_default_context() if known.scheme == "https" else False,
-                trust_env=False,  # proxies of the environment lead out of the network that the box is in
+                trust_env=False,  # proxies from the environment would lead out of the box's network
             ),
         )
 
@@ -64,7 +62,7 @@ class Client:
         return self.send("GET", path, query=query)
 
     def listed(self, path: str, most: int | None = None, **query: Any) -> Any:
-        """A list with the rows of all its pages, or the first `most` of them: a page may end before its limit."""
+        """A list with the rows of all pages, or the first `most` rows: a page may hold fewer than its limit."""
         query = {"limit": most, **query}
         answer = self.get(path, **query)
         while answer.get("has_more") and answer["data"] and (most is None or len(answer["data"]) < most):
@@ -78,13 +76,10 @@ class Client:
     def post(self, path: str, body: Any = None) -> Any:
         return self.send("POST", path, body=body)
 
-    def delete(self, path: str) -> Any:
-        return self.send("DELETE", path)
-
     def send(
         self, method: str, path: str, body: Any = None, query: Any = None, timeout_s: float = TIMEOUT_S, **more: Any
     ) -> Any:
-        """The JSON of the answer. `query` values that are None are left out. more: for httpx."""
+        """Send a request and return the JSON of its answer, without `query` values that are None. more: for httpx."""
         params = {name: value for name, value in (query or {}).items() if value is not None}
         with self._answer(method, path, timeout_s, json=body, params=params or None, **more) as response:
             return _json(response.read())
@@ -119,7 +114,7 @@ class Client:
             return self.send("POST", "/v1/files", timeout_s=_UPLOAD_TIMEOUT_S, **form)
 
     def parts(self, path: str) -> Iterator[bytes]:
-        """The body of an answer, as it comes. An answer with an ETag that is cut off is resumed; after `_RESUMES`
+        """Yield the body of an answer as it arrives. An interrupted answer with an ETag is resumed; after `_RESUMES`
         failures in a row, the last one is raised."""
         tag, at, failures = None, 0, 0
         while True:
@@ -178,7 +173,7 @@ def _json(content: bytes) -> Any:
 
 
 def _error_fields(content: bytes) -> tuple[str | None, str | None]:
-    """Message and code of OpenAI's error object, None for what it lacks."""
+    """Message and code of OpenAI's error object; None for a missing one."""
     try:
         error = json.loads(content)["error"]
         return error["message"], error.get("code")

@@ -1,5 +1,5 @@
-"""A command as data: its words, help, options and function; the parser, the box and the form of answer it gets; and
-waiting for what it has started."""
+"""A command as data: its name, help, options and function; its parser, its session with a box, and waiting for the work
+that it has started."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 from appliance.cli import output
-from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
+from appliance.cli.errors import BadUsage, CommandFailed, Unreachable, WaitTimedOut
 from appliance.cli.locate import BoxFile
 from appliance.cli.options import DATA_DIR, OUTPUT, Option, either, number, opt
 
 WORK_TIMEOUT_S = 900.0
-"""Of an answer that the box works for: it reads a whole file line by line."""
+"""Of an answer for which the box reads a whole file, or a model writes: a held request waits for an engine to wake."""
 
 
 _SHARED = {
@@ -42,14 +41,12 @@ _SHARED = {
 class Session:
     """The box that a command talks to, and the form of its answer.
 
-    client: a Client; None where the command needs no box. box_file: None for a box named by URL. unused: paths of
-    objects that the command made for a request that the box has not taken yet; deleted if the box refuses it.
+    client: a Client; None where the command needs no box. box_file: None for a box named by URL.
     """
 
     client: Any
     as_json: bool
     box_file: BoxFile | None = None
-    unused: list[str] = field(default_factory=list)
 
     def show(self, answer: Any, render: Callable[[Any], Any] = output.view) -> None:
         """Print an answer of the box, as it is or drawn."""
@@ -61,8 +58,8 @@ Function = Callable[[Session, Namespace], None]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """help: text, and after "Examples:" lines to paste. needs: which options it shares with others, as `_SHARED` has
-    them; with "box" it gets a Session of one. without_box: whether these arguments need no box."""
+    """help: text, and after "Examples:" lines to paste. needs: key of `_SHARED` for its shared options; with "box" its
+    session has a client. without_box: whether it needs no box with these arguments."""
 
     name: str
     help: str
@@ -82,15 +79,7 @@ class Command:
             session = Session(None, getattr(args, "output", "") == "json")
         else:
             session = open_session(args)
-        try:
-            self.run(session, args)
-        except (Unreachable, WaitTimedOut):  # the box may have taken the request
-            raise
-        except CliError:
-            for path in session.unused:
-                with suppress(CliError):  # the first error is the one to show
-                    session.client.delete(path)
-            raise
+        self.run(session, args)
 
 
 COMMANDS: dict[str, Command] = {}
@@ -98,7 +87,7 @@ COMMANDS: dict[str, Command] = {}
 
 
 def command(name: str, *options: Option, **more: Any) -> Callable[[Function], Function]:
-    """Makes a function a command; its docstring is the help. more: fields of `Command`."""
+    """Register a function as a command; its docstring is the help. more: fields of `Command`."""
 
     def add(run: Function) -> Function:
         COMMANDS[name] = Command(name, inspect.getdoc(run) or "", run, options, **more)
@@ -131,8 +120,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def open_session(args: Namespace) -> Session:
-    """The box of these options: one that was typed wins over variables, and of two variables the URL wins. Raises
-    BadUsage, and Unreachable when none runs on this machine."""
+    """Open the box that the options name, else the one of the environment, where the URL comes first. Raises BadUsage,
+    and Unreachable when none runs on this machine."""
     from appliance.cli.client import Client  # late: httpx takes longer than the rest of `--help`
 
     if args.url and args.data_dir:
@@ -145,7 +134,7 @@ def open_session(args: Namespace) -> Session:
     return Session(client, as_json, box_file)
 
 
-# Waiting for what a command has started: with patience across restarts of the box, and a line of progress
+# Waiting for work that a command has started: across restarts of the box, with a line of progress
 
 WAIT = either("--wait", "--no-wait", "Return when it is done (the default).", True)
 TIMEOUT = opt("--timeout SECONDS", "Give up waiting, exit code 124; the box goes on.", type=number(float, 0))
@@ -186,7 +175,7 @@ def until(
     timeout_s: float | None,
     name: str,
 ) -> Any:
-    """The answer of `fetch` once it has `ended`, with a line of progress. Raises WaitTimedOut."""
+    """Repeat `fetch` until its answer has `ended`, with a line of progress; return it. Raises WaitTimedOut."""
     look, began_s = patient(fetch), time.monotonic()
     with output.progress(name) as meter:
         while True:
@@ -200,7 +189,7 @@ def until(
 
 
 def finish(session: Session, started: dict[str, Any], args: Namespace) -> dict[str, Any]:
-    """The operation once it has ended, or as it began with --no-wait. Raises CommandFailed if it failed."""
+    """Wait for the end of the operation, unless with --no-wait; return it. Raises CommandFailed if it failed."""
 
     def doing(operation: dict[str, Any]) -> Doing:
         progress = operation.get("progress") or {}

@@ -1,5 +1,4 @@
-"""The box of a data directory on this machine: where it is, its configuration, and work of ours in processes of their
-own."""
+"""The box of a data directory on this machine: its state, its configuration, and commands that run our modules."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BoxFile:
-    """What `box.json` of a data directory says of the box there; see appliance.boot.main.BoxState."""
+    """Content of `box.json` in a data directory; see appliance.boot.main.BoxState."""
 
     data_dir: Path
     fields: dict[str, Any]
@@ -50,7 +49,7 @@ class BoxFile:
 
     @property
     def troubles(self) -> list[dict[str, Any]]:
-        """Of the processes that the main process supervises, in the form of `BackgroundTasks.degraded`."""
+        """Troubles of the processes that the main process supervises, as `BackgroundTasks.degraded` has them."""
         return list(self.fields.get("troubles", []))
 
     @property
@@ -66,7 +65,7 @@ class BoxFile:
         return pid if b"appliance.boot.main" in arguments and config.parent.resolve() == self.data_dir else None
 
     def controller_socket(self) -> str:
-        """Raises Unreachable, saying what the box is doing instead, when no box runs there."""
+        """Raises Unreachable with the state of the box if it does not answer."""
         if self.pid is None:
             raise Unreachable(self.why_silent())
         socket_path = str(self.fields["controller_socket"])
@@ -75,7 +74,7 @@ class BoxFile:
         return socket_path
 
     def why_silent(self) -> str:
-        """Why the box answers nothing at the moment, "" if it should answer."""
+        """Why the box does not answer now, "" if it should answer."""
         now = BoxFile.read(self.data_dir)
         box, start = f"the box on {self.data_dir}", f"`appliance up{data_dir_option(self.data_dir)}` starts it"
         if now.pid is not None:
@@ -87,7 +86,7 @@ class BoxFile:
 
     @property
     def fault(self) -> str:
-        """Why a box that does not run now ended, "" if it ended in order."""
+        """Why a stopped box ended, "" after a normal end."""
         if self.state == "failed":
             return f"it did not start: {self.message}"
         if self.state == "stopped":
@@ -96,7 +95,7 @@ class BoxFile:
 
 
 def data_dir_option(data_dir: Path) -> str:
-    """What a command for the box on this directory has to be given; "" for the default one."""
+    """The option by which a command names this directory; "" for the default one."""
     default = Path(DEFAULT_DATA_DIR).expanduser().resolve()
     return "" if data_dir == default else f" --data-dir {shlex.quote(str(data_dir))}"
 
@@ -115,9 +114,9 @@ def resolved(config: Path | None, devices: str | None = None, **box: Any) -> Box
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of ours in a process of its own: importing it would take longer than all else."""
+    """The command that runs a module of ours in a separate process, because its import takes long."""
     look_for_all()
-    # -P: a folder here that is called `train` or `serve` must not hide ours.
+    # -P: a local folder called `train` or `serve` must not hide our package.
     return [sys.executable, "-P", "-m", module, *arguments]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -13,7 +12,7 @@ from appliance.cli.command import COMMANDS
 from appliance.cli.errors import BadUsage, CliError, Ended
 from appliance.cli.resources import GROUPS
 
-for _module in ("box", "data", "evals", "export", "jobs", "keys", "mode", "models"):
+for _module in ("box", "data", "evals", "export", "jobs", "keys", "models"):
     importlib.import_module(f"appliance.cli.commands.{_module}")
 
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
@@ -36,7 +35,7 @@ Examples:
 
 
 def below(group: str) -> list[tuple[str, str]]:
-    """The next words behind those of a group ("" for all), each with the first line of its help."""
+    """The words that may follow a group ("" for all), each with the first line of its help."""
     begin = f"{group} " if group else ""
     words = {name.removeprefix(begin).partition(" ")[0] for name in (*GROUPS, *COMMANDS) if name.startswith(begin)}
     helps = {word: GROUPS.get(begin + word) or COMMANDS[begin + word].help for word in words}
@@ -44,7 +43,7 @@ def below(group: str) -> list[tuple[str, str]]:
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:
-    """The name of a command or group and what is behind it; options of the box may stand before the command."""
+    """The name of a command or group, and its arguments; options of the box may come before the command."""
     leading: list[str] = []
     while words and words[0].partition("=")[0] in BOX_OPTIONS:
         width = 1 if "=" in words[0] else 2
@@ -70,12 +69,8 @@ def call(words: list[str]) -> int:
     if not name and rest[0] == "--version":
         print(f"appliance {metadata.version('appliance')}")
         return 0
-    guesses = difflib.get_close_matches(rest[0], dict(below(name)))
-    if guesses:
-        hint = f"Did you mean {' or '.join(map(repr, guesses))}?"
-    else:
-        hint = f"`{f'appliance {name}'.strip()} --help` lists them."
-    raise BadUsage(f"there is no command {f'{name} {rest[0]}'.strip()!r}. {hint}")
+    shown, group = f"{name} {rest[0]}".strip(), f"appliance {name}".strip()
+    raise BadUsage(f"there is no command {shown!r}; `{group} --help` lists them")
 
 
 def main(words: list[str]) -> int:
@@ -92,7 +87,7 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read the output has gone; Python flushes it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone, and Python flushes once more
         return 1
     except OSError as error:  # of a file or folder that was named
         named = f"{error.filename}: " if error.filename else ""

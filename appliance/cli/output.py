@@ -268,13 +268,13 @@ def printable(text: object) -> str:
 
 
 def short(reason: object) -> str:
-    """A reason, cut so that a table can show it; what shows one thing alone has all of it."""
+    """A reason, shortened for a table; views of one object show it whole."""
     text = " ".join(by_name("", reason).split())
     return text if len(text) <= REASON_CHARACTERS else f"{text[: REASON_CHARACTERS - 1]}…"
 
 
 def by_name(name: str, value: Any) -> str:
-    """A value in the unit that its name ends with; of a mapping or a list each in its own."""
+    """A value in the unit that its name ends with; parts of a mapping or list each in their own unit."""
     if isinstance(value, dict):
         if value.keys() == {"kind", "id"}:
             return f"{value['kind']} {value['id']}"
@@ -298,7 +298,7 @@ def label(name: str) -> str:
 
 
 def label_of_parts(name: str) -> Callable[[str], str]:
-    """How the keys of this field's mapping are shown: as they are where people named them or type them."""
+    """How to show the keys of this field's mapping: unchanged if people chose or type them."""
     return str if name in _KEYED_BY_NAMES else label
 
 

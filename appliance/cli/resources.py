@@ -19,7 +19,7 @@ from appliance.cli.options import WATCH, Option, auto_or, number, opt, picked, s
 
 
 def segment(name: str) -> str:
-    """A name as one segment of a path: model names hold ":" and may hold "/"."""
+    """Quote a name as one segment of a path: model names contain ":" and may contain "/"."""
     return quote(name, safe="")
 
 

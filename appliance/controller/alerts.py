@@ -48,7 +48,7 @@ def _send_changes(context: ControllerContext, settings: AlertSettings, problems:
     db, now_s = context.db, time.time()
     before: dict[str, Known] = box.get(db, KNOWN, {})
     after, faults = dict[str, Known](), []
-    for channel in channels(settings):  # each with its own state: one that fails repeats nothing on the other
+    for channel in channels(settings):  # each with its own state: a failing channel causes no repeats on the other
         earlier = before.get(channel, {})
         known, messages = step(problems, earlier, now_s, settings.repeat_s)
         for message in messages:

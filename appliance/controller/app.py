@@ -125,21 +125,21 @@ _FILE_NEEDED = (
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Delete expired files, requests that can no longer be repeated, and what was kept long enough."""
+    """Delete expired files, old idempotency keys, and rows and folders past their retention."""
     db, kept = context.db, context.config.retention
     files_s, data_s, records_s, usage_s, audit_s = (
         float("-inf") if days is None else now_s - days * DAY_S
         for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.usage_days, kept.audit_days)
     )
     over = f"(expires_s <= ? OR created_s < ?) AND NOT coalesce({_FILE_NEEDED}, 0)"
-    while (file := FILES.first(db, over, now_s, files_s)) is not None:  # one by one: a job may begin with the next
+    while (file := FILES.first(db, over, now_s, files_s)) is not None:  # a job may begin with the next
         storage.remove(context, file)
     for table, where, before_s in (
         ("idempotency", "created_s < ?", now_s - IDEMPOTENCY_KEEP_S),
         ("audit", "created_s < ?", audit_s),
         ("usage", "hour_s < ? - 3600", usage_s),
         ("device_time", "to_s < ?", usage_s),
-        # The newest stays however old: hand-overs are numbered on from it.
+        # The newest stays, because its number determines the next one.
         ("handovers", "ended_s < ? AND seq < (SELECT max(seq) FROM handovers)", records_s),
         ("operations", "ended_s < ? AND state != 'running'", records_s),
         ("batches", f"created_s < ? AND NOT {UNFINISHED['batches']}", records_s),

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from appliance.controller.access.limits import ANSWERS_PER_INPUT
 from appliance.controller.access.model_access import caller_of, usable_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
+from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.resource import Resource, object_of, part
@@ -156,13 +156,8 @@ def kind(context: ControllerContext) -> Kind:
 
     async def fail(task: TaskRow, error: TaskFailed) -> None:
         errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
-        try:
-            if (batch := await opened(task)) is not None:
-                await batch.end("failed", errors=errors)
-        except (OSError, TaskFailed) as unusable:  # its answers cannot be read or kept, so it gets no files
-            if is_full(unusable):
-                raise
-            set_status(context.db, ROWS.get(context.db, task.id), "failed", errors=errors)
+        if (batch := await opened(task)) is not None:
+            await batch.end("failed", errors=errors)
 
     return Kind(TASKS, run, fail, "batch")
 
@@ -179,7 +174,7 @@ class Batch:
         if row.status in ("finalizing", "cancelling"):
             await self.end("completed" if row.status == "finalizing" else "cancelled")
             return
-        # Ignores the expiry: a file that was valid when the batch was created stays valid while its bytes are here.
+        # Ignores the expiry: the file was valid when the batch was created.
         if file_rows.find(self._db, row.input_file_id, viewer=None, now_s=0) is None:
             raise TaskFailed("file_unreadable", f"The file {row.input_file_id} was deleted.")
         path, config = self._context.files_dir / row.input_file_id, self._context.config
@@ -192,14 +187,11 @@ class Batch:
                 except ApiError as error:
                     lines.add_error(error.code or "", error.message, 1, "body.model")
             ROWS.update(self._db, row.id, total=len(lines.requests))
-        if lines.errors:  # of one in progress, too: the box may have become stricter since it was validated
+        if lines.errors:  # also of a batch in progress, if validation became stricter since then
             await self.end("failed", errors=lines.errors)
             return
         row = ROWS.get(self._db, row.id)
-        if row.status == "cancelling":  # since its file was read
-            await self.end("cancelled")
-            return
-        if row.status == "validating":
+        if row.status == "validating":  # one that was cancelled meanwhile runs again
             set_status(self._db, row, "in_progress", model=lines.model)
         end: BatchStatus = "completed"
         with open(path, "rb") as source:
@@ -221,13 +213,13 @@ class Batch:
         await self.end(end)
 
     async def _ask(self, custom_id: str, span: tuple[int, int], model: str, source: BinaryIO) -> dict[str, Any]:
-        """Ask for one line of the input file; returns the line of the output. span: its offset and size in bytes."""
+        """Send one line of the input file; return the line of the output. span: its offset and size in bytes."""
         url, request_id = self._row.endpoint, new_id("req_")
 
         async def body() -> dict[str, Any]:
             source.seek(span[0])
             request = orjson.loads(source.read(span[1]))["body"]
-            # No client knows the ids by which it could look stored answers up.
+            # Not stored, because no client knows the ids of these answers.
             return {**request, "store": False} if url in CONVERSING else request
 
         while self._context.quotas.disk.room_bytes() <= 0:
@@ -274,12 +266,12 @@ class Batch:
 
 
 async def _run_to_completion(work: Callable[[], T]) -> T:
-    """Work on a file, done on a thread. A cancelled caller waits for it, so that the next to open the file is alone."""
+    """Run work on a file in a thread. A cancelled caller waits for its end, so that no two threads write the file."""
     running = asyncio.create_task(asyncio.to_thread(work))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait([running])  # its own error would hide that the caller is cancelled
+        await asyncio.wait([running])  # without its result: its error would hide the cancellation
         raise
 
 
@@ -297,7 +289,7 @@ _RENAMED = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens
 
 class Answers:
     """The answered lines of a batch, in its files on disk. Create it and call `append` on a thread; create it again
-    after an OSError. tokens: of lines that succeeded. paths: of "output" and "error". Raises OSError, TaskFailed."""
+    after an OSError. tokens: of lines that succeeded. paths: of "output" and "error". Raises OSError."""
 
     def __init__(self, folder: Path, batch_id: str):
         self.paths = {name: folder / f"{batch_id}.{name}.jsonl" for name in ("output", "error")}
@@ -308,13 +300,9 @@ class Answers:
             path.touch(0o600)
             with open(path, "rb+") as file:
                 whole = 0
-                for number, line in enumerate(file, 1):
+                for line in file:
                     if line.endswith(b"\n"):  # not torn
-                        try:
-                            self._count(orjson.loads(line))
-                        except (ValueError, LookupError, TypeError, AttributeError) as error:
-                            message = f"Line {number} of {path.name}, the answers so far, is damaged on the box's disk."
-                            raise TaskFailed("answers_damaged", message) from error
+                        self._count(orjson.loads(line))
                         whole += len(line)
                 file.truncate(whole)
 
@@ -339,7 +327,7 @@ class Answers:
 
 
 def _usage_of(body: Any) -> dict[str, int]:
-    """The tokens that an answer reports, by the names of /v1/responses."""
+    """The token counts of an answer, by the names of /v1/responses."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return {}
@@ -386,7 +374,7 @@ def read_lines(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Li
             if len(raw) > line_bytes:
                 lines.add_error("line_too_long", f"The line has more than {line_bytes} bytes.", number)
                 return lines
-            text = raw.removeprefix(MARK)  # on Windows files begin with it, and so do the parts of joined ones
+            text = raw.removeprefix(MARK)  # the byte order mark of files from Windows, also within joined files
             if text.strip():
                 if len(lines.requests) == max_lines:
                     lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)

@@ -106,7 +106,7 @@ class Gates:
         like = evals.find_run(self._db, first) if first else evals.newest_sampled(self._db, eval_id, viewer=None)
         if evaluation is None or like is None:
             raise ApiError(404, f"{eval_id} or its run was deleted")
-        # The version before has engines of its own.
+        # Only the new version may be a checkpoint: the previous one has its own engines.
         row = None if runs else models.find_version(self._db, job.output_model, version)
         checkpoint = row.checkpoint if row is not None else None
         with self._db.transaction():
@@ -117,7 +117,7 @@ class Gates:
         return run
 
     async def _activate(self, name: str, version: str) -> str:
-        """Why it does not answer; "" if it does."""
+        """Make the version active. Returns why it does not answer, "" if it does."""
         why = f"{version} of {name} passed its gate"
         async with activation.lock(name):
             model = models.find(self._db, name)
@@ -150,7 +150,7 @@ def threshold(passed: Passed, least: float) -> Verdict:
 
 def not_worse(new: Passed, old: Passed) -> Verdict:
     """Refuses a version that is shown to be worse on the same items: McNemar's exact test, one-sided."""
-    from scipy.stats import binomtest  # takes a second, of boxes with gates alone
+    from scipy.stats import binomtest  # its import takes a second; only boxes with gates need it
 
     if unjudged := _unjudged(new) or _unjudged(old):
         return _UNDECIDED, unjudged

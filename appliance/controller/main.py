@@ -107,22 +107,17 @@ async def _run_and_exit(config: BoxConfig, paths: BoxPaths, ray_address: str) ->
         log.exception("the controller ends with an error; the main process restarts it")
     finally:
         logging.shutdown()
-        # Here, for `asyncio.run` would wait for its threads: one that makes a model has minutes to go, and the main
-        # process would kill what has long saved everything. Nor are idle threads of anyio (under Starlette's file
-        # responses) daemons.
+        # `asyncio.run` would wait for threads that may work for minutes, although everything is saved.
         os._exit(code)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the process starts, runs and stops beside what routes need."""
+    """Parts that the process runs and stops, besides those that routes need."""
 
     context: ControllerContext
-    loop: SchedulerLoop
-    effects: RayEffects
     states: SqliteStateStore
     runs: JobRuns
-    memory: BoxMemory
     flow: TierFlow
     adapters: AdapterSource
     energy: EnergyMeter
@@ -244,7 +239,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)
     energy = EnergyMeter(db, health.newest, scheduler.status)
-    return Parts(context, loop, effects, states, runs, memory, flow, adapters, energy)
+    return Parts(context, states, runs, flow, adapters, energy)
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
@@ -254,22 +249,22 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # More than asyncio's own number, a few more than cores: reads of requests share them with copies that take minutes.
+    # More threads than asyncio's default: requests share them with copies that take minutes.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "controller"))
 
     tempfile.tempdir = str(paths.uploads)  # forms with a file are spooled there: /tmp may be memory
     parts = build(config, paths)
-    context, loop = parts.context, parts.loop
-    # Before the first gateway connects: it would read a table without its keys as a revocation of all of them.
+    context, loop, effects = parts.context, parts.context.scheduler.loop, parts.context.scheduler.effects
+    # Before the first gateway connects, which would take an empty table of keys as their revocation.
     context.routing.models_changed()
     await parts.adapters.start()
     await context.bus.start()
     await context.nodes.connect()
     context.health.began({device.node for device in context.nodes.devices})
     context.health.check(context.nodes.devices)
-    there = await _observed(parts.effects)
+    there = await _observed(effects)
     parts.states.after_restart(adopted={group.job_id for group in there.groups.values() if group.ended is None})
-    await loop.adopt()  # before a route answers, and before validations of jobs go on
+    await loop.adopt()  # before a route answers, and before validations resume
 
     app = create_app(context)
     listeners = (
@@ -292,7 +287,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
             server.should_exit = True
         loop.stop()
         await asyncio.wait({deciding, *serving})
-    saved = await _save_everything(parts.effects, parts.flow)
+    saved = await _save_everything(effects, parts.flow)
     await context.asking.close()
     await parts.adapters.stop()
     await context.bus.stop()
@@ -304,15 +299,16 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
 def _keep(parts: Parts, config: BoxConfig) -> None:
     """Start the tasks that run for the process's lifetime."""
     context, look_s = parts.context, config.scheduler.device_check_s
+    scheduler = context.scheduler
     keep, keep_every = context.background.keep, context.background.keep_every
-    keep("nodes that come and go", parts.effects.watch)
+    keep("nodes that come and go", scheduler.effects.watch)
     keep_every("health of devices", partial(context.health.look, context.nodes.readings), look_s, at_once=True)
     keep_every("energy of devices", parts.energy.look, look_s)
     keep_every("power profile", context.power.look, POWER_EVERY_S, at_once=True)
-    keep_every("host memory", lambda: parts.memory.look(parts.loop.status()), LOOK_EVERY_S, at_once=True)
+    keep_every("host memory", lambda: scheduler.memory.look(scheduler.loop.status()), LOOK_EVERY_S, at_once=True)
     keep_every("what is degraded", partial(_report_degraded, context), DEGRADED_EVERY_S)
     keep_every("usage", context.spending.flush, USAGE_EVERY_S)
-    tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(lifecycle.remove_bytes, context))
+    tidy = partial(parts.runs.tidy, scheduler.unload_adapters, partial(lifecycle.remove_bytes, context))
     keep_every("snapshots of finished jobs", tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
     if config.alerts.is_on:
@@ -348,7 +344,7 @@ class _Server(uvicorn.Server):
 
 
 async def _observed(effects: RayEffects) -> Box:
-    """The observed state, as soon as it can be read: a hanging supervisor is killed within a minute."""
+    """Wait until the box can be observed: a hanging supervisor is killed within a minute."""
     while True:
         try:
             return await effects.observe()
@@ -358,7 +354,7 @@ async def _observed(effects: RayEffects) -> Box:
 
 
 async def _save_everything(effects: RayEffects, flow: TierFlow) -> bool:
-    """False if something is in shared memory only, which is then kept for the next start."""
+    """Suspend jobs and write versions to disk. False if some remain only in shared memory, for the next start."""
     for group in (await _observed(effects)).groups.values():
         # A job that can no longer be suspended resumes from its last snapshot.
         with contextlib.suppress(TimeoutError, EffectFailed):

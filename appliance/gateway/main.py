@@ -1,8 +1,8 @@
 """Runs the gateway process: `python -m appliance.gateway.main --config FILE`.
 
-The bus is JSON lines over the controller's Unix socket: tables in, load reports out. On each connection the controller
-sends a whole table; the report that follows names the generation that is applied, and usage is sent again until the
-controller counted it. While the controller is unreachable the last table stays in force."""
+The bus is JSON lines over the controller's Unix socket: routing tables in, load reports out. On each connection the
+controller first sends a whole table. Each report has the generation of the applied table. Usage is sent again until the
+controller confirms it. While the controller is unreachable, the last table stays in force."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ from runtime.processes.kernel import DiesAs, dies_as, settle_garbage
 
 log = logging.getLogger("appliance.gateway")
 
-# Listeners of one port: the loop accepts one client of each per turn (libuv 1.45 and later), too slow for 512 at once.
+# Listeners on one port: libuv 1.45 and later accepts only one client per listener and loop turn, too slow for bursts.
 _ACCEPTED_AT_ONCE = 8
-_BACKLOG = 2048  # clients that the kernel keeps until they are accepted; one beyond that tries again after a second
-_LAST_WORDS_S = 1.0  # for the errors of what is ended as the gateway stops
+_BACKLOG = 2048  # connections that wait in the kernel; a further client retries after a second
+_LAST_WORDS_S = 1.0  # time to send error responses as the gateway stops
 LINE_BYTES = 64 * 1024 * 1024
 RECONNECT_S = 0.2
 HEARTBEAT_S = 5.0
-COUNTED = b'{"type":"counted"}\n'  # the controller's answer to a usage message
+COUNTED = b'{"type":"counted"}\n'  # the controller's reply to a usage message
 
 
 class Gateway:
-    """state: what requests share. controller: the way to the controller."""
+    """One gateway process: its listeners, its bus connection and its shutdown. state: shared by all requests."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config, self.state = config, State(config)
         self.controller = Controller(self.state)
         self._servers: list[asyncio.Server] = []
         self._bus: asyncio.StreamWriter | None = None
-        self._sent, self._sent_s = b"", 0.0  # the last report
+        self._sent, self._sent_s = b"", 0.0  # the last report and its time
         self._usage: list[dict[str, Any]] = []  # rows that the controller has not counted yet
-        self._usage_sent = False  # on this connection
+        self._usage_sent = False  # usage was sent on this connection
 
     async def listen(self, host: str, port: int, private: socket.socket | None = None) -> int:
-        """Accept clients on host:port (0: any port) and return the port.
+        """Listen on host:port (port 0: any free port) and return the port.
 
-        private: a listening socket of mode 0600, whose requests name a key by its id (`App`)."""
+        private: a listening Unix socket of mode 0600 for requests that name a key by its id (see `App`)."""
         config, state, loop = self.config, self.state, asyncio.get_running_loop()
         app: Any = App(state, self.controller)
         served = Config(app, interface="asgi3", ws="none", log_config=None, proxy_headers=False)
@@ -91,7 +91,7 @@ class Gateway:
         return server.sockets[0].getsockname()[1]
 
     async def stop(self, deadline_s: float) -> None:
-        """Refuse new requests, let those in flight finish for `deadline_s` seconds, then end the rest with an error."""
+        """Refuse new requests, wait up to `deadline_s` seconds for requests in flight, then end them with an error."""
         state = self.state
         state.stopping = True
         for server in self._servers:
@@ -107,7 +107,7 @@ class Gateway:
         state.report_now()
         await state.background.stop()
         if lost := self.controller.copies:
-            log.warning("%d answered responses are not stored: the controller is away", lost)
+            log.warning("%d answered responses are not stored: the controller is unreachable", lost)
         await state.engines.close()
         await self.controller.session.close()
         if state.access_log is not None:
@@ -117,7 +117,7 @@ class Gateway:
             await asyncio.to_thread(state.tracing.close)
 
     async def _idle(self, longest_s: float) -> None:
-        """Wait until each client has its whole answer and the controller its copies, or for `longest_s`."""
+        """Wait until all answers and all copies for the controller are sent, at most `longest_s` seconds."""
         state, until_s = self.state, time.monotonic() + longest_s
         while time.monotonic() < until_s:
             unread = any(connection.transport.get_write_buffer_size() for connection in state.connections)
@@ -126,8 +126,8 @@ class Gateway:
             await asyncio.sleep(0.02)
 
     def apply(self, table: Table) -> None:
-        """Apply a routing table at once: end requests of revoked keys and held ones that their keys may not make any
-        more, start held requests."""
+        """Apply a routing table at once. End requests of revoked keys, refuse held requests that their keys no longer
+        allow, and start other held requests."""
         state = self.state
         callers = table.keys.values()
         state.keys, state.box_troubles = table.keys, table.degraded
@@ -144,14 +144,14 @@ class Gateway:
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
             if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
-                choice = ticket.place.result()  # its coroutine has not run since
+                choice = ticket.place.result()  # it was placed, but its coroutine has not run yet
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
-                # Its replica drains; whoever sent it sends it again.
-                text = "This request of class batch gives way: its engine stops. Please retry."
+                # Its replica is draining; the sender retries.
+                text = "This request of class batch ended because its engine is stopping. Please retry."
                 exchange.end(errors.unavailable(text, errors.GIVES_WAY, 1))
             if ticket is None:
                 continue
-            try:  # its key may not call the model any more, or it is gone, or its engines do not start
+            try:  # refuse if the key lost the model, the model is gone or its engines do not start
                 state.callable_model(ticket.model, exchange.caller, exchange.connection.private)
                 if state.next_try_s(ticket.model) is not None:
                     raise state.not_ready(ticket.model, "its engines do not start")
@@ -161,14 +161,14 @@ class Gateway:
         state.report_now()
 
     def _revoked(self, exchange: Exchange) -> HttpError | None:
-        """Return the error for a request whose key, secret or login is no longer valid; None if it is."""
+        """Return the error for a request whose key, secret or login is no longer valid; None if all are valid."""
         admitted, session = exchange.caller, exchange.session
         caller = self.state.spending.callers.get(admitted.id)
         if not admitted.id or (exchange.route in (ROTATION, SESSIONS) and exchange.body_complete):
-            return None  # of the box itself, or what it ends may be its own secret or login
+            return None  # the box's own request, or one that may end its own secret or login
         if caller is not None and caller.has_expired(time.time()):
             return errors.key_ended(caller.expires_s)
-        by_key = not session and not exchange.connection.private  # work of the box itself outlives a rotation
+        by_key = not session and not exchange.connection.private  # the box's own requests survive a key rotation
         if caller is None or (by_key and caller.secret != admitted.secret):
             return errors.key_ended(admitted.expires_s)
         if session and session not in {login.id for login in caller.sessions.values()}:
@@ -177,7 +177,7 @@ class Gateway:
         return None
 
     async def sweep(self) -> None:
-        """Write the access log; look at paused replicas, late heads and the certificate."""
+        """Write the access log, retry held requests, end late connections and reload a changed certificate."""
         state, now_s = self.state, time.monotonic()
         state.write_access_log()
         state.holds.place(state.router, now_s)
@@ -189,18 +189,18 @@ class Gateway:
     # -- the bus
 
     async def run_bus(self) -> None:
-        """Keep one connection to the controller; returns only when cancelled."""
+        """Keep one connection to the controller until cancelled."""
         state = self.state
         state.report_now = self._report
         while True:
             try:
                 reader, self._bus = await asyncio.open_unix_connection(state.config.bus_socket, limit=LINE_BYTES)
                 self._usage_sent, self._sent, state.controller_away = False, b"", False
-                state.metrics.forget_arrivals()  # minutes without a controller would look like one burst
+                state.metrics.forget_arrivals()  # arrivals during the outage would look like one burst
                 await self._read(reader)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 if not state.controller_away:
-                    log.warning("bus: the controller is away, serving from the last table: %s", error)
+                    log.warning("bus: the controller is unreachable, the last table stays in force: %s", error)
             finally:
                 state.controller_away = True
                 if self._bus is not None:
@@ -209,8 +209,8 @@ class Gateway:
             await asyncio.sleep(RECONNECT_S)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Apply tables, and send reports that are due, until the connection ends. Raises ValueError on a line that is
-        too long or not JSON."""
+        """Apply tables and send due reports until the connection ends. Raises ValueError on a line that is too long or
+        is not JSON."""
         while True:
             try:
                 async with asyncio.timeout(self.config.report_s):
@@ -224,13 +224,13 @@ class Gateway:
                 self._usage = []
                 continue
             try:
-                # In a thread, because a table may have thousands of models; until it is read the last one is in force.
+                # Parsed in a thread: a table may have thousands of models. Meanwhile the last table stays in force.
                 self.apply(await asyncio.to_thread(read_table, line))
             except msgspec.ValidationError as error:
-                log.error("bus: a message is refused, the last table stays in force: %s", error)
+                log.error("bus: ignored an invalid table, the last table stays in force: %s", error)
 
     def _report(self) -> None:
-        """Send a report that differs from the last one, or is due, if the controller is connected and keeps up."""
+        """Send a report if it changed or the heartbeat is due; drop a connection that the controller does not read."""
         writer, state = self._bus, self.state
         if writer is None or writer.is_closing():
             return
@@ -250,10 +250,10 @@ class Gateway:
 
 
 def load_report(state: State) -> dict[str, Any]:
-    """The load report of the bus. Times: Unix seconds, or durations in seconds.
+    """Build the load report for the bus. Times are Unix seconds or durations in seconds.
 
-    Models that no request has named since this process began are left out. waiting_prompt_tokens: of requests without a
-    first token, as far as visible; prompt_tokens: of all in flight and held. replicas: requests in flight."""
+    It omits models without a request since this process started. waiting_prompt_tokens: prompt tokens of streams
+    without a first token; prompt_tokens: of all requests in flight or held. replicas: requests in flight by replica."""
     now_s, held, certificate = time.time(), state.holds.models(), state.certificate
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
@@ -286,18 +286,18 @@ def load_report(state: State) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 stopped as asked, 1 failed, 2 bad settings.
+    """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 after a signal, 1 failure, 2 bad settings.
 
-    It prints one line {"event": "listening", "host", "port", …} on stdout once it accepts connections."""
+    Once it accepts connections, it prints one line {"event": "listening", "host", "port", …} on stdout."""
     parser = argparse.ArgumentParser(prog="python -m appliance.gateway.main", description=__doc__)
-    parser.add_argument("--config", required=True, type=Path, help="a resolved GatewayConfig, JSON")
+    parser.add_argument("--config", required=True, type=Path, help="JSON file with a resolved GatewayConfig")
     arguments = parser.parse_args(argv)
     configure_logging("gateway")
     dies_as(DiesAs.GATEWAY)
     data = orjson.loads(arguments.config.read_bytes())
     try:
         config = GatewayConfig.from_mapping(data)
-        site()  # reads its files, which no stream shall wait for
+        site()  # read the page's files now, so that no stream waits for them later
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client may need a connection to an engine
         private = None
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(config: GatewayConfig, private: socket.socket | None) -> None:
-    """From first listen to last response."""
+    """Run from the first listen to the last response."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)

@@ -1,6 +1,6 @@
-"""Decides what has memory to start: reads each host's, gives back what nobody needs, holds back jobs and engines until
-there is room.
+"""Host memory of the box: decides what may start, frees memory that is not in use, and holds back jobs and engines
+while memory is short.
 
-Never: Starts, stops or suspends anything; the scheduler's loop asks here for limits, and is nudged.
+Never: Starts, stops or suspends anything; the scheduler's loop reads limits here and is woken.
 Begin with box_memory.py.
 """

@@ -1,7 +1,7 @@
-"""The memory of every host of the box: `memory_policy` decides, this reads, acts and reports.
+"""The memory of every host of the box: `memory_policy` decides; this module reads, acts and reports.
 
-It frees by itself what can go at once (idle weights). The scheduler's loop controls engines and jobs: it asks here for
-limits, and is nudged. Everything runs on the controller's loop.
+It frees idle weights itself. Engines and jobs belong to the scheduler's loop, which reads limits here and is woken when
+they change. Everything runs on the controller's event loop.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 WANTED_FOR_S = 3.0
-"""A refused engine or job counts as wanted until the loop has not asked for it for this long."""
+"""A refused engine or job stays wanted until the loop has not requested it for this long."""
 STARTING_FOR_S = 15.0
-"""For this long the available memory may not yet reflect an engine that was allowed to start."""
+"""For this long after a start is allowed, available memory may not reflect the new engine."""
 BARREN_FOR_S = 10.0
 
 Stored = Callable[..., Awaitable[Any]]
-"""Calls a method of a node's store of weights."""
+"""Calls a method of a node's weight store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """The policy's inputs and callbacks. engine_bytes: host memory that another engine of a model takes. job_bytes:
-    what a job takes when it starts, by the numbers of devices that it may run on, ascending. devices: how many a node
-    has. nudge: wakes the loop. on_enough: called when memory suffices again after it was short. save: starts copying
-    snapshots to disk."""
+    """The policy's inputs and callbacks. engine_bytes: host memory of another engine of a model. job_bytes: host memory
+    of a starting job, by the numbers of devices that it may use, ascending. devices: number of devices of a node.
+    nudge: wakes the loop. on_enough: called when memory is no longer short. save: starts copying snapshots to disk."""
 
     engine_bytes: Callable[[str], int]
     job_bytes: Callable[[JobRow], Mapping[int, int]]
@@ -57,7 +56,7 @@ class Means:
 
 
 class HostMemory:
-    """One node's host. reading: its memory now. reserve: None for the default."""
+    """Memory of one node's host. reading: its current memory. reserve: bytes, None for the default."""
 
     def __init__(
         self,
@@ -71,26 +70,26 @@ class HostMemory:
     ):
         self._db, self._stored, self._means, self._clock, self._node = db, stored, means, clock, node
         self._reading = reading
-        # By default a twenty-fifth of the total, at least half a GiB, at most eight.
+        # Default: a twenty-fifth of the total, at least 0.5 GiB, at most 8 GiB.
         self.reserve = min(max(reading.total // 25, 2**29), 8 * 2**30) if reserve is None else reserve
         self._state = MemoryState()
-        self._waiting_engines: dict[str, tuple[int, float]] = {}  # engines that wait: bytes, when the loop asked last
+        self._waiting_engines: dict[str, tuple[int, float]] = {}  # bytes and time of the loop's last request
         self._waiting_jobs: dict[str, tuple[int, float]] = {}
         self._starting: list[tuple[float, int]] = []
-        self._barren_until_s = 0.0  # idle weights that could not be freed are not tried until then
+        self._barren_until_s = 0.0  # no attempts to free idle weights until then
         self._replicas: list[dict[str, Any]] = []
 
-    # For the loop
+    # Called by the loop
 
     def lacks(self, row: JobRow) -> str:
-        """Why this job cannot have memory here now, in a sentence; "" when it can, or already has it."""
+        """Return why this job gets no memory here now, as a sentence; "" if it can start or already runs here."""
         have = f"Memory is short ({gb(self._reading.available)} available); it"
         if row.id in self._state.jobs:
-            return f"{have} continues by itself when there is enough."
+            return f"{have} continues by itself when enough is available."
         if row.phase == "running" and (not row.devices or node_of(row.devices[0]) == self._node):
             return ""
         if self._state.short:
-            return f"{have} starts by itself when there is enough."
+            return f"{have} starts by itself when enough is available."
         needed, room = min(self._needs(row).values()), self._room()
         if needed <= room:
             self._waiting_jobs.pop(row.id, None)
@@ -98,12 +97,12 @@ class HostMemory:
         return (
             f"Needs about {gb(needed)} of host memory; {gb(max(0, room))} can be allocated now "
             f"({gb(self._reading.available)} available, {gb(self.reserve)} kept in reserve). "
-            "It starts by itself when there is enough."
+            "It starts by itself when enough is available."
         )
 
     def sizes(self, row: JobRow) -> dict[int, bool]:
-        """Of the numbers of devices that the job may run on here, whether there is memory for each now; for all of them
-        if the number does not matter. A running job already has its ranks' memory."""
+        """Map each number of devices that the job may use here to whether its memory is available now; if none fits,
+        all are True. A running job already has its ranks' memory."""
         needs = self._needs(row)
         held = max((size for size in needs if size <= len(row.devices)), default=0)
         room = self._room() + needs.get(held, 0)
@@ -111,17 +110,17 @@ class HostMemory:
         return fits if any(fits.values()) else dict.fromkeys(needs, True)
 
     def want(self, row: JobRow) -> None:
-        """No node has memory for this job: this node gives back for it memory that nobody computes with."""
+        """Free unused memory on this node for a job that found memory on no node."""
         if row.id not in self._state.jobs and not self._state.short:
             self._waiting_jobs[row.id] = (min(self._needs(row).values()), self._clock())
 
     def max_asleep(self) -> int | None:
-        """How many sleeping engines may stay as processes; None: the configured number."""
+        """Most sleeping engines that may stay as processes; None: the configured number."""
         return self._state.sleepers
 
     def book_engine(self, model: str) -> bool:
-        """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
-        box gives up other memory; a further engine waits. One that is too large waits too, and takes nothing."""
+        """Book memory for one more engine of the model, woken or new; False if there is too little. For a model without
+        an awake engine the box then frees memory, unless the engine is too large; a further engine just waits."""
         needed, room = self._means.engine_bytes(model), self._room()
         has_one = any(replica["model"] == model and replica["state"] in AWAKE for replica in self._replicas)
         if needed <= room and not (self._state.short and has_one):
@@ -130,20 +129,18 @@ class HostMemory:
             return True
         if not has_one and not self.too_large(model):
             if model not in self._waiting_engines:
-                log.warning(
-                    "an engine of %s waits for memory: it needs %s, has %s", model, gb(needed), gb(max(0, room))
-                )
+                log.warning("an engine of %s waits for memory: %s free, %s needed", model, gb(max(0, room)), gb(needed))
             self._waiting_engines[model] = (needed, self._clock())
         return False
 
     def too_large(self, model: str) -> str:
-        """Why no memory of this host is ever enough for an engine of the model, in a sentence; "" where it may be."""
+        """Return why this host can never have enough memory for an engine of the model, as a sentence; "" if it can."""
         needed = self._means.engine_bytes(model)
         fits = needed <= self._reading.total - self.reserve
         return "" if fits else f"an engine of {model} needs {gb(needed)}, more than {self._reading.where} has"
 
     def _needs(self, row: JobRow) -> dict[int, int]:
-        """By the numbers of devices that this node has; by the smallest if it has fewer."""
+        """Needed bytes by number of devices, up to the devices of this node; at least the smallest number."""
         needs = {size: min(needed, self._reading.total // 2) for size, needed in self._means.job_bytes(row).items()}
         most = max(self._means.devices(self._node), min(needs))
         return {size: needed for size, needed in needs.items() if size <= most}
@@ -154,7 +151,7 @@ class HostMemory:
     # One pass
 
     async def look(self, status: Mapping[str, Any], reading: MemoryReading) -> None:
-        """Decide, and do at most one thing. status: the loop's."""
+        """Decide, and take at most one action. status: the loop's status."""
         self._replicas, now_s, self._reading = status["replicas"], self._clock(), reading
         for requests in (self._waiting_engines, self._waiting_jobs):
             for name in [name for name, (_, at_s) in requests.items() if now_s - at_s >= WANTED_FOR_S]:
@@ -196,7 +193,7 @@ class HostMemory:
         self._means.nudge()
 
     async def _holdings(self, status: Mapping[str, Any], wanted: int, now_s: float) -> Holdings:
-        """Nothing but what is wanted while there is clearly enough."""
+        """Collect what could be freed; only the demand if there is clearly enough memory."""
         job_wanted = next((needed for needed, _ in self._waiting_jobs.values()), 0)
         if self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + max(wanted, job_wanted):
             return Holdings(wanted=wanted)
@@ -209,13 +206,13 @@ class HostMemory:
         )
 
     def _has(self, holder: Mapping[str, Any]) -> bool:
-        """Whether this job or replica is here. No job and no engine spans nodes."""
+        """Whether this job or replica runs on this node. Jobs and engines never span nodes."""
         return bool(holder["devices"]) and node_of(holder["devices"][0]) == self._node
 
-    # For people
+    # Reports for users
 
     def status(self) -> dict[str, Any]:
-        """For `/admin/v1/status`, in bytes."""
+        """Memory for `/admin/v1/status`, in bytes."""
         return {
             "available_bytes": self._reading.available,
             "total_bytes": self._reading.total,
@@ -225,7 +222,7 @@ class HostMemory:
         }
 
     def notes(self) -> list[str]:
-        """What users should know now, in a sentence."""
+        """Return a sentence for users if memory is short, or holds something back."""
         if not self._state.holds_back and not self._waiting_engines:
             return []
         of, verb = "" if self._node == HOME_NODE else f" of {self._node}", "is" if self._state.short else "was"
@@ -238,11 +235,10 @@ class HostMemory:
 
 
 class BoxMemory:
-    """Home's host, and those of the nodes that have joined: a job may begin where there is memory for it; an engine
-    that has no memory on its node waits. A node that has not reported yet refuses nothing. Call `look` every
-    `LOOK_EVERY_S`.
+    """Memory of the box's own host and of joined nodes. A job may start on a node with memory for it; an engine waits
+    for memory on its node. A node without a report refuses nothing. Call `look` every `LOOK_EVERY_S`.
 
-    reserve: of each host; None: its own default.
+    reserve: bytes on each host; None: each host's default.
     """
 
     def __init__(
@@ -260,23 +256,23 @@ class BoxMemory:
         self._hosts = {HOME_NODE: self._host(HOME_NODE, read())}
 
     def job_nodes(self, row: JobRow) -> tuple[str, ...]:
-        """Nodes on which this job can run, those that have memory for it if any has: a job leaves a node that is
-        short of it for one that is not. Samples of a model in training are written at home."""
+        """Nodes on which this job can run; only those with memory for it, if there are any, so that a job leaves a node
+        that is short of memory. Jobs with rollouts run only on the box's own host."""
         alike = self._nodes.alike()
         if method_of(row.method).rolls_out:
             return (HOME_NODE,)
         return tuple(name for name in alike if not self._lacks(name, row)) or alike
 
     def job_sizes(self, row: JobRow) -> tuple[int, ...]:
-        """The numbers of devices on which every node that has as many, and that the job can run on, has memory for it
-        now. A node that has not reported yet may have any number."""
+        """Numbers of devices for which each suitable node with so many devices has memory for the job now. A node
+        without a report may have any number."""
         nodes = self.job_nodes(row)
         each = [self._hosts[name].sizes(row) for name in nodes if name in self._hosts]
         sizes = set().union(*each) if self._hosts.keys() >= set(nodes) else self._means.job_bytes(row).keys()
         return tuple(size for size in sorted(sizes) if all(fits.get(size, True) for fits in each))
 
     def waits_for(self, row: JobRow) -> str:
-        """Why this job cannot have memory on any node now, in a sentence; "" when it can, or already has it."""
+        """Return why this job gets no memory on any node now, as a sentence; "" if it can start or already runs."""
         alike = self._nodes.alike()
         lacking = [self._lacks(name, row) for name in alike]
         if not all(lacking):
@@ -289,20 +285,20 @@ class BoxMemory:
         return self._hosts[name].lacks(row) if name in self._hosts else ""
 
     def max_asleep(self) -> dict[str, int]:
-        """How many sleeping engines may stay on each node; on a node that is not in it, the configured number may."""
+        """Most sleeping engines of each node; nodes that are not listed keep the configured number."""
         return {name: bound for name, host in self._hosts.items() if (bound := host.max_asleep()) is not None}
 
     def book_engine(self, model: str, node: str) -> bool:
-        """Whether the memory of this node's host allows one more engine of the model."""
+        """Book memory on this node for one more engine of the model; False if there is too little."""
         return node not in self._hosts or self._hosts[node].book_engine(model)
 
     def too_large(self, model: str) -> str:
-        """Why no host of the box is ever large enough for an engine of the model; "" where one may be."""
+        """Return why no host of the box can ever hold an engine of the model; "" if one can."""
         why = [self._hosts[name].too_large(model) if name in self._hosts else "" for name in self._nodes.alike()]
         return why[0] if all(why) else ""
 
     async def look(self, status: Mapping[str, Any]) -> None:
-        """Look at each host once. status: the loop's. A node that is gone affects only its own holders."""
+        """Run one pass over each host. status: the loop's status. A lost node affects only its own work."""
         readings = {HOME_NODE: self._read()}
         for name, reading in self._nodes.memory().items():
             where = name if reading.where == "this machine" else f"{reading.where} of {name}"
@@ -312,7 +308,7 @@ class BoxMemory:
             try:
                 await host.look(status, readings[name])
             except EffectFailed as error:
-                log.warning("memory could not be freed on %s: %s", name, error, extra={"node": name})
+                log.warning("cannot free memory on %s: %s", name, error, extra={"node": name})
 
     def _host(self, name: str, reading: MemoryReading) -> HostMemory:
         def at_home(method: str, *arguments: Any) -> Awaitable[Any]:
@@ -322,13 +318,13 @@ class BoxMemory:
         return HostMemory(self._db, stored, self._reserve, self._means, reading, self._clock, name)
 
     def status(self) -> dict[str, Any]:
-        """For `/admin/v1/status`: of home, see HostMemory.status."""
+        """Memory of the box's own host for `/admin/v1/status`, see HostMemory.status."""
         return self._hosts[HOME_NODE].status()
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """The same of each node that has joined."""
+        """The same for each joined node."""
         return {name: host.status() for name, host in sorted(self._hosts.items()) if name != HOME_NODE}
 
     def notes(self) -> list[str]:
-        """What users should know now, one sentence for each host that lacks memory."""
+        """Return a sentence for users for each host that lacks memory."""
         return [note for host in self._hosts.values() for note in host.notes()]

@@ -1,4 +1,4 @@
-"""Models on the box's disk: brought in (from a directory, a hub, or made here), checked, removed.
+"""Models on the box's disk: imports them from a directory or a hub, checks them, removes them.
 
 Never: Serves a model or moves one into shared memory.
 Begin with library.py.

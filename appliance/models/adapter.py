@@ -1,7 +1,7 @@
-"""What a LoRA adapter's directory is, as peft writes it, and whether engines can serve it on a base. Nothing is loaded.
+"""Reads a LoRA adapter's directory, as peft writes it, and checks that engines can serve it. Nothing is loaded.
 
-vLLM's own refusals (vllm/lora/peft_helper.py) come with the first request, as an adapter that does not exist; these
-come with the import.
+vLLM itself (vllm/lora/peft_helper.py) refuses an adapter only at the first request, as if it did not exist; these
+checks run at the import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weights.format.layout import Layout, Placed
 _PICKLE, _KEPT = "adapter_model.bin", ("README.md",)
 _LAYER = re.compile(r"\^?[A-Za-z0-9_.]{1,200}")
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-# Starts that leave the base as it is. Others (PiSSA, OLoRA, CorDA, LoftQ) belong to a changed base.
+# Initializations that leave the base unchanged. Others (PiSSA, OLoRA, CorDA, LoftQ) need a changed base.
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _MORE_THAN_FACTORS = {
     "use_dora": "DoRA",
@@ -40,25 +40,24 @@ _MORE_THAN_FACTORS = {
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether this is the directory of an adapter and of no whole model."""
+    """Whether this directory has an adapter and no whole model."""
     return names_adapter(os.listdir(directory))
 
 
 def names_adapter(names: Collection[str]) -> bool:
-    """Whether files of these names are an adapter's. Trainers write the base's config.json beside it, and some the
-    whole model."""
+    """Whether files of these names are an adapter and no whole model. Trainers also write the base's config.json, and
+    some the whole model."""
     whole = any(name.endswith((WEIGHT_SUFFIX, INDEX_SUFFIX)) and name != WEIGHTS_FILE for name in names)
     return CONFIG_FILE in names and not whole
 
 
-def wanted(where: str, names: Collection[str]) -> set[str]:
-    """The files of an adapter's directory or repository that are taken. Raises NotACheckpoint,
-    PickleRefused."""
+def files_of(where: str, names: Collection[str]) -> set[str]:
+    """Return the files of an adapter's directory or repository to import. Raises NotACheckpoint, PickleRefused."""
     if WEIGHTS_FILE not in names:
         if _PICKLE in names:
             raise PickleRefused(
                 _PICKLE,
-                "the weights are pickles, which can run any code when loaded, and are never opened here. Convert them "
+                "the weights are pickles, which can run any code when loaded and are never opened here. Convert them "
                 "where you trust them: peft's `PeftModel.save_pretrained(DIR)` writes safetensors",
             )
         raise NotACheckpoint(WEIGHTS_FILE, f"not in {where}; an adapter has {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -66,59 +65,59 @@ def wanted(where: str, names: Collection[str]) -> set[str]:
 
 
 def choose_files(directory: Path) -> dict[str, Path]:
-    """The files of the adapter by name. Everything else, a tokenizer too, stays behind: engines use the base's. Raises
-    NotACheckpoint, PickleRefused, UnsafeLink."""
-    taken = {name: regular(directory, name) for name in sorted(wanted(str(directory), os.listdir(directory)))}
+    """Return the adapter's files by name. Other files, such as a tokenizer, are left out, because engines use the
+    base's. Raises NotACheckpoint, PickleRefused, UnsafeLink."""
+    taken = {name: regular(directory, name) for name in sorted(files_of(str(directory), os.listdir(directory)))}
     check_header(taken[WEIGHTS_FILE], WEIGHTS_FILE)
     return taken
 
 
 def read_base(directory: Path) -> str:
-    """The base that the adapter names; "" if it names none. Raises NotACheckpoint, UnsafeLink."""
+    """Return the base that the adapter's config names, "" if none. Raises NotACheckpoint, UnsafeLink."""
     config = read_json(regular(directory, CONFIG_FILE), CONFIG_FILE)
     named = config.get("base_model_name_or_path")
     return named if isinstance(named, str) else ""
 
 
 def template_note(directory: Path, base: str, base_path: Path) -> list[str]:
-    """That the adapter's directory has another chat template than its base, by which engines ask it. Raises
+    """Return a note if the adapter has another chat template than its base, whose template engines use. Raises
     NotACheckpoint."""
     own, _ = chat_templates(directory)
     if own is None or own == chat_templates(base_path)[0]:
         return []
     return [
-        f"its directory has another chat template than {base}, which stays behind: engines ask an adapter by "
-        "its base's. If it was trained with its own, merge it (peft's `merge_and_unload`) and import the result"
+        f"its directory has another chat template than {base}. It is not imported: engines use the template of "
+        "the base. If the adapter was trained with its own, merge it (peft's `merge_and_unload`) and import the result"
     ]
 
 
 def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, rank_limit: int) -> int:
-    """Checks the adapter in `directory`, whose tensors are `layout`, against its base; returns the rank that an engine
-    has to take. `rank_limit`: the largest that the base's engines take; 0: they take no adapters. Raises
-    AdapterRefused, NotACheckpoint."""
+    """Check the adapter in `directory`, whose tensors are `layout`, against its base; return its highest rank.
+    `rank_limit`: highest rank for the base's engines; 0: they take no adapters. Raises AdapterRefused,
+    NotACheckpoint."""
     config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
     _refuse_kind(config)
     if rank_limit == 0:
-        raise AdapterRefused("", f"engines of {base} take no adapters: merge it into the base, and import the result")
+        raise AdapterRefused("", f"engines of {base} take no adapters: merge it into the base and import the result")
     rank = config.get("r")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise AdapterRefused(CONFIG_FILE, "r must be a whole number of at least 1")
+        raise AdapterRefused(CONFIG_FILE, "r must be an integer of at least 1")
     for name, kinds, least in (("rank_pattern", (int,), 1), ("alpha_pattern", (int, float), -math.inf)):
-        # peft takes these keys for regular expressions; one could take an engine off the air for all who use its base.
-        found = config.get(name) or {}
-        if not isinstance(found, dict) or not all(
-            _LAYER.fullmatch(key) and type(n) in kinds and n >= least for key, n in found.items()
+        # peft reads these keys as regular expressions; a hostile one could block an engine for all users of the base.
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, dict) or not all(
+            _LAYER.fullmatch(key) and type(n) in kinds and n >= least for key, n in pattern.items()
         ):
-            numbers = "whole numbers of at least 1" if name == "rank_pattern" else "numbers"
+            numbers = "integers of at least 1" if name == "rank_pattern" else "numbers"
             raise AdapterRefused(
                 CONFIG_FILE,
-                f"{name} must have {numbers} by names of layers, or of their ends, and has {str(found)[:80]}",
+                f"{name} is {str(pattern)[:80]}; expected {numbers} by layer name or by the end of a layer name",
             )
     ranks = [rank, *(config.get("rank_pattern") or {}).values(), *_pairs(layout, base, base_layout)]
     if max(ranks) > rank_limit:
         raise AdapterRefused(
             CONFIG_FILE,
-            f"the adapter has rank {max(ranks)}, engines of {base} take at most {rank_limit}: raise [serve] "
+            f"the adapter has rank {max(ranks)}, engines of {base} take at most {rank_limit}: increase [serve] "
             "adapter_max_rank, or merge it into the base and import the result",
         )
     return max(ranks)
@@ -127,7 +126,7 @@ def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, 
 def _refuse_kind(config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise AdapterRefused(CONFIG_FILE, f"peft_type is {str(kind)[:40]!r}; engines serve LORA alone")
+        raise AdapterRefused(CONFIG_FILE, f"peft_type is {str(kind)[:40]!r}; engines serve only LORA")
     for key, extra in _MORE_THAN_FACTORS.items():
         if config.get(key):
             raise AdapterRefused(
@@ -143,7 +142,7 @@ def _refuse_kind(config: Mapping[str, Any]) -> None:
     if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
         raise AdapterRefused(
             CONFIG_FILE,
-            f"init_lora_weights is {start[:40]!r}: it belongs to a base that this start changed. Convert it with "
+            f"init_lora_weights is {start[:40]!r}: it needs a base that this initialization changed. Convert it with "
             "peft's path_initial_model_for_weight_conversion, or merge it and import the result",
         )
     alpha = config.get("lora_alpha")
@@ -152,7 +151,7 @@ def _refuse_kind(config: Mapping[str, Any]) -> None:
 
 
 def _pairs(layout: Layout, base: str, base_layout: Layout) -> list[int]:
-    """The rank of each pair of factors. Raises AdapterRefused, naming the tensor that does not fit."""
+    """Return the rank of each pair of factors. Raises AdapterRefused with the first tensor that does not fit."""
     by_name, ranks = {placed.spec.name: placed for placed in layout}, []
     for name, placed in by_name.items():
         module, _, kind = name.rpartition(".lora_")
@@ -171,7 +170,7 @@ def _pairs(layout: Layout, base: str, base_layout: Layout) -> list[int]:
 def _check_pair(module: str, down: Placed, up: Placed, base: str, base_layout: Layout) -> int:
     if module.rpartition(".")[2] not in ADAPTER_MODULES:
         raise AdapterRefused(
-            down.spec.name, f"engines take adapters on {', '.join(ADAPTER_MODULES)}, not on {module}: merge and import"
+            down.spec.name, f"engines take adapters only on {', '.join(ADAPTER_MODULES)}, not on {module}: merge it"
         )
     if len(down.spec.shape) != 2 or len(up.spec.shape) != 2 or down.spec.shape[0] != up.spec.shape[1]:
         raise AdapterRefused(
@@ -182,9 +181,9 @@ def _check_pair(module: str, down: Placed, up: Placed, base: str, base_layout: L
         if (up.spec.shape[0], down.spec.shape[1]) != (outer, inner):
             raise AdapterRefused(
                 down.spec.name,
-                f"fits a layer of {down.spec.shape[1]} inputs and {up.spec.shape[0]} outputs; that of {base} has "
-                f"{inner} and {outer}: an adapter of another model? Name its base with --base",
+                f"fits a layer with {down.spec.shape[1]} inputs and {up.spec.shape[0]} outputs; that of {base} has "
+                f"{inner} and {outer}. If it is an adapter of another model, give that with --base",
             )
-    elif not any(placed.spec.name.startswith(f"{module}.") for placed in base_layout):  # quantised: stored otherwise
-        raise AdapterRefused(down.spec.name, f"{base} has no layer {module}: an adapter of another model?")
+    elif not any(placed.spec.name.startswith(f"{module}.") for placed in base_layout):  # quantised
+        raise AdapterRefused(down.spec.name, f"{base} has no layer {module}: give the adapter's own base with --base")
     return down.spec.shape[0]

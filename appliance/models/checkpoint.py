@@ -1,7 +1,7 @@
-"""What a checkpoint directory is: which files belong to it, and what they say. Nothing is loaded or executed.
+"""Reads a checkpoint directory: which files belong to it, and what they contain. Nothing is loaded or executed.
 
-It is what `transformers` writes for a text model: config.json, a tokenizer, safetensors (one file, or several with an
-index). `weights.format.layout` validates the weight headers themselves.
+A checkpoint is what `transformers` writes for a text model: config.json, a tokenizer, and safetensors (one file, or
+several with an index). `weights.format.layout` validates the headers of the weight files.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from weights.format.tool_template import with_tools
 Task = Literal["generate", "embed"]
 
 WEIGHT_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-# Formats that vLLM and DeepSpeed here do not read.
+# Formats that the box's vLLM and DeepSpeed do not read.
 OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 KEPT_TEXT = ("README.md",)
-# Where processors have a chat template of their own, which engines prefer for requests without tools.
+# Files in which processors keep a chat template of their own, which engines prefer for requests without tools.
 PROCESSORS = ("chat_template.json", *PROCESSOR_FILES)
 MAX_TEMPLATES = 8
-# The box writes the first itself; by the second transformers would add an adapter to the model wherever it is trained;
-# vLLM would read the third in place of config.json where weights are called consolidated*.safetensors; the last names
-# an audio tokenizer, another model.
+# The box writes the first itself; the second would make transformers add an adapter to the model; vLLM would read the
+# third instead of config.json if weights are called consolidated*.safetensors; the last refers to an audio tokenizer,
+# another model.
 _NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, "params.json", "audio_tokenizer_config.json")
 _HEADS = ("Classification", "RewardModel", "QuestionAnswering")
 TRAINED_FORM = "compressed-tensors"
-"""The format (quant_method) of quantised weights that adapters are trained on."""
+"""The format (quant_method) of quantised weights on which adapters can be trained."""
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the files say. `params` counts elements of all tensors; `info` is for people and may grow."""
+    """Facts about a checkpoint. `params`: number of weights; `info`: further facts for people."""
 
     params: int
     arch: str = ""
@@ -70,25 +70,25 @@ class Facts:
 
 
 def choose_files(directory: Path) -> dict[str, Path]:
-    """The files of `directory` that make the checkpoint, by name. Sub-directories, code and other formats stay behind.
+    """Return the checkpoint's files in `directory`, by name. Subdirectories, code and other formats are left out.
 
-    A symlink is followed if it ends inside the directory or in the `blobs` of the hub cache that the directory is
-    part of (that is how `huggingface_hub` lays out `snapshots/<revision>`). Raises NotACheckpoint, PickleRefused,
-    UnsafeLink, IntegrityError.
+    A symlink is followed if it ends inside the directory, or in the `blobs` of the hub cache that contains the
+    directory (as `huggingface_hub` lays out `snapshots/<revision>`). Raises NotACheckpoint, PickleRefused, UnsafeLink,
+    IntegrityError.
     """
     names = sorted(os.listdir(directory))
     weights = _weight_files(directory, names)
     taken: dict[str, Path] = {}
     for name in names:
-        wanted = name in weights or name in KEPT_TEXT or (name.endswith(AUX_SUFFIXES) and name not in _NEVER_TAKEN)
-        wanted = wanted and not name.startswith(".") and not (directory / name).is_dir()
+        is_taken = name in weights or name in KEPT_TEXT or (name.endswith(AUX_SUFFIXES) and name not in _NEVER_TAKEN)
+        is_taken = is_taken and not name.startswith(".") and not (directory / name).is_dir()
         if name.endswith(INDEX_SUFFIX):
-            wanted = name == f"model{INDEX_SUFFIX}"
-        if wanted:
+            is_taken = name == f"model{INDEX_SUFFIX}"
+        if is_taken:
             taken[name] = regular(directory, name)
     for name in sorted(weights):
         if name not in taken:
-            raise NotACheckpoint(name, f"named by model{INDEX_SUFFIX} but not in {directory}: the copy is incomplete")
+            raise NotACheckpoint(name, f"listed in model{INDEX_SUFFIX} but not in {directory}: the copy is incomplete")
         check_header(taken[name], name)
     if "config.json" not in taken:
         raise NotACheckpoint("config.json", f"not in {directory}; expected a Hugging Face checkpoint directory")
@@ -96,7 +96,7 @@ def choose_files(directory: Path) -> dict[str, Path]:
 
 
 def check_header(path: Path, name: str) -> None:
-    """Refuses a hostile or damaged safetensors file before any of its bytes are copied. Raises IntegrityError."""
+    """Refuse a hostile or damaged safetensors file before its bytes are copied. Raises IntegrityError."""
     with path.open("rb") as file:
         FileLayout.read(file, path=path.parent, name=name)
 
@@ -108,15 +108,15 @@ def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
         if single in names and single not in shards:
             raise NotACheckpoint(
                 f"model{INDEX_SUFFIX}",
-                f"names {shards[0]}{' and others' if len(shards) > 1 else ''}, and there is a {single} too, which "
-                f"transformers would take instead: which one? Remove {single}, or model{INDEX_SUFFIX} with its files",
+                f"lists {shards[0]}{' and others' if len(shards) > 1 else ''}, but there is a {single} too, which "
+                f"transformers would load instead. Remove {single}, or model{INDEX_SUFFIX} with its files",
             )
         return frozenset(shards)
     tensors = [name for name in names if name.endswith(WEIGHT_SUFFIX) and not name.startswith(".")]
     if tensors == [ADAPTER_WEIGHTS_FILE]:
         raise NotACheckpoint(
             ADAPTER_WEIGHTS_FILE,
-            f"the weights of an adapter, without their {ADAPTER_CONFIG_FILE}: copy that too, and import the directory "
+            f"the weights of an adapter without {ADAPTER_CONFIG_FILE}: copy that file too, and import the directory "
             "with --base",
         )
     tensors = [name for name in tensors if name != ADAPTER_WEIGHTS_FILE]
@@ -127,26 +127,26 @@ def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
     if tensors:
         raise NotACheckpoint(
             f"model{INDEX_SUFFIX}",
-            f"missing, and there are {len(tensors)} *{WEIGHT_SUFFIX} files: which belong together?",
+            f"missing, but there are {len(tensors)} *{WEIGHT_SUFFIX} files: add the index that lists them",
         )
     raise no_weights(str(directory), names)
 
 
 def no_weights(where: str, names: Collection[str]) -> CheckpointRefused:
-    """Why files of these names are no checkpoint: none of them is safetensors."""
+    """Return the error for files without safetensors among them."""
     if pickles := sorted(name for name in names if name.endswith(PICKLES)):
         return PickleRefused(
             pickles[0],
-            "the weights are pickles, which can run any code when loaded, and are never opened here. Convert them "
+            "the weights are pickles, which can run any code when loaded and are never opened here. Convert them "
             "where you trust them: `AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)` writes safetensors",
         )
     others = sorted(name for name in names if name.endswith(OTHER_WEIGHTS))
-    found = f"; {others[0]} is another format" if others else ""
-    return NotACheckpoint("", f"{where} has no *{WEIGHT_SUFFIX} file{found}. Expected a Hugging Face checkpoint")
+    hint = f"; {others[0]} is another format" if others else ""
+    return NotACheckpoint("", f"{where} has no *{WEIGHT_SUFFIX} file{hint}. Expected a Hugging Face checkpoint")
 
 
 def regular(directory: Path, name: str) -> Path:
-    """The regular file behind `name` in `directory`. Raises UnsafeLink."""
+    """Return the regular file behind `name` in `directory`, resolving links. Raises UnsafeLink."""
     path = directory / name
     real = Path(os.path.realpath(path))
     if path.is_symlink():
@@ -154,7 +154,7 @@ def regular(directory: Path, name: str) -> Path:
         if directory.resolve().parent.name == "snapshots":
             allowed.append(directory.resolve().parent.parent / "blobs")
         if not any(real.is_relative_to(root) for root in allowed):
-            raise UnsafeLink(name, f"a symlink to {real}, outside of {directory}; replace it by the file itself")
+            raise UnsafeLink(name, f"a symlink to {real}, outside of {directory}; replace it with the file itself")
     try:
         mode = real.stat().st_mode
     except OSError as error:
@@ -165,9 +165,9 @@ def regular(directory: Path, name: str) -> Path:
 
 
 def examine(directory: Path, layout: Layout) -> Facts:
-    """Reads config and tokenizer of a `directory` of plain files whose weights are `layout`.
+    """Read config and tokenizer of a `directory` of plain files whose weights are `layout`.
 
-    Raises CheckpointRefused. It only finds the chat template; `trial` tells whether the template runs.
+    Raises CheckpointRefused. Does not run the chat template; `trial` does.
     """
     check_folder(directory)
     config = read_json(directory / "config.json", "config.json")
@@ -181,23 +181,23 @@ def examine(directory: Path, layout: Layout) -> Facts:
     if not has_tokenizer(directory):
         raise MissingTokenizer(
             "tokenizer.json",
-            "not there, nor tokenizer.model, nor vocab.json with merges.txt; copy the tokenizer files of the base "
+            "missing, as are tokenizer.model and vocab.json with merges.txt; copy the tokenizer files of the base "
             "model into the directory",
         )
     template, _ = chat_templates(directory)
     if template is None and task == "generate":
         warnings.append(
-            "there is no chat template: /v1/chat/completions will refuse this model and fine-tuning on chats cannot "
-            "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again (to be "
-            "asked alone, `appliance model deploy NAME --chat-template FILE` is enough)"
+            "there is no chat template: /v1/chat/completions refuses this model, and fine-tuning on chats cannot "
+            "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again (for "
+            "serving alone, `appliance model deploy NAME --chat-template FILE` is enough)"
         )
     shown, tokens = with_tools(template), tokens_of(directory, PARSER_TOKENS)
     calls = parser_of_calls(family, shown)
     if missing := missing_tokens(calls, tokens) if task == "generate" else ():
         warnings.append(
-            f"calls of tools are read only where a request requires or names them, not with tool_choice auto: the "
-            f"tokenizer lacks {' and '.join(map(repr, missing))}, which vLLM's parser {calls} for this model "
-            "needs. Add that to tokenizer and embedding and import again, or choose another parser: `appliance model "
+            f"tool calls are parsed only if a request requires or names a tool, not with tool_choice auto: the "
+            f"tokenizer lacks {' and '.join(map(repr, missing))}, which this model's vLLM parser {calls} "
+            "needs. Add them to tokenizer and embedding and import again, or choose another parser: `appliance model "
             "deploy NAME --tool-parser PARSER`"
         )
     quantization = config.get("quantization_config") or {}
@@ -205,7 +205,7 @@ def examine(directory: Path, layout: Layout) -> Facts:
         raise NotACheckpoint("config.json", "'quantization_config' must be an object")
     form = str(quantization.get("quant_method", "unnamed"))[:64] if quantization else None
     if form not in (None, TRAINED_FORM):
-        warnings.append(f"the weights are quantised ({form}): they cannot be fine-tuned")
+        warnings.append(f"the weights are quantised ({form}), so the model cannot be fine-tuned")
     return Facts(
         arch=arch,
         task=task,
@@ -228,8 +228,7 @@ def examine(directory: Path, layout: Layout) -> Facts:
 
 
 def _parameters(layout: Layout, quantization: Mapping[str, Any]) -> int:
-    """How many weights there are; scales of quantised ones do not count, and compressed-tensors packs several weights
-    into 32 bits."""
+    """Count weights without the scales of quantised tensors; compressed-tensors packs several weights into 32 bits."""
     each = 32 // (weight_bits(quantization) or 32)
     return sum(
         placed.spec.numel * (each if placed.spec.name.endswith("_packed") else 1)
@@ -244,22 +243,22 @@ def _task(arch: str) -> Task:
     if arch.endswith(_HEADS):
         raise UnsupportedModel(
             "config.json",
-            f"architecture {arch} has a head that gives numbers or labels, which is neither served nor trained here. A "
-            "model that generates gives rewards and labels as a grader (score_model, label_model), and an answer's "
-            "label by a response_format",
+            f"architecture {arch} outputs numbers or labels, which the box neither serves nor trains. A generative "
+            "model can give rewards and labels as a grader (score_model, label_model), and label an answer with a "
+            "response_format",
         )
     if arch.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
         return "generate"
     if arch.endswith("Model"):
         return "embed"
     raise UnsupportedModel(
-        "config.json", f"architecture {arch} neither generates (…ForCausalLM) nor embeds (…Model) text"
+        "config.json", f"architecture {arch} is neither generative (…ForCausalLM) nor an embedding model (…Model)"
     )
 
 
 def chat_templates(directory: Path) -> tuple[str | None, tuple[str, ...]]:
-    """The template of plain conversations, and all others that a tokenizer or a processor of transformers, or vLLM, may
-    take from these files: by name (`tool_use`), and those of processors. Raises NotACheckpoint."""
+    """Return the template of plain conversations, and all other templates that transformers or vLLM may use: named ones
+    (`tool_use`) and those of processors. Raises NotACheckpoint."""
     templates: list[str] = []
     path = directory / "chat_template.jinja"
     if path.is_file():
@@ -276,13 +275,13 @@ def chat_templates(directory: Path) -> tuple[str | None, tuple[str, ...]]:
             templates += _named_templates(body.get("chat_template"), name)
     different = list(dict.fromkeys(templates))
     if len(different) > MAX_TEMPLATES:
-        raise NotACheckpoint("", f"there are {len(different)} chat templates; at most {MAX_TEMPLATES} are taken")
+        raise NotACheckpoint("", f"there are {len(different)} chat templates; at most {MAX_TEMPLATES} are accepted")
     first, others = next(iter(different), None), tuple(different[1:])
     return (first if first and first.strip() else None), others
 
 
 def _named_templates(field: Any, file: str) -> list[str]:
-    """One template, or several by name, as transformers takes them; that of plain conversations first."""
+    """Return one template, or several named ones, with that of plain conversations first."""
     if field is None:
         return []
     if isinstance(field, str):
@@ -293,5 +292,5 @@ def _named_templates(field: Any, file: str) -> list[str]:
         named = field if isinstance(field, dict) else {"": None}
     texts = [text for _, text in sorted(named.items(), key=lambda entry: entry[0] != "default")]
     if not all(isinstance(text, str) for text in texts):
-        raise NotACheckpoint(file, "'chat_template' must be a text, or texts by their names")
+        raise NotACheckpoint(file, "'chat_template' must be a text, or texts by name")
     return texts

@@ -1,4 +1,4 @@
-"""Download a checkpoint or an adapter from a model hub, every file checked against the hub's checksums."""
+"""Download a checkpoint or an adapter from a model hub, and check every file against the hub's checksum."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,200}")
 
 @dataclass(frozen=True)
 class HubSettings:
-    """What the box's configuration says of hubs. `token` opens gated repositories and is sent to `endpoint` only."""
+    """The box's hub settings. `token` opens gated repositories and is sent only to `endpoint`."""
 
     allowed: bool = False
     endpoint: str = "https://huggingface.co"
@@ -39,7 +39,7 @@ class HubSettings:
 
 
 class HubFile(NamedTuple):
-    """digest: hexadecimal, of its content as the hub states it; SHA-256, or git's SHA-1 of a blob."""
+    """A file of a repository. digest: the hub's checksum in hex, SHA-256 or git's SHA-1 of a blob."""
 
     name: str
     nbytes: int
@@ -58,12 +58,12 @@ class Listing:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether these are the files of an adapter and of no whole model."""
+        """Whether the files are an adapter and no whole model."""
         return any(file.name == adapter.CONFIG_FILE for file in self.files)
 
 
 def check_reference(repository: str, revision: str | None) -> None:
-    """Raises SourceNotFound unless these have the form of a repository and a revision."""
+    """Raise SourceNotFound unless these are valid names of a repository and a revision."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -75,30 +75,30 @@ def check_reference(repository: str, revision: str | None) -> None:
 
 
 def list_files(repository: str, revision: str | None, settings: HubSettings) -> Listing:
-    """The files of a repository that make a checkpoint, or an adapter. Raises HubError, PickleRefused,
+    """List a repository's files that belong to its checkpoint or adapter. Raises HubError, PickleRefused,
     NotACheckpoint."""
     if not settings.allowed:
         raise HubDisallowed(
-            f"{repository!r} is not a directory here, and this box does not talk to model hubs (offline by default). "
+            f"{repository!r} is not a directory here, and this box does not use model hubs (offline by default). "
             "Give the path of a checkpoint directory, or a package by its name in `appliance model catalog`, or "
-            f"allow downloads from {settings.endpoint} with `hub_offline = false` under [box] (`hub_endpoint` names a "
+            f"allow downloads from {settings.endpoint} with `hub_offline = false` under [box] (`hub_endpoint` sets a "
             "mirror)"
         )
     api = HfApi(endpoint=settings.endpoint, token=settings.token or False)
     info = _ask(settings, repository, lambda: api.model_info(repository, revision=revision, files_metadata=True))
     siblings = info.siblings or []
-    wanted, files = _wanted(repository, {sibling.rfilename for sibling in siblings}), []
+    names, files = _files_of(repository, {sibling.rfilename for sibling in siblings}), []
     for sibling in siblings:
-        if sibling.rfilename in wanted:
+        if sibling.rfilename in names:
             digest = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
             files.append(HubFile(sibling.rfilename, sibling.size or 0, digest or ""))
     return Listing(repository, str(info.sha), tuple(sorted(files, key=lambda file: file.nbytes)))
 
 
-def _wanted(repository: str, names: Iterable[str]) -> set[str]:
+def _files_of(repository: str, names: Iterable[str]) -> set[str]:
     top = {name for name in names if "/" not in name and not name.startswith(".")}
     if adapter.names_adapter(top):
-        return adapter.wanted(repository, top)
+        return adapter.files_of(repository, top)
     top -= {adapter.CONFIG_FILE, adapter.WEIGHTS_FILE}
     weights = {name for name in top if name.endswith(WEIGHT_SUFFIX)}
     if not weights:
@@ -109,8 +109,8 @@ def _wanted(repository: str, names: Iterable[str]) -> set[str]:
 
 
 def download(listing: Listing, directory: Path, settings: HubSettings, on_file: Callable[[int, str], None]) -> None:
-    """Brings every file of `listing` into `directory`. `on_file(count, file)` is called before each, with the bytes
-    that are there. Raises HubUnreachable (call again to go on), HubNotFound, DownloadCorrupt (the file is gone)."""
+    """Download every file of `listing` into `directory`. Calls `on_file(nbytes, file)` before each file, with the bytes
+    so far. Raises HubUnreachable (call again to resume), HubNotFound, DownloadCorrupt (the file is deleted)."""
     done = 0
     for file in listing.files:
         on_file(done, file.name)
@@ -124,11 +124,11 @@ def download(listing: Listing, directory: Path, settings: HubSettings, on_file: 
             token=settings.token or False,
         )
         path = Path(_ask(settings, listing.repository, fetch))
-        if (found := _digest(path, file.digest)) != file.digest:
+        if (actual := _digest(path, file.digest)) != file.digest:
             path.unlink()
             raise DownloadCorrupt(
-                f"{file.name} does not have the checksum that the hub announced (expected {file.digest}, got {found}); "
-                "it was deleted. Run the import again; if this repeats, something on the way changes files"
+                f"{file.name} does not have the checksum of the hub (expected {file.digest}, got {actual}); "
+                "it was deleted. Run the import again; if this repeats, a proxy may be changing files"
             )
         done += file.nbytes
     on_file(done, listing.files[-1].name)
@@ -147,7 +147,7 @@ def _ask(settings: HubSettings, repository: str, question: Callable[[], Any]) ->
         return question()
     except GatedRepoError as error:
         raise HubNotFound(
-            f"{where} is gated and wants an access token; download it elsewhere, then import the directory"
+            f"{where} is gated and requires an access token; download it elsewhere and import the directory"
         ) from error
     except RepositoryNotFoundError as error:
         raise HubNotFound(f"{where} does not exist, or is private") from error

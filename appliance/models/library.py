@@ -1,8 +1,8 @@
 """Import models into `<models>/<name>/<version>/`, each a checkpoint directory with a sealed manifest.
 
-Everything here blocks: call it in a worker thread. A version appears by one rename after all its bytes were checked and
-are on disk. What a crash leaves is in `.staging`, and the next import removes it. The number of a deleted version is
-not given again: engines, other nodes and tiers know a version by name and number alone.
+All functions block: call them in a worker thread. A version appears by one rename after all its bytes are checked and
+on disk. The next import removes what a crash left in `.staging`. Version numbers are never reused, because engines,
+other nodes and tiers identify a version by name and number alone.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from weights.tiers.copies import DirectoryCopies, seal_dir
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 CONVERT_S = 86_400.0
-KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
+KEPT_FREE_BYTES = 256 << 20  # disk space kept free for database, logs and jobs
 
 Report = Callable[[float, float | None, str, str], None]
-"""`report(done, total, unit, message)`; an exception that it raises cancels the work."""
+"""`report(done, total, unit, message)`; an exception from it cancels the import."""
 
 
 def silent(*_: Any) -> None:
-    """The Report that nobody reads."""
+    """A Report that does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class ModelVersion(Facts):
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A source's files in `folder`. name: of the model. source: for people. ours: its files may be moved."""
+    """A source's files in `folder`. name: the model's. source: text for people. ours: the files may be moved."""
 
     folder: Path
     name: str
@@ -66,7 +66,7 @@ class _Fetched:
 
 
 class ModelLibrary:
-    """All models below `models_dir` (made 0700). One process at a time may import; any number may read."""
+    """All models below `models_dir` (created 0700). Only one process may import at a time; any number may read."""
 
     def __init__(self, models_dir: Path, *, hub_settings: hub.HubSettings | None = None):
         self._root = Path(models_dir)
@@ -75,32 +75,32 @@ class ModelLibrary:
     def import_model(
         self, source: str | Path, *, name: str | None = None, revision: str | None = None, report: Report = silent
     ) -> ModelVersion:
-        """Take in a new version of `name` (default: that of the directory, file or repository).
+        """Import a new version of `name` (default: the name of the directory, file or repository).
 
-        It takes safetensors, configuration, tokenizer and README.md, and leaves code, pickles and sub-directories.
-        Called again after an interrupted download, it fetches the missing files.
+        It imports safetensors, configuration, tokenizer and README.md, but no code, pickles or subdirectories. After an
+        interrupted download a new call fetches only the missing files.
 
         Args:
-            source: a checkpoint's directory or GGUF file if there is one, else a hub repository.
+            source: the directory or GGUF file of a checkpoint if it exists, else a hub repository.
             revision: a branch, tag or commit of the repository.
 
-        Raises ModelError, CheckpointRefused, weights.format.errors.IntegrityError (a damaged weight file, by name).
+        Raises ModelError, CheckpointRefused, weights.format.errors.IntegrityError (a damaged weight file).
         """
         with self._fetched(str(source), name, revision, report) as fetched:
             if adapter.is_adapter(fetched.folder):
                 raise NotACheckpoint(
                     "",
-                    f"{source} is an adapter; expected a checkpoint with config.json and weights. An adapter is "
-                    f"imported together with its base (`appliance model import {source} --base NAME`)",
+                    f"{source} is an adapter; expected a checkpoint with config.json and weights. Import an "
+                    f"adapter together with its base (`appliance model import {source} --base NAME`)",
                 )
             return self._take_in(fetched, report)
 
     def find_adapter(
         self, source: str, *, name: str | None = None, revision: str | None = None
     ) -> tuple[str, str, str | None] | None:
-        """The name that the adapter `source`, a directory or a hub repository, would get, the base that it names ("":
-        none) and its commit on the hub; None if `source` is anything else. Only the listing and adapter_config.json of
-        a repository are fetched. Raises CheckpointRefused, InvalidModelName, SourceNotFound, HubError."""
+        """Return the name for the adapter `source`, a directory or a hub repository, its base ("": unknown) and its
+        commit on the hub; None if `source` is not an adapter. Fetches only a repository's listing and
+        adapter_config.json. Raises CheckpointRefused, InvalidModelName, SourceNotFound, HubError."""
         if _is_path(source, revision):
             path = Path(source).expanduser().resolve()
             if not path.is_dir() or not adapter.is_adapter(path):
@@ -124,10 +124,10 @@ class ModelLibrary:
         revision: str | None = None,
         report: Report = silent,
     ) -> ModelVersion:
-        """Take in peft's adapter `source`, a directory or a hub repository at `revision`, as a version of `name`, to be
-        served with `base` `base_version` in `base_path`, whose engines take ranks up to `rank_limit`.
+        """Import the adapter `source` of peft, a directory or a hub repository at `revision`, as a version of `name`.
+        It is served with version `base_version` of `base` in `base_path`, whose engines take ranks up to `rank_limit`.
 
-        It takes adapter_config.json, adapter_model.safetensors and README.md. Raises CheckpointRefused,
+        It imports adapter_config.json, adapter_model.safetensors and README.md. Raises CheckpointRefused,
         weights.format.errors.IntegrityError, NotEnoughDisk, HubError.
         """
         with self._fetched(source, name, revision, report) as fetched:
@@ -150,14 +150,14 @@ class ModelLibrary:
 
     @contextlib.contextmanager
     def _fetched(self, source: str, name: str | None, revision: str | None, report: Report) -> Iterator[_Fetched]:
-        """The files of a source on this machine. A download stays where the block fails, to be continued."""
+        """Yield a source's files on this machine. If the block fails, a download stays, so that it can be resumed."""
         staging = self._root / ".staging"
-        for entry in staging.iterdir() if staging.is_dir() else ():  # of a dead process; downloads can be continued
+        for entry in staging.iterdir() if staging.is_dir() else ():  # remove staging of dead processes; downloads stay
             owner = re.search(r"(\d+)-[0-9a-f]{32}", entry.name)
             if owner is None or not Path(f"/proc/{owner[1]}").exists():
                 shutil.rmtree(entry, ignore_errors=True)
         if not _is_path(source, revision):
-            report(0, None, "", f"asking the hub for the files of {source}")
+            report(0, None, "", f"listing the files of {source} on the hub")
             chosen_name, listing = self._listed(source, name, revision)
             folder = self._downloaded(listing, report)
             yield _Fetched(folder, chosen_name, f"{listing.repository}@{listing.commit}", ours=True)
@@ -166,14 +166,14 @@ class ModelLibrary:
         path = Path(source).expanduser()
         if (file := _gguf(path)) is not None:
             chosen_name = check_name(name if name is not None else _name_of(file.stem))
-            self._require_space(file.stat().st_size)  # at the least: of 4 bits it makes bfloat16
+            self._require_space(file.stat().st_size)  # a lower bound: 4-bit weights become bfloat16
             with self._staging() as staging:
                 _convert_gguf(file, staging / "made", report)
                 _keep_sampling(file.parent, staging / "made" / generation.FILE)
                 yield _Fetched(staging / "made", chosen_name, str(file), ours=True)
             return
         if not path.is_dir():
-            fault = "is a file and no GGUF" if path.exists() else "does not exist"
+            fault = "is a file but not GGUF" if path.exists() else "does not exist"
             raise SourceNotFound(
                 f"{path} {fault}; expected the directory of a checkpoint (config.json, *.safetensors) or a .gguf file"
             )
@@ -182,16 +182,16 @@ class ModelLibrary:
         yield _Fetched(path, chosen_name, str(path), ours=False)
 
     def _listed(self, source: str, name: str | None, revision: str | None) -> tuple[str, hub.Listing]:
-        """The name that a model of a hub gets, and its files there."""
+        """Return the name for a model of a hub, and its files there."""
         hub.check_reference(source, revision)
         return check_name(name if name is not None else source), hub.list_files(source, revision, self._hub)
 
     def _downloaded(self, listing: hub.Listing, report: Report) -> Path:
-        """The directory with all files of `listing`; what an earlier call left there is kept."""
+        """Return a directory with all files of `listing`; reuses files of earlier calls."""
         kept_as = f"{encode_name(listing.repository)}@{encode_name(listing.commit)}"
         folder = self._private(self._root / ".downloads") / kept_as
         folder.mkdir(mode=0o700, exist_ok=True)
-        for partial in folder.rglob("*.incomplete"):  # of a download that was killed: huggingface_hub never resumes it
+        for partial in folder.rglob("*.incomplete"):  # huggingface_hub never resumes a killed download
             partial.unlink()
         kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         self._require_space(listing.nbytes - kept)
@@ -204,7 +204,7 @@ class ModelLibrary:
 
     @contextlib.contextmanager
     def _staged(self, files: Mapping[str, Path], fetched: _Fetched, report: Report) -> Iterator[Path]:
-        """A directory with a copy of the files; they are moved if they are ours."""
+        """Yield a directory with the files, moved if they are ours, else copied."""
         done, nbytes = 0, sum(file.stat().st_size for file in files.values())
         if not fetched.ours:
             self._require_space(nbytes)
@@ -220,20 +220,20 @@ class ModelLibrary:
             yield staging
 
     def _take_in(self, fetched: _Fetched, report: Report) -> ModelVersion:
-        """Stage, examine, try, mend, seal and publish a checkpoint."""
+        """Stage, examine, try, repair, seal and publish a checkpoint."""
         files = choose_files(fetched.folder)
         nbytes = sum(file.stat().st_size for file in files.values())
         has_adapter = (fetched.folder / adapter.CONFIG_FILE).exists()
         with self._staged(files, fetched, report) as staging:
             facts = examine(staging, Layout.read(staging))
-            report(nbytes, nbytes, "bytes", "trying its chat templates")
+            report(nbytes, nbytes, "bytes", "testing its chat templates")
             tried = trial.try_folder(staging)
             report(nbytes, nbytes, "bytes", "comparing its tensors with its architecture")
             facts = put_right(staging, facts, tried, trial.compare(staging, facts.arch))
             warnings = list(facts.warnings)
             if has_adapter:
                 warnings.append(
-                    f"{adapter.CONFIG_FILE} and the adapter that it describes stay behind: the model is imported alone"
+                    f"{adapter.CONFIG_FILE} and the adapter that it describes are not imported, only the model itself"
                 )
             report(nbytes, nbytes, "bytes", "computing checksums")
             meta = {"source": fetched.source, **asdict(facts), "warnings": warnings}
@@ -253,12 +253,12 @@ class ModelLibrary:
         return _described(family / f"v{number}")
 
     def _number_file(self, name: str) -> Path:
-        """A file with the highest number that a version of this model had. It outlives the model, and does not tell its
+        """Return the file with the highest version number of this model. It outlives the model without revealing its
         name."""
         return self._private(self._root / ".numbers") / hashlib.sha256(name.encode()).hexdigest()[:32]
 
     def remove(self, name: str, version: str) -> None:
-        """Deletes a version, out of sight in one step. Idempotent."""
+        """Delete a version; it disappears in one step. Idempotent."""
         DirectoryCopies(self._root).remove(Name("version", name, version))
 
     def _private(self, directory: Path) -> Path:
@@ -270,13 +270,13 @@ class ModelLibrary:
         if needed_bytes > free - KEPT_FREE_BYTES:
             raise NotEnoughDisk(
                 f"{self._root} has {free / 1e6:,.0f} MB free, this model needs {needed_bytes / 1e6:,.0f} MB and "
-                f"{KEPT_FREE_BYTES / 1e6:,.0f} MB stay free: free some (`appliance model rm`) or use another data "
+                f"{KEPT_FREE_BYTES / 1e6:,.0f} MB must stay free: free some (`appliance model rm`) or use another data "
                 "directory"
             )
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[Path]:
-        """A directory for one import; what is not renamed out of it goes."""
+        """Yield a directory for one import; files that are left in it are deleted."""
         staging = self._private(self._root / ".staging") / f"{os.getpid()}-{uuid.uuid4().hex}"
         staging.mkdir(mode=0o700)
         try:
@@ -286,13 +286,13 @@ class ModelLibrary:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Share the blocks where the file system can (reflink): a large model then takes no time and no room."""
+    """Copy a file, by reflink if the file system supports it, which takes no time and no space."""
     with open(source, "rb") as old, open(target, "xb") as new:
         try:
             while os.copy_file_range(old.fileno(), new.fileno(), 1 << 30):
                 pass
         except OSError:
-            shutil.copyfileobj(old, new)  # between these file systems; from where it stopped
+            shutil.copyfileobj(old, new)  # not possible between these file systems: copy the rest
 
 
 def _described(path: Path) -> ModelVersion:
@@ -302,7 +302,7 @@ def _described(path: Path) -> ModelVersion:
 
 
 def _convert_gguf(file: Path, out: Path, report: Report) -> None:
-    """Write the model in `file` as a checkpoint into the new directory `out`. Raises CheckpointRefused,
+    """Convert the model in `file` to a checkpoint in the new directory `out`. Raises CheckpointRefused,
     NotEnoughMemory."""
     report(0, None, "", f"reading {file.name}")
 
@@ -320,13 +320,13 @@ def _convert_gguf(file: Path, out: Path, report: Report) -> None:
     if "needed_bytes" in result:
         raise NotEnoughMemory(
             f"converting {file.name} needs {result['needed_bytes'] / 1e9:,.1f} GB of host memory, "
-            f"{result['available_bytes'] / 1e9:,.1f} GB are available: stop other programs or let models sleep "
+            f"{result['available_bytes'] / 1e9:,.1f} GB are available: stop other programs, let models sleep "
             "(`appliance mode set train`), or import the safetensors"
         )
 
 
 def _keep_sampling(folder: Path, target: Path) -> None:
-    """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over. Raises
+    """Copy sampling settings from a generation_config.json next to a GGUF file, which has none itself. Raises
     NotACheckpoint, UnsafeLink."""
     if not (folder / generation.FILE).exists():
         return
@@ -337,7 +337,7 @@ def _keep_sampling(folder: Path, target: Path) -> None:
 
 
 def _is_path(source: str, revision: str | None) -> bool:
-    """Raises SourceNotFound for a path with a revision."""
+    """Whether a source is a path. Raises SourceNotFound for a path with a revision."""
     is_path = source.startswith((".", "/", "~")) or Path(source).exists()
     if is_path and revision is not None:
         raise SourceNotFound(f"{source} is a path; a revision can only be given for a hub repository")
@@ -345,7 +345,7 @@ def _is_path(source: str, revision: str | None) -> bool:
 
 
 def check_name(name: str) -> str:
-    """Returns `name` if a base model may have it. Raises InvalidModelName."""
+    """Return `name` if it is a valid name for a base model. Raises InvalidModelName."""
     if not NAME.fullmatch(name) or len(name) > MAX_NAME_CHARACTERS or name.startswith("ft:"):
         raise InvalidModelName(
             f"{name[:200]!r} cannot be a model's name: expected letters, digits, '.', '_', '-' and '/' between parts, "
@@ -355,7 +355,7 @@ def check_name(name: str) -> str:
 
 
 def _gguf(path: Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one in a directory without safetensors. Raises
+    """Return the GGUF file at a path: the file itself, or the only one in a directory without safetensors. Raises
     SourceNotFound, UnsafeLink."""
     if path.is_file():
         return path.resolve() if is_gguf(path) else None
@@ -365,7 +365,7 @@ def _gguf(path: Path) -> Path | None:
     if len(matches) > 1:
         names = ", ".join(file.name for file in matches)
         raise SourceNotFound(f"{path} has {len(matches)} GGUF files ({names}); give the path of the one to import")
-    # Looked at before it is opened: a link may lead out of the directory, and a pipe has no end.
+    # Check before opening: a link may lead out of the directory, and reading a pipe never ends.
     return real if matches and is_gguf(real := regular(path, matches[0].name)) else None
 
 

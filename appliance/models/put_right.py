@@ -1,7 +1,7 @@
-"""Judges what a trial says of a checkpoint, and puts right in the copy what can be put right. Everything is said.
+"""Checks a checkpoint by the results of its trials, repairs faults in the copy, and notes every change.
 
-An engine that is given a name it does not know, or lacks a tensor, dies at each start; so such a checkpoint is refused
-here, by the name of the tensor.
+An engine dies at each start if a checkpoint has an unknown tensor or lacks one, so such a checkpoint is refused here,
+with the name of the tensor.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from weights.checkpoint.turns import new_end, warnings_of
 from weights.format.layout import Layout, Placed, rename_tensors
 
 PLAIN_CLASS = "PreTrainedTokenizerFast"
-# Whose classes in vLLM 0.32 take the embedding for the head whatever tie_word_embeddings says.
+# Architectures whose vLLM 0.32 classes use the embedding as the head, whatever tie_word_embeddings says.
 _ALWAYS_TIED = ("Cohere", "Gemma2", "Gemma3n", "TeleFLM", "DeepseekOCR")
 _CHUNK = 4 << 20  # numbers
 _INFINITY = {"BF16": ("u2", 0x7F80), "F16": ("u2", 0x7C00), "F32": ("u4", 0x7F800000)}
-"""By dtype: how its bits are read, and those of infinity; without their sign, those of NaN are above."""
+"""By dtype: integer type of its bits, and the bits of infinity; without the sign bit, NaNs are larger."""
 _NAMED = 3
 
 
 def put_right(directory: Path, facts: Facts, tried: Tried, findings: Mapping[str, Any]) -> Facts:
-    """Judge the copy in `directory` and mend it; return `facts` with all warnings.
+    """Check the copy in `directory` and repair it; return `facts` with all warnings.
 
     tried: the trial of its chat template. findings: the output of `checkpoint_trial`. Raises CheckpointRefused.
     """
@@ -51,7 +51,7 @@ def put_right(directory: Path, facts: Facts, tried: Tried, findings: Mapping[str
         facts = examine(directory, layout)
     notes = [*facts.warnings, *([tried.warning] if tried.warning else [])]
     if tensors.get("plain"):
-        notes.append("config.json has a quantization_config, and no tensor is quantised: the stored one is without it")
+        notes.append("config.json has a quantization_config, but no tensor is quantised: removed it")
     check_numbers(directory, layout)
     notes += put_tensors_right(directory, tensors, facts.arch)
     if facts.task != "generate":
@@ -72,12 +72,12 @@ def put_right(directory: Path, facts: Facts, tried: Tried, findings: Mapping[str
     if settled is not None:
         file.write_text(json.dumps(settled, indent=2))
     if end:
-        more.append(f"its chat template ends the model's turns with {end}: engines end an answer there too")
+        more.append(f"its chat template ends the model's turns with {end}, so engines end answers there too")
     return replace(facts, warnings=(*notes, *more))
 
 
 def _tokens(tokenizer: Mapping[str, Any], eos: Sequence[Any]) -> tuple[dict[str, int], set[str]]:
-    """The tokens that the tokenizer reads whole, with their ids, and those that end an answer by the files."""
+    """Return the tokenizer's added tokens with their ids, and the tokens that end an answer according to the files."""
     added = dict(tokenizer["added"])
     special = {role: token for role, (token, _) in tokenizer["special"].items()}
     if special.get("bos_token") != special.get("eos_token"):
@@ -87,7 +87,7 @@ def _tokens(tokenizer: Mapping[str, Any], eos: Sequence[Any]) -> tuple[dict[str,
 
 
 def check_tensors(trial: Mapping[str, Any]) -> None:
-    """Raises NotACheckpoint, naming a tensor, for one that the architecture lacks, or that lacks in the files."""
+    """Raise NotACheckpoint with the first tensor that the architecture does not have, or that the files lack."""
     if trial["unchecked"]:
         return
     if lora := [name for name in trial["unknown"] if ".lora_" in name]:
@@ -100,38 +100,34 @@ def check_tensors(trial: Mapping[str, Any]) -> None:
         raise NotACheckpoint(
             trial["unknown"][0],
             f"is not in the architecture of config.json{_and_more(trial['unknown'])}, so no "
-            "engine would start; give the checkpoint the config.json that it was trained with, or save it again "
-            "without what was wrapped around the model",
+            "engine would start; use the config.json with which the checkpoint was trained, or save it again "
+            "without wrappers around the model",
         )
     if trial["missing"] == [f"{trial['head']}.weight"]:
         raise NotACheckpoint(
             trial["missing"][0],
-            "not among the tensors, and config.json does not say that the head is the embedding. If the model was "
+            "not among the tensors, and config.json does not tie the head to the embedding. If the model was "
             'trained with both tied, set "tie_word_embeddings": true in config.json; else save it again with its head',
         )
     if trial["missing"]:
         raise NotACheckpoint(
             trial["missing"][0],
-            f"is not among the tensors{_and_more(trial['missing'])}, though the architecture "
-            "that config.json describes has it; the copy is incomplete, or config.json is another model's",
+            f"is not among the tensors{_and_more(trial['missing'])}, but the architecture in "
+            "config.json needs it; the copy is incomplete, or config.json belongs to another model",
         )
     for name, stored, expected in trial["shapes"]:
         rows = stored[1:] == expected[1:] and name.rpartition(".")[0] in (trial["head"], trial["embedding"])
         raise NotACheckpoint(
             name,
-            f"has shape {stored}, config.json leads to {expected}: "
-            + (
-                f"set vocab_size to {stored[0]} there, its rows"
-                if rows
-                else "weights of another model, or an older config?"
-            ),
+            f"has shape {stored}, but config.json implies {expected}: "
+            + (f"set vocab_size there to {stored[0]}, its rows" if rows else "use the config.json of these weights"),
         )
     for name in trial["unconvertible"]:
-        raise NotACheckpoint(name, "cannot be made of the tensors that the files have for it: is one missing?")
+        raise NotACheckpoint(name, "cannot be built from the tensors in the files; one may be missing")
 
 
 def check_numbers(directory: Path, layout: Layout) -> None:
-    """Raises NotACheckpoint, naming the tensor, for a weight with NaN or infinity: all answers would be NaN."""
+    """Raise NotACheckpoint with the first tensor that has NaN or infinity, because all answers would be NaN."""
     for placed in layout:
         if placed.spec.dtype not in _INFINITY or not placed.spec.name.endswith(("weight", "bias")):
             continue
@@ -142,13 +138,13 @@ def check_numbers(directory: Path, layout: Layout) -> None:
             if (numbers[at : at + _CHUNK] & without_sign).max() >= infinity:
                 raise NotACheckpoint(
                     placed.spec.name,
-                    "has numbers that are NaN or infinite, so that every answer would be; the training diverged, "
-                    "or it was saved or merged in float16, which its values exceed: save it in bfloat16",
+                    "has NaN or infinite values, so every answer would be NaN; the training diverged, "
+                    "or it was saved or merged in float16, whose range is too small: save it in bfloat16",
                 )
 
 
 def _mapped(directory: Path, placed: Placed, kind: str) -> np.ndarray:
-    """The bytes of a tensor as numbers of this kind, mapped from its file."""
+    """Map a tensor's bytes from its file as an array of dtype `kind`."""
     if not placed.nbytes:
         return np.empty(0, kind)
     size = placed.nbytes // np.dtype(kind).itemsize
@@ -160,39 +156,39 @@ def _and_more(names: list[str]) -> str:
 
 
 def put_tensors_right(directory: Path, trial: Mapping[str, Any], arch: str) -> list[str]:
-    """Renames what wrappers named, and lets a head of its own win over a config that ties it. Returns notes. Raises
-    NotACheckpoint."""
+    """Rename tensors that wrappers renamed, and untie the head in config.json if the file has its own. Returns notes.
+    Raises NotACheckpoint."""
     notes = []
     if trial["unchecked"]:
         notes.append(f"its tensors were not compared with an architecture: {trial['unchecked']}")
     if names := trial["renamed"]:
         rename_tensors(directory, names)
         old, new = next(iter(names.items()))
-        notes.append(f"tensors were renamed to the names by which engines load them ({len(names)}): {old} to {new}")
+        notes.append(f"{len(names)} tensors were renamed to names that engines load, such as {old} to {new}")
     for head, embedding in trial.get("tied", ()):
         if head != f"{trial['head']}.weight":
             continue
         layout = Layout.read(directory)
-        one, other = layout.find(head), layout.find(embedding)
-        is_alike = (one.spec.dtype, one.spec.shape) == (other.spec.dtype, other.spec.shape)
-        if is_alike and np.array_equal(_mapped(directory, one, "u1"), _mapped(directory, other, "u1")):
+        own, tied = layout.find(head), layout.find(embedding)
+        is_alike = (own.spec.dtype, own.spec.shape) == (tied.spec.dtype, tied.spec.shape)
+        if is_alike and np.array_equal(_mapped(directory, own, "u1"), _mapped(directory, tied, "u1")):
             continue
         if arch.startswith(_ALWAYS_TIED):
             raise NotACheckpoint(
                 head,
-                f"differs from {embedding}, and engines take the embedding for the head of {arch}: save the model "
-                "again with the two tied",
+                f"differs from {embedding}, but engines use the embedding as the head of {arch}: save the model "
+                "again with both tied",
             )
         _change_config(directory, lambda part: part.update(tie_word_embeddings=False))
         notes.append(
-            f"{head} differs from {embedding}, though config.json ties the two: the head of the file is used "
+            f"{head} differs from {embedding}, though config.json ties them: the head in the file is used "
             "(tie_word_embeddings is false in the stored config.json)"
         )
     return notes
 
 
 def _change_config(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change config.json, and its part that describes the language model."""
+    """Change config.json, both its top level and its text_config."""
     config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
@@ -201,25 +197,25 @@ def _change_config(directory: Path, change: Callable[[dict[str, Any]], object]) 
 
 
 def put_tokenizer_right(directory: Path, trial: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:
-    """Has tokenizer.json read as it is written, and no role that needs a token without an embedding. Returns notes.
-    Raises TokenizerRefused."""
+    """Make transformers read tokenizer.json unchanged, and remove roles of tokens without an embedding row. Returns
+    notes. Raises TokenizerRefused."""
     notes = []
     if trial["differs"] and trial["mended"]:
         _set_in(directory, "tokenizer_class", PLAIN_CLASS)
         notes.append(
-            f"its tokenizer_class would be read as {trial['class']}, which makes other tokens of {trial['differs']!r} "
-            f"than tokenizer.json; the stored tokenizer_config.json has {PLAIN_CLASS}, which reads it as it is written"
+            f"its tokenizer_class would be read as {trial['class']}, which tokenizes {trial['differs']!r} otherwise "
+            f"than tokenizer.json; the stored tokenizer_config.json has {PLAIN_CLASS}, which reads it unchanged"
         )
     elif trial["differs"]:
         notes.append(
-            f"transformers reads this tokenizer by {trial['class']}, which makes other tokens of {trial['differs']!r} "
+            f"transformers reads this tokenizer by {trial['class']}, which tokenizes {trial['differs']!r} otherwise "
             "than tokenizer.json: answers may be worse than elsewhere"
         )
     return notes + (_without_a_row(directory, trial, rendered) if trial["beyond"] else [])
 
 
 def _without_a_row(directory: Path, trial: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:
-    """Of tokens whose ids are beyond the embedding: an engine that computed one would die."""
+    """Check tokens whose ids are beyond the embedding, on which an engine would die. Returns notes."""
     beyond = {token: number for token, number in trial["beyond"]}
     roles = {role: token for role, (token, _) in trial["special"].items() if token in beyond}
     needed = roles.get("eos_token") or (roles.get("bos_token") if trial["begins"] else None)
@@ -228,18 +224,18 @@ def _without_a_row(directory: Path, trial: Mapping[str, Any], rendered: Mapping[
         token = str(needed or written)
         raise TokenizerRefused(
             TOKENIZER_CONFIG if needed else "chat template",
-            f"uses the token {token!r} ({beyond[token]}), for which the embedding has no row: the tokenizer is another "
+            f"uses the token {token!r} ({beyond[token]}), which has no row in the embedding: the tokenizer is another "
             "model's, or the model was saved before its embedding was resized (`resize_token_embeddings`)",
         )
     notes = []
     if "pad_token" in roles and "eos_token" in trial["special"]:
         _set_in(directory, "pad_token", trial["special"]["eos_token"][0])
-        notes.append(f"its pad_token {roles['pad_token']!r} has no row in the embedding; the end of text pads instead")
+        notes.append(f"its pad_token {roles['pad_token']!r} has no row in the embedding; eos_token is used for padding")
     some = ", ".join(f"{token} ({number})" for token, number in list(beyond.items())[:_NAMED])
     return [
         *notes,
-        f"tokens of the tokenizer have no row in the embedding ({len(beyond)}): "
-        f"{some}{', …' if len(beyond) > _NAMED else ''}; a request with one is refused",
+        f"{len(beyond)} tokens of the tokenizer have no row in the embedding: "
+        f"{some}{', …' if len(beyond) > _NAMED else ''}; requests with one are refused",
     ]
 
 

@@ -1,6 +1,6 @@
-"""Render a foreign chat template under limits of CPU time and memory: `python -m appliance.models.template_trial`.
+"""Render an untrusted chat template with limits on CPU time and memory: `python -m appliance.models.template_trial`.
 
-Jinja's sandbox keeps a template from reaching Python, but not from looping without end or padding a string to 200 MB.
+Jinja's sandbox keeps a template out of Python, but does not prevent endless loops or a string of 200 MB.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ CPU_S, MEMORY_BYTES, MAX_OUTPUT_CHARACTERS = 2, 1 << 30, 1_000_000
 
 @dataclass(frozen=True)
 class Tried:
-    """warning: the error of the template for a plain conversation of two users' turns. rendered: the probes."""
+    """A template's result. warning: its error for a plain conversation with two user turns. rendered: the probes."""
 
     warning: str | None = None
     rendered: Mapping[str, str | None] = field(default_factory=dict)
 
 
 class _Refused(Exception):
-    """The template must not run anywhere; the text says why."""
+    """The template must not be used; the text has the reason."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` of transformers: marks assistant text, renders what it encloses."""
+    """`{% generation %}` of transformers, which marks assistant text: renders its content."""
 
     tags = {"generation"}
 
@@ -44,7 +44,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def try_here(template: str, special: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `Tried`, or {"refused": why}."""
+    """Render the probes; return the fields of `Tried`, or {"refused": why}."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -68,16 +68,16 @@ def try_here(template: str, special: Mapping[str, str]) -> dict[str, Any]:
 def _render(
     compiled: jinja2.Template, conversation: dict[str, Any], special: Mapping[str, str]
 ) -> tuple[str | None, str | None]:
-    """The rendered conversation and None, or None and why the template raised an error. Raises _Refused."""
+    """Return the rendered conversation and None, or None and the template's error. Raises _Refused."""
     common = {"add_generation_prompt": True, "bos_token": "", "eos_token": "", "tools": None, "documents": None}
     text = ""
     try:
         for piece in compiled.generate(**common | special | conversation):
             text += piece
             if len(text) > MAX_OUTPUT_CHARACTERS:
-                raise _Refused(f"makes more than {MAX_OUTPUT_CHARACTERS} characters of a short conversation")
+                raise _Refused(f"renders a short conversation to more than {MAX_OUTPUT_CHARACTERS} characters")
     except jinja2.sandbox.SecurityError as error:
-        raise _Refused(f"reaches outside of the template: {error}") from error
+        raise _Refused(f"accesses Python outside of the template: {error}") from error
     except MemoryError:
         raise _Refused(f"needs more than {MEMORY_BYTES >> 20} MB of memory for a short conversation") from None
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:

@@ -1,6 +1,6 @@
-"""Try a checkpoint's chat templates, and its tokenizer and architecture, in processes that can be killed.
+"""Try a checkpoint's chat templates, tokenizer and architecture in separate processes that can be killed.
 
-Whatever reads a foreign file runs in such a process: a module of ours that holds itself to bounds and prints JSON.
+Untrusted files are read only by such processes: modules of the box that set their own limits and print JSON.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ ROLES = frozenset({"bos_token", "eos_token", "unk_token", "pad_token"})
 
 
 class TrialFailed(Exception):
-    """The process ended without a result; the text is how, and the end of what it wrote to stderr."""
+    """The process ended without a result; the text has how it ended and the end of its stderr."""
 
 
 def run_trial(
     subject: str,
     module: str,
     *options: str,
-    given: str = "",
+    stdin_text: str = "",
     limit_s: float = LOAD_S,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
 ) -> dict[str, Any]:
-    """Run `module` and return the JSON of its last line; each line before goes to `on_event`.
+    """Run `module`; return the JSON of its last line and pass each earlier line to `on_event`.
 
     Args:
-        subject: the file that a refusal names.
-        given: text for its standard input.
+        subject: the file for error messages.
+        stdin_text: text for its standard input.
 
     Raises TrialEnded, TrialFailed.
     """
@@ -68,7 +68,7 @@ def run_trial(
         limit.start()
         try:
             with suppress(BrokenPipeError), process.stdin as stdin:
-                stdin.write(given)  # its end also answers a library that asks whether to run a model's own code
+                stdin.write(stdin_text)  # the end of input declines questions to run a model's own code
             for line in process.stdout:
                 if last:
                     on_event(json.loads(last))
@@ -81,9 +81,9 @@ def run_trial(
             if (result := json.loads(last)).pop("event", "done") == "done":
                 return result
         if time.monotonic() >= ends_s:
-            raise TrialEnded(subject, f"its trial took more than {limit_s:.0f} s: try again")
+            raise TrialEnded(subject, f"its check took more than {limit_s:.0f} s: try again")
         if code == -signal.SIGKILL:
-            ended = "its trial was ended from outside, as the kernel does where memory is short: try again"
+            ended = "its check was killed, probably because memory was short: try again"
             raise TrialEnded(subject, ended)
         errors.seek(0)
         text = errors.read().strip()[-1000:]
@@ -91,7 +91,7 @@ def run_trial(
 
 
 def compare(directory: Path, arch: str) -> Mapping[str, Any]:
-    """Compare the checkpoint with what transformers makes of it (`train.convert.checkpoint_trial`). Raises
+    """Compare the checkpoint's files with transformers' classes (`train.convert.checkpoint_trial`). Raises
     NotACheckpoint, TrialEnded."""
     try:
         result = run_trial("config.json", "train.convert.checkpoint_trial", str(directory), arch)
@@ -102,12 +102,12 @@ def compare(directory: Path, arch: str) -> Mapping[str, Any]:
             f"transformers cannot read its tokenizer, or compare its architecture with the tensors: {reason}",
         ) from error
     if "unfit" in result:
-        raise NotACheckpoint("config.json", result["unfit"].replace(f"{directory}/", ""))  # of the import alone
+        raise NotACheckpoint("config.json", result["unfit"].replace(f"{directory}/", ""))  # a temporary directory
     return result
 
 
 def try_folder(directory: Path) -> Tried:
-    """Try all chat templates; return what that of plain conversations does. Raises CheckpointRefused."""
+    """Try all chat templates; return the result for plain conversations. Raises CheckpointRefused."""
     template, others = chat_templates(directory)
     tried, roles = Tried(), directory / SPECIAL_TOKENS
     named = {**(read_json(roles, SPECIAL_TOKENS) if roles.is_file() else {}), **read_tokenizer_config(directory)}
@@ -115,7 +115,7 @@ def try_folder(directory: Path) -> Tried:
     special = {role: text for role, text in texts.items() if role in ROLES and isinstance(text, str)}
     if template is not None:
         tried = try_template(template, special)
-        if (rendered := with_tools(template)) != template:  # engines and ranks render this one
+        if (rendered := with_tools(template)) != template:  # engines and ranks use this form
             tried = Tried(tried.warning, try_template(str(rendered), special).rendered)
     for other in others:
         try_template(other, special)
@@ -123,17 +123,17 @@ def try_folder(directory: Path) -> Tried:
 
 
 def try_template(template: str, special: Mapping[str, str] | None = None) -> Tried:
-    """Render `template`. special: the texts of `bos_token`, `eos_token` and the like.
+    """Render `template`. special: texts of `bos_token`, `eos_token` and the like.
 
-    Raises TemplateRefused if it does not compile, or exceeds time, memory or output limits.
+    Raises TemplateRefused if it does not compile or exceeds a limit on time, memory or output.
     """
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise TemplateRefused(
             "chat template", f"{len(template)} characters long; at most {MAX_TEMPLATE_CHARACTERS} are accepted"
         )
-    given = json.dumps({"template": template, "special": dict(special or {})})
+    text = json.dumps({"template": template, "special": dict(special or {})})
     try:
-        result = run_trial("chat template", "appliance.models.template_trial", given=given, limit_s=TEMPLATE_S)
+        result = run_trial("chat template", "appliance.models.template_trial", stdin_text=text, limit_s=TEMPLATE_S)
     except TrialFailed as error:
         raise TemplateRefused(
             "chat template",

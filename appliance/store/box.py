@@ -23,7 +23,7 @@ def put(db: Database, name: str, value: Any) -> None:
 
 
 def increment(db: Database, name: str) -> int:
-    """Add one to a counter that starts at 0 and return it. No number comes twice."""
+    """Add one to a counter that starts at 0, and return the new number."""
     with db.transaction():
         number = int(get(db, name, 0)) + 1
         put(db, name, number)

@@ -64,8 +64,7 @@ class OtherSchema(StoreError):
 
 
 class RowNotFound(StoreError, LookupError):
-    """A LookupError as well, which is what the scheduler's ports may raise for what is gone: a job whose row had been
-    taken away ended the scheduler's loop."""
+    """Also a LookupError, which the scheduler's loop expects for a job that is gone."""
 
     def __init__(self, table: str, row_id: str):
         super().__init__(f"no row {row_id!r} in {table}")
@@ -106,7 +105,7 @@ TABLES: dict[str, tuple[set[str], str]] = {}
 
 
 def sql_list(words: Iterable[str]) -> str:
-    """Words of the code itself, never of a request, for `IN (...)`."""
+    """SQL for `IN (...)` from words of the code, never of a request."""
     return ", ".join(f"'{word}'" for word in words)
 
 
@@ -136,7 +135,7 @@ class Database(AbstractContextManager["Database"]):
             raise
 
     def _check_tables(self) -> None:
-        """Raises OtherSchema if a table that is there has other columns than it is declared to have."""
+        """Raises OtherSchema if an existing table has other columns than declared."""
         columns: dict[str, set[str]] = {}
         query = "SELECT m.name, c.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE m.type = 'table'"
         for table, column in self.execute(query):
@@ -161,8 +160,7 @@ class Database(AbstractContextManager["Database"]):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             connection.execute("PRAGMA synchronous = FULL")
-            # Builds of SQLite differ: without this, deleted rows, such as a forgotten person's texts, would stay in
-            # free pages.
+            # Some builds of SQLite leave deleted rows in free pages by default.
             connection.execute("PRAGMA secure_delete = ON")
             connection.execute("PRAGMA foreign_keys = ON")
         return self._of_thread.connection
@@ -203,7 +201,7 @@ class Database(AbstractContextManager["Database"]):
         many."""
         chosen = f"SELECT rowid FROM {table} WHERE {where} LIMIT {DELETED_AT_ONCE}"
         while self.execute(f"DELETE FROM {table} WHERE rowid IN ({chosen})", parameters).rowcount == DELETED_AT_ONCE:
-            time.sleep(0.001)  # whoever waits for the lock gets it only if this thread pauses
+            time.sleep(0.001)  # a thread that waits for the lock gets it only if this one pauses
 
     def empty_log(self) -> bool:
         """Move the log into the database and truncate it, so that deleted rows are gone from the disk. False if other
@@ -225,7 +223,7 @@ class Database(AbstractContextManager["Database"]):
         return None if row is None else row[0]
 
     def column(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
-        """The first column of what the statement finds."""
+        """The first column of all rows."""
         return [row[0] for row in self.execute(sql, parameters)]
 
 
@@ -261,7 +259,7 @@ def _column(name: str, hint: Any) -> Column:
 
 
 def encode(value: Any, column: Column) -> Any:
-    """A value as its column has it."""
+    """Convert a value for its column."""
     if column.is_json and value is not None:
         # `default` is for named tuples, and numbers of scipy are numpy's.
         options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
@@ -320,7 +318,7 @@ class Table(Generic[Row]):
         return [encode(getattr(row, name), column) for name, column in self._columns.items()]
 
     def delete(self, db: Database, *key: Any) -> bool:
-        """Whether there was one."""
+        """Delete a row; whether it was there."""
         return db.execute(f"DELETE FROM {self._name} WHERE {self._where}", key).rowcount > 0
 
     def list_all(
@@ -336,7 +334,7 @@ class Table(Generic[Row]):
         return next(iter(self.list_all(db, where, *parameters, limit=1, last=last)), None)
 
     def find(self, db: Database, *key: Any) -> Row | None:
-        """Finds it whoever owns it: for the box's own work, or where the caller knows whose the row is."""
+        """The row with this key, whoever owns it; None if there is none."""
         return db.one(self._kind, f"SELECT * FROM {self._name} WHERE {self._where}", key)
 
     def get(self, db: Database, *key: Any) -> Row:

@@ -1,7 +1,5 @@
-"""Evaluations, their runs, and the items of each run.
-
-viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself.
-"""
+"""Evaluations, their runs, and the items of each run. viewer: the owner who asks and sees only their own; None for an
+admin or the box itself."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ insert_run, find_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.find, EVAL_RUNS.u
 def unfinished_ids(db: Database, object_id: str) -> list[str]:
     """Ids of unfinished runs: of this eval, or this run. Their rows may hold megabytes each."""
     return db.column(
-        f"SELECT id FROM eval_runs INDEXED BY eval_runs_unfinished WHERE {UNFINISHED['eval_runs']}"
+        f"SELECT id FROM eval_runs INDEXED BY eval_runs_open WHERE {UNFINISHED['eval_runs']}"
         " AND ?1 IN (eval_id, id) ORDER BY seq",
         [object_id],
     )

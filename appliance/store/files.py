@@ -1,7 +1,5 @@
-"""Rows of uploaded and produced files. The caller keeps the bytes, under the same id.
-
-viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself.
-"""
+"""Rows of uploaded and produced files, whose bytes the caller stores under the same id. viewer: the owner who asks and
+sees only their own files; None for an admin or the box itself."""
 
 from __future__ import annotations
 

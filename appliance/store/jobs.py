@@ -29,6 +29,11 @@ MOST_GROWN = 1.5
 insert, find, find_visible, get, page = JOBS.insert, JOBS.find, JOBS.find_visible, JOBS.get, JOBS.page_visible
 
 
+def find_unfinished(db: Database, job_id: str | None) -> JobRow | None:
+    """The job, unless it has ended or is gone."""
+    return JOBS.first(db, f"id = ? AND {UNFINISHED['jobs']}", job_id)
+
+
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities. also: SQL of a condition, with its parameters."""
     return JOBS.list_all(db, UNFINISHED["jobs"] + also, *parameters)
@@ -50,9 +55,8 @@ def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], 
     return list_unfinished(db, f" AND EXISTS (SELECT 1 FROM job_judges WHERE job_id = jobs.id AND ({named}))", *quoted)
 
 
-# Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
-# list, and an owner who creates and cancels jobs in turn would make it longer and longer. So is another owner's model
-# under the output name of an ended job of this owner. UNION ALL: SQLite then finds one name by index.
+# Without jobs that made nothing or whose model is gone, so that cancelled jobs do not lengthen the gateways' table.
+# UNION ALL lets SQLite find one name by index.
 _MADE = f"""
     SELECT output_model AS name FROM jobs WHERE owner = ?1 AND ({UNFINISHED["jobs"]}
         OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))

@@ -204,18 +204,14 @@ def adapters_on(db: Database, base: str) -> list[AdapterRow]:
     )
 
 
-MOST_KEPT = 50
-
-
 def add_settings(
     db: Database, model: str, settings: dict[str, Any], digest: str, by_whom: str, now_s: float, note: str = ""
 ) -> ModelSettingsRow:
-    """Put new settings in force; the oldest of more than MOST_KEPT go."""
+    """Put new settings in force."""
     with db.transaction():
         last = current_settings(db, model)
         row = ModelSettingsRow(model, 1 if last is None else last.number + 1, now_s, digest, by_whom, settings, note)
         MODEL_SETTINGS.insert(db, row)
-        db.execute("DELETE FROM model_settings WHERE model = ? AND number <= ?", [model, row.number - MOST_KEPT])
     return row
 
 

@@ -427,11 +427,15 @@ class NodeRow:
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-UNFINISHED_BATCH: tuple[str, ...] = ("validating", "in_progress", "finalizing", "cancelling")
-
-
 EvalRunStatus = Literal["queued", "in_progress", "completed", "canceled", "failed"]
-UNFINISHED_EVAL_RUN = ("queued", "in_progress")
+AnswerKind = Literal["response", "chat.completion"]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+UNFINISHED_STATUSES = ("validating", "queued", "in_progress", "finalizing", "cancelling", "pending")
+"""Of batches, runs of evaluations, responses and uploads."""
+
+
+def _finished(row: Any) -> bool:
+    return row.status not in UNFINISHED_STATUSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,9 +489,7 @@ class EvalRunRow:
     bytes: int = 0
     counts: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def finished(self) -> bool:
-        return self.status not in UNFINISHED_EVAL_RUN
+    finished = property(_finished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,9 +536,7 @@ class BatchRow:
     errors: list[dict[str, Any]] | None = None
     usage: dict[str, Any] | None = None
 
-    @property
-    def finished(self) -> bool:
-        return self.status not in UNFINISHED_BATCH
+    finished = property(_finished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,11 +557,6 @@ class UploadRow:
     owner: str = ""
     file_id: str | None = None
     part_bytes: int = 0
-
-
-AnswerKind = Literal["response", "chat.completion"]
-ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-UNFINISHED_RESPONSE: tuple[str, ...] = ("queued", "in_progress")
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,17 +583,12 @@ class ResponseRow:
     model: str | None = None
     metadata: dict[str, str] | None = None
 
-    @property
-    def finished(self) -> bool:
-        return self.status not in UNFINISHED_RESPONSE
+    finished = property(_finished)
 
 
 UNFINISHED = {
     "jobs": f"phase IN ({sql_list(UNFINISHED_PHASES)})",
-    "batches": f"status IN ({sql_list(UNFINISHED_BATCH)})",
-    "responses": f"status IN ({sql_list(UNFINISHED_RESPONSE)})",
-    "eval_runs": f"status IN ({sql_list(UNFINISHED_EVAL_RUN)})",
-    "uploads": "status = 'pending'",
+    **dict.fromkeys(("batches", "responses", "eval_runs", "uploads"), f"status IN ({sql_list(UNFINISHED_STATUSES)})"),
 }
 """Conditions for rows of work that has not ended, by table: those of partial indexes in schema.sql."""
 

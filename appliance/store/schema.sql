@@ -38,9 +38,10 @@ CREATE INDEX IF NOT EXISTS audit_time ON audit (created_s);
 CREATE INDEX IF NOT EXISTS tasks_of_key ON tasks (key_id);
 CREATE INDEX IF NOT EXISTS batches_status ON batches (status, seq);
 CREATE INDEX IF NOT EXISTS batches_owner ON batches (owner, seq);
-CREATE INDEX IF NOT EXISTS batches_of_key ON batches (key_id)
-    WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling');
-CREATE INDEX IF NOT EXISTS uploads_of_key ON uploads (key_id, bytes) WHERE status = 'pending';
+CREATE INDEX IF NOT EXISTS batches_unfinished ON batches (key_id)
+    WHERE status IN ('validating', 'queued', 'in_progress', 'finalizing', 'cancelling', 'pending');
+CREATE INDEX IF NOT EXISTS uploads_unfinished ON uploads (key_id, bytes)
+    WHERE status IN ('validating', 'queued', 'in_progress', 'finalizing', 'cancelling', 'pending');
 
 -- By the hour. refused: requests that gateways refused.
 CREATE TABLE IF NOT EXISTS usage (
@@ -59,7 +60,8 @@ CREATE INDEX IF NOT EXISTS device_time_open ON device_time (job_id) WHERE to_s I
 CREATE INDEX IF NOT EXISTS device_time_job ON device_time (job_id);
 CREATE INDEX IF NOT EXISTS device_time_ended ON device_time (to_s);
 CREATE INDEX IF NOT EXISTS responses_made ON responses (created_s, bytes);
-CREATE INDEX IF NOT EXISTS responses_waiting ON responses (key_id, bytes) WHERE status IN ('queued', 'in_progress');
+CREATE INDEX IF NOT EXISTS responses_unfinished ON responses (key_id, bytes)
+    WHERE status IN ('validating', 'queued', 'in_progress', 'finalizing', 'cancelling', 'pending');
 CREATE INDEX IF NOT EXISTS responses_held ON responses (owner, seq, status, bytes, key_id);
 CREATE INDEX IF NOT EXISTS completions_of_owner ON responses (owner, seq, model, metadata)
     WHERE kind = 'chat.completion';
@@ -75,8 +77,8 @@ CREATE INDEX IF NOT EXISTS evals_of_key ON evals (key_id, bytes);
 CREATE INDEX IF NOT EXISTS eval_runs_ended ON eval_runs (ended_s);
 CREATE INDEX IF NOT EXISTS eval_runs_of_key ON eval_runs (key_id, bytes);
 CREATE INDEX IF NOT EXISTS eval_runs_in_order ON eval_runs (eval_id, seq, status);
-CREATE INDEX IF NOT EXISTS eval_runs_unfinished ON eval_runs (seq, eval_id, owner, id)
-    WHERE status IN ('queued', 'in_progress');
+CREATE INDEX IF NOT EXISTS eval_runs_open ON eval_runs (seq, eval_id, owner, id)
+    WHERE status IN ('validating', 'queued', 'in_progress', 'finalizing', 'cancelling', 'pending');
 CREATE UNIQUE INDEX IF NOT EXISTS eval_items_of ON eval_items (run_id, place);
 CREATE UNIQUE INDEX IF NOT EXISTS page_sessions_secret ON page_sessions (sha256);
 CREATE INDEX IF NOT EXISTS page_sessions_of ON page_sessions (key_id);

@@ -1,9 +1,9 @@
-"""The tiers of the box: what each had at the last pass, the way back from them, what a person sees of them, and the
-flow of versions and snapshots from shared memory to the disk and to the remote place.
+"""The tiers of the box: their contents at the last pass, restoring from them, their status, and the flow that copies
+versions and snapshots from shared memory to the disk and to the remote store.
 
-The flow is level-triggered: a pass reads what is in each place, works out what is missing and what is too much, and
-does one thing after the other. A crash at any point costs nothing: the next pass finds what is left to do. Each tier
-has its own thread, so a mount that hangs holds up nobody else.
+The flow is level-triggered: a pass reads the contents of each tier, computes missing and surplus copies, and copies or
+removes them one by one. After a crash the next pass finds the remaining work. Each tier has its own thread, so a
+hanging mount does not block other tiers.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ END_WAIT_S = 10.0
 
 
 def _yield_to_others() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # on Linux a priority belongs to a thread
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # on Linux a priority applies to one thread
 
 
 @dataclass
 class Tier:
-    """Where copies are, the one thread that writes them, and what is known of it.
+    """A place for copies, the one thread that writes them, and their last known state.
 
-    `here`: creation time (Unix seconds) of what it had at the last pass, replaced and never changed, for other threads
-    read it. `backlog`: bytes of what it lacks. `busy`: what is being copied, and the bytes done.
+    `here`: creation time (Unix seconds) of each copy at the last pass; replaced, never changed, because other threads
+    read it. `backlog`: bytes of each missing copy. `busy`: the copy that is being written, and its bytes so far.
     """
 
     name: str
@@ -78,10 +78,9 @@ class Tier:
 
 
 class Tiers:
-    """The disk and the remote place, if there is one, in `all`; shared memory is above them.
+    """The disk and, if configured, the remote store, both in `all`; shared memory is the tier above them.
 
-    May be called from any thread, but for `nudge`. Raises TierUnavailable where the settings of an S3 store make no
-    client.
+    Any thread may call it, except `nudge`. Raises TierUnavailable if the settings of an S3 store are unusable.
     """
 
     def __init__(self, store: WeightStore, config: WeightsConfig, paths: BoxPaths) -> None:
@@ -96,21 +95,21 @@ class Tiers:
             self.all.append(Tier("remote", copies, remote.versions, remote.snapshots))
 
     def nudge(self) -> None:
-        """Wake the flow: something new is there, or something has to go. Call it on the loop's thread."""
+        """Wake the flow after something was added or must be removed. Call it on the loop's thread."""
         for tier in self.all:
             tier.changed.set()
 
     def note(self, tier: Tier, text: str) -> None:
-        """Notes an error of a tier, which `status` shows until its next one."""
+        """Record a tier's last error, which `status` shows."""
         tier.last_error, tier.last_error_s = text, self.clock()
         log.error("tier %s: %s", tier.name, text)
 
     def beside_job(self, job_id: str) -> WeightStore:
-        """The store that ranks write snapshots to when shared memory is full."""
+        """Return the store to which ranks write snapshots when shared memory is full."""
         return WeightStore(self._jobs_dir / job_id / "snapshots", budget_bytes=None)
 
     def in_memory(self) -> dict[Name, StoredVersion]:
-        """What shared memory has, and what the stores of jobs have that found it full."""
+        """List the contents of shared memory, and of the stores of jobs that found it full."""
         jobs = [path.parent.parent.name for path in self._jobs_dir.glob("*/snapshots/snapshots")]
         versions = {}
         for store in (*map(self.beside_job, jobs), self.store):
@@ -118,13 +117,13 @@ class Tiers:
                 versions |= {Name(kind, stored.model, stored.version): stored for stored in store.list(kind)}
         return versions
 
-    # The way back
+    # Restoring
 
     def bring_in(self, name: Name, store: WeightStore | None = None) -> StoredVersion:
-        """Brings `name` into shared memory (or `store`) unless it is there, from the nearest tier whose copy is whole.
+        """Bring `name` into shared memory (or `store`), if absent, from the nearest tier with an undamaged copy.
 
-        Damaged copies on the way are removed once another was good, so that the flow writes them again. Raises
-        LookupError if no tier has it whole, StoreFull.
+        Damaged copies in nearer tiers are then removed, so that the flow writes them again. Raises LookupError if no
+        tier has an undamaged copy, StoreFull.
         """
         store, stored = store or self.store, None
         try:
@@ -154,31 +153,31 @@ class Tiers:
                 for other in damaged:
                     self._remove_damaged(other, name, tier.name)
                 return stored
-        raise LookupError(f"{name} is in no tier that has it whole: {'; '.join(faults) or 'none has it'}")
+        raise LookupError(f"no tier has an undamaged copy of {name}: {'; '.join(faults) or 'none has it'}")
 
     def _remove_damaged(self, tier: Tier, name: Name, whole_in: str) -> None:
         try:
             tier.copies.remove(name)
         except (TierUnavailable, OSError) as error:
-            self.note(tier, f"the damaged copy of {name} could not be removed: {error}")
+            self.note(tier, f"cannot remove the damaged copy of {name}: {error}")
             return
         tier.damaged += 1
-        self.note(tier, f"{name} was damaged and was removed, to be written again; the {whole_in} tier had it whole")
+        self.note(tier, f"removed the damaged copy of {name} to write it again; the {whole_in} tier has a good one")
 
     def snapshots_of(self, job_id: str) -> list[Name]:
-        """The job's snapshots in any tier, the highest step first."""
+        """Return the job's snapshots in all tiers, highest step first."""
         names: set[Name] = set()
         for tier in self.all:
             try:
-                known = [*tier.copies.manifests()]  # at once: the tier's thread changes it
+                known = [*tier.copies.manifests()]  # copied at once, because the tier's thread changes it
                 names |= {name for name in known if name[:2] == ("snapshot", job_id)}
             except (TierUnavailable, OSError) as error:
                 self.note(tier, str(error))
         return sorted(names, key=lambda name: step_of(name.version), reverse=True)
 
     def newest_snapshot(self, job_id: str) -> StoredVersion | None:
-        """The newest whole snapshot, from which the job resumes: in shared memory, in the job's folder, or else read in
-        from the nearest tier."""
+        """Return the newest undamaged snapshot, from which the job resumes: from shared memory or the job's folder,
+        else from the nearest tier."""
         beside = self.beside_job(job_id)
         stores = [self.store, *([beside] if (beside.root / "snapshots").is_dir() else [])]
         written = [stored for store in stores for stored in store.list("snapshot", job_id)]
@@ -195,16 +194,16 @@ class Tiers:
                 log.error("the job resumes from an older snapshot: %s", error, extra={"job_id": job_id})
         return newest
 
-    # What people see
+    # Status
 
     def tiers_of(self, name: Name) -> list[str]:
-        """Names of the tiers that have `name`, or that had it at the last pass."""
+        """Return the names of the tiers that have `name`; for disk and remote, at the last pass."""
         memory = ["memory"] if (self.store.root / name.key).is_dir() else []
         return memory + [tier.name for tier in self.all if name in tier.here]
 
     def status(self) -> list[dict[str, Any]]:
-        """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds. It reads folders of shared
-        memory: call it on a thread."""
+        """Return one entry per tier, shared memory first; sizes in bytes, times in Unix seconds. Blocks on reads of
+        folders: call it in a worker thread."""
         usage, kinds = self.store.usage(), [kind for kind in KINDS for _ in self.store.list(kind)]
         memory = {
             "name": "memory",
@@ -239,22 +238,22 @@ def _counts(kinds: list[str]) -> dict[str, int]:
 
 
 def name_of(row: VersionRow) -> Name:
-    """The name of a version in every tier."""
+    """Return a version's name in all tiers."""
     return Name("adapter" if row.meta.get("adapter") else "version", row.model, row.version)
 
 
-# The way out
+# Copying to the tiers
 
 
 class TransferStopped(Exception):
-    """The box ends while a copy runs; the next pass starts it again."""
+    """The box stops during a copy; the next pass starts the copy again."""
 
 
 class TierFlow:
-    """`run` works until it is cancelled. Other methods belong to the loop's thread.
+    """Copies to the tiers: `run` works until cancelled. Call other methods on the loop's thread.
 
-    `owner` names the box: a remote place belongs to one. `is_held(name)` says whether the box serves a version now; it
-    is called on the tiers' threads.
+    `owner`: the box's id, because a remote store belongs to one box. `is_held(name)`: whether the box serves a version
+    now, called on the tiers' threads.
     """
 
     def __init__(
@@ -263,7 +262,7 @@ class TierFlow:
         self._db, self._tiers, self._owner, self._is_held = db, tiers, owner, is_held
         self._stopping = threading.Event()
         self._collected: set[str] = set()
-        self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): of its next snapshot's copy
+        self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): earliest time of the next snapshot's copy
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -271,7 +270,7 @@ class TierFlow:
                 group.create_task(self._work(tier), name=f"tier: {tier.name}")
 
     async def finish(self) -> bool:
-        """Ends the work and copies to disk what only memory has. False if something is not safe."""
+        """Stop the flow and copy to disk what is only in memory. Returns False if something is not saved."""
         self._stopping.set()
         for tier in self._tiers.all:
             await asyncio.wait([asyncio.wrap_future(tier.pool.submit(lambda: None))], timeout=END_WAIT_S)
@@ -288,14 +287,14 @@ class TierFlow:
                     await tier.changed.wait()
 
     async def run_once(self, name: str, *, everything: bool = False) -> None:
-        """One pass over the tier of this name. Its errors are noted for `Tiers.status`."""
+        """Run one pass over a tier; its errors go to `Tiers.status`."""
         (tier,) = (tier for tier in self._tiers.all if tier.name == name)
         try:
             await asyncio.get_running_loop().run_in_executor(tier.pool, self._pass, tier, everything)
         except TransferStopped:
             return
         except (WeightsError, OSError) as error:
-            self._tiers.note(tier, f"{error}; trying again in {EVERY_S:.0f} s")
+            self._tiers.note(tier, f"{error}; retrying in {EVERY_S:.0f} s")
 
     def _pass(self, tier: Tier, everything: bool) -> None:
         copies, disk = tier.copies, self._tiers.disk
@@ -319,20 +318,20 @@ class TierFlow:
         for name in _spare_newest(drop, tier.here, facts) if is_full else drop:
             copies.remove(name)
             tier.here = {other: created_s for other, created_s in tier.here.items() if other != name}
-            log.info("%s left the %s tier: no rule keeps it", name, tier.name)
+            log.info("removed %s from the %s tier: no rule keeps it", name, tier.name)
         if tier is disk:
             self._after_disk(facts, stored, push)
         tier.used_bytes = sum(manifest.nbytes for manifest in copies.manifests().values())
 
     def _push_all(self, tier: Tier, push: list[Name], stored: dict[Name, StoredVersion], everything: bool) -> bool:
-        """Returns whether the tier is full. everything: also snapshots that another copy preceded a moment ago."""
+        """Copy to a tier; return whether it is full. everything: include jobs with a recently copied snapshot."""
         for name in push:
             job, began_s = (tier.name, name.model), self._tiers.clock()
             if everything or name.kind != "snapshot" or began_s >= self._not_before_s.get(job, 0.0):
                 try:
                     self._push(tier, name, stored.get(name))
                 except (VersionNotFound, StoreError, FileNotFoundError) as error:
-                    log.info("%s was not copied to the %s tier: %s", name, tier.name, error)  # gone meanwhile
+                    log.info("%s was not copied to the %s tier: %s", name, tier.name, error)  # removed meanwhile
                 except TierFull as error:
                     self._tiers.note(tier, str(error))
                     return True
@@ -348,7 +347,7 @@ class TierFlow:
         return False
 
     def _push(self, tier: Tier, name: Name, stored: StoredVersion | None) -> None:
-        """Copies it from memory, or from the disk where memory has it no more."""
+        """Copy one item to a tier, from memory or, if it left memory, from disk."""
 
         def moved(nbytes: int) -> None:
             if self._stopping.is_set():
@@ -368,7 +367,7 @@ class TierFlow:
         tier.here = {**tier.here, name: self._tiers.clock()}
 
     def _after_disk(self, facts: Facts, stored: dict[Name, StoredVersion], push: list[Name]) -> None:
-        """Writes into the store's rows what is on disk, and unpins in memory what is safe or what no rule keeps."""
+        """Record in the database what is on disk, and unpin in memory what is on disk or what no rule keeps."""
         disk = self._tiers.disk
         for row in facts.rows:
             path = str(disk.copies.path(name_of(row))) if name_of(row) in disk.here else None
@@ -380,14 +379,14 @@ class TierFlow:
                     unpin(version)
 
     def forget(self, name: Name) -> None:
-        """A person deleted `name`: it leaves every tier, later also one that cannot be reached now."""
+        """Remove `name`, which was deleted, from every tier; from an unreachable tier later."""
         for tier in self._tiers.all:
             TIER_REMOVALS.put(self._db, TierRemovalRow(tier.name, *name, created_s=time.time()))
         self._tiers.nudge()
 
 
 def _plan(tier: Tier, facts: Facts, above: set[Name]) -> tuple[list[Name], list[Name]]:
-    """The names to copy to the tier, snapshots and then the newest first, and those to remove from it."""
+    """Return the names to copy to the tier, snapshots first, then newest first, and the names to remove from it."""
     judged = [facts.kept[name] for name in {*above, *tier.here} if name in facts.kept]
     snapshots = [record for record in judged if record.key.kind == "snapshot"]
     others = [record for record in judged if record.key.kind != "snapshot"]
@@ -398,16 +397,16 @@ def _plan(tier: Tier, facts: Facts, above: set[Name]) -> tuple[list[Name], list[
 
 
 def _spare_newest(drop: list[Name], here: dict[Name, float], facts: Facts) -> list[Name]:
-    """What may leave a full tier before what replaces it is in: not the newest that the tier has of a model or of a job
-    that goes on."""
+    """Return what a full tier may drop before the replacement arrives: not its newest copy of a model or of an
+    unfinished job."""
     newest = {(name.kind, name.model): name for name in sorted(here, key=lambda name: here[name])}
     return [name for name in drop if name in facts.over or newest[name.kind, name.model] != name]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One version or snapshot for retention. `family` is its model or job; rules apply to each family separately.
-    `valid_loss` is None if never measured. A `protected` one stays regardless of the rules."""
+    """One version or snapshot for retention. `family`: its model or job; rules apply to each family separately.
+    `valid_loss`: None if never measured. `protected`: kept regardless of the rules."""
 
     key: Name
     family: str
@@ -417,11 +416,11 @@ class Kept:
 
 
 def keep(records: Iterable[Kept], rules: KeepRules) -> list[Name]:
-    """The keys to keep, the newest first: of each family the newest `keep_last`, the `keep_best` with the lowest
-    validation loss, and protected ones; everything without rules."""
+    """Return the keys to keep, newest first: of each family the newest `keep_last`, the `keep_best` with the lowest
+    validation loss, and all protected ones; without rules everything."""
     newest_first = sorted(records, key=lambda record: record.created_s, reverse=True)
     measured = [record for record in newest_first if record.valid_loss is not None]
-    best_first = sorted(measured, key=lambda record: record.valid_loss or 0.0)  # stable: of equals the newest
+    best_first = sorted(measured, key=lambda record: record.valid_loss or 0.0)  # stable: the newest of equal ones first
     kept = {record.key for record in newest_first if record.protected or rules == KeepRules()}
     for family in {record.family for record in newest_first}:
         for ranked, count in ((newest_first, rules.keep_last), (best_first, rules.keep_best)):
@@ -431,8 +430,8 @@ def keep(records: Iterable[Kept], rules: KeepRules) -> list[Name]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the store's rows tell retention. `kept`: every version and snapshot that it may judge. `over`: snapshots of
-    jobs that have ended."""
+    """What retention knows from the database. `kept`: versions and snapshots to which rules apply. `over`: snapshots of
+    ended jobs."""
 
     kept: dict[Name, Kept]
     over: frozenset[Name]
@@ -440,7 +439,7 @@ class Facts:
 
 
 def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[Name], bool]) -> Facts:
-    """`created`: creation time of everything that any place holds. What no row knows is not judged."""
+    """Read facts for retention. `created`: creation time of everything in any tier. Rules skip items without a row."""
     unfinished = {row.id: row for row in jobs.list_unfinished(db)}
     known = models.list_all(db)
     rows = tuple(version for model in known for version in models.list_versions(db, model.id))
@@ -455,7 +454,7 @@ def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[N
     kept = {}
     for row in rows:
         name, version = name_of(row), (row.model, row.version)
-        # Checkpoints count by themselves: of three jobs under one name the "last three" are their results.
+        # Epoch checkpoints are a family of their own, so that the "last three" of a model are results of three jobs.
         family = f"{row.model} by epochs" if row.meta.get("of_epoch") else row.model
         is_needed = version in needed or is_held(name)
         kept[name] = Kept(name, family, row.created_s, row.metrics.get("valid_loss"), is_needed)

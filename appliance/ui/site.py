@@ -1,7 +1,7 @@
-"""The page's files, read into memory.
+"""The web page's files, held in memory.
 
-`/ui` is the document and always asked again; what it names is below `/ui/HASH/`, a hash of all files, and kept by
-browsers for ever. A release thus never mixes with the files of another one.
+`/ui` is the document, which browsers always revalidate. Its files are below `/ui/HASH/`, a hash of all files, and
+browsers cache them forever. So files of two releases never mix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 STATIC: Final = Path(__file__).parent / "static"
 ROOT: Final = b"/ui"
 DOCUMENT: Final = "index.html"
-# The document has this where the hash of all files goes.
+# Placeholder in the document for the hash of all files.
 HASH_MARK: Final = b"{{hash}}"
 CONTENT_TYPES: Final = {
     ".html": b"text/html; charset=utf-8",
@@ -26,7 +26,7 @@ CONTENT_TYPES: Final = {
     ".svg": b"image/svg+xml",
     ".txt": b"text/plain; charset=utf-8",
 }
-# Scripts and styles of these files alone, nothing from elsewhere, no text made into markup or code, in nobody's frame.
+# Allow only the page's own scripts and styles: no other sources, no markup or code from text, no frames.
 CONTENT_SECURITY: Final = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     b"form-action 'none'; frame-ancestors 'none'; base-uri 'none'; require-trusted-types-for 'script'; "
@@ -46,7 +46,7 @@ _FOR_EVER: Final = b"public, max-age=31536000, immutable"
 
 @dataclass(frozen=True, slots=True)
 class SiteFile:
-    """A file as it is sent."""
+    """A file as it is sent to browsers."""
 
     content_type: bytes
     body: bytes
@@ -60,19 +60,19 @@ TO_THE_PAGE: Final = SiteFile(
 
 @cache
 def site() -> Mapping[bytes, SiteFile]:
-    """The files of this release by their URLs' paths."""
+    """Return the files of this release by URL path."""
     return read_site(STATIC)
 
 
 def read_site(folder: Path) -> Mapping[bytes, SiteFile]:
-    """The files below `folder` by their URLs' paths. Raises KeyError for a kind that CONTENT_TYPES does not have."""
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Read the files below `folder`, by URL path. Raises KeyError for a suffix that is not in CONTENT_TYPES."""
+    contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     total = hashlib.sha256()
-    for name, content in sorted(found.items()):
+    for name, content in sorted(contents.items()):
         total.update(b"%b\0%d\0%b" % (name.encode(), len(content), content))
     digest = total.hexdigest()[:16].encode()
-    document = found.pop(DOCUMENT).replace(HASH_MARK, digest)
-    files = {b"%b/%b/%b" % (ROOT, digest, name.encode()): _file(name, found[name], _FOR_EVER) for name in found}
+    document = contents.pop(DOCUMENT).replace(HASH_MARK, digest)
+    files = {b"%b/%b/%b" % (ROOT, digest, name.encode()): _file(name, contents[name], _FOR_EVER) for name in contents}
     return files | {ROOT: _file(DOCUMENT, document, b"no-cache")}
 
 

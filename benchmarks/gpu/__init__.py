@@ -1,1 +1,1 @@
-"""`make gpu-smoke`: what a machine with GPUs can do, against what its parts allow, in ten minutes."""
+"""`make gpu-smoke`: compares measured rates of a GPU machine with the limits of its hardware, in ten minutes."""

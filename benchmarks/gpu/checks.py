@@ -1,4 +1,4 @@
-"""One line of `make gpu-smoke`: what was measured, its bound, and what to do where it fails."""
+"""One line of `make gpu-smoke`: a measurement, its bound, and the remedy if it fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """found: in `unit`, held to at least `least` or at most `most`; what is not a number fails."""
+    """found: the measured value in `unit`; NaN fails. least, most: its bounds."""
 
     name: str
     found: float
@@ -34,7 +34,7 @@ class Check:
 
 
 def best_s(synchronize: Callable[[], Any], work: Callable[[], Any]) -> float:
-    """Seconds of the fastest of ROUNDS rounds after a first one."""
+    """Seconds of the fastest of ROUNDS rounds, after a warm-up round."""
     work()
     synchronize()
     took = []

@@ -1,4 +1,4 @@
-"""The parts of `make gpu-smoke` that measure what an engine does before it answers, by the engines' own code."""
+"""The parts of `make gpu-smoke` that measure the loading of an engine, with the engines' own code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = 8192
 
 
 def fork(half: str) -> list[Check]:
-    """Whether a process forked after the imports of a warm parent can compute on a GPU."""
+    """Check that a process forked after the imports of a warm parent can compute on a GPU."""
     preload = {"serve": "serve.engine.preload", "train": "train.trainer.preload"}[half]
     importlib.import_module(preload)
     child = os.fork()
@@ -35,12 +35,12 @@ def fork(half: str) -> list[Check]:
             works = False
         os._exit(0 if works else 1)
     works = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    remedy = f"an import of {preload} touched CUDA: halve its list until it is found"
+    remedy = f"an import of {preload} initialised CUDA: bisect its list to find it"
     return [Check(f"{half} forks with CUDA", works, least=1, remedy=remedy)]
 
 
 class _Timed:
-    """Locks pages by a kind's own calls, and keeps the seconds that each took."""
+    """Locks pages with the calls of a device kind, and records their seconds."""
 
     def __init__(self, pages: Any):
         self._pages, self.lock_s, self.unlock_s = pages, [0.0], [0.0]
@@ -58,7 +58,7 @@ class _Timed:
 
 
 def copies(gib: float = 2.0) -> list[Check]:
-    """Weights on their way from /dev/shm, by the loader's own code, against page-locked copies over the link."""
+    """Compare loading weights from /dev/shm, with the loader's own code, with page-locked copies over the link."""
     device = torch.device("cuda:0")
     kind = of_torch(device)
     free, _ = torch.cuda.mem_get_info()
@@ -102,7 +102,7 @@ def copies(gib: float = 2.0) -> list[Check]:
                 for name in names:
                     ring.copy(slices[name], source.tensor(name)[:, part : 2 * part])
 
-        # Bytes that are not locked go through the link and the host's memory.
+        # Pageable bytes cross the link and the host's memory.
         limit = min(link, host_copy())
         unlocked_share, packed_share = rate(unlocked, source.nbytes) / limit, rate(pack, source.nbytes // 8) / limit
         right = all(
@@ -119,6 +119,6 @@ def copies(gib: float = 2.0) -> list[Check]:
         Check("longest unlock", 1e3 * max(pages.unlock_s), "ms", most=10, remedy=slow_lock),
         Check("unlocked over limit", unlocked_share, "x", least=0.5, remedy="raise COPY_THREADS of serve.load.loader"),
         Check("columns over limit", packed_share, "x", least=0.5, remedy="raise COPY_THREADS of serve.load.loader"),
-        Check("copies are right", right, least=1, remedy="serve.load.host_ring; do not serve before it is mended"),
+        Check("copies are right", right, least=1, remedy="serve.load.host_ring; do not serve until it is fixed"),
         Check("context", context_bytes / 1e9, "GB", most=1.5, remedy="context_bytes of runtime/devices/cuda.py"),
     ]

@@ -1,10 +1,10 @@
-"""`make gpu-smoke`: our own code on this machine's GPUs, one line per check with its bound and what to do.
+"""`make gpu-smoke`: runs our own code on this machine's GPUs; prints one line per check with bound and remedy.
 
     python -m benchmarks.gpu.smoke [--parts copies,...] [--gpus N] [--results FILE]
 
-Every part runs in a process of its own for each GPU, with a time limit, so that one that hangs costs its part. What the
-hardware does by itself is `dcgmi diag`'s. The lines go to benchmarks/gpu/results/<date>-<GPUs>.txt, to be committed.
-Ends with 0 if nothing failed, 1 if something did, 2 without a GPU.
+Every part runs in its own process for each GPU, with a time limit, so that a hang fails only its part. To test the
+hardware alone, use `dcgmi diag`. The lines go to benchmarks/gpu/results/<date>-<GPUs>.txt; commit the file. Exit
+status: 0 if no check failed, 1 if one failed, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from runtime.processes.warm_parent import WARM_ENV
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("fork-serve", "fork-train", "copies", "snapshots", "attention", "head", "kernels", "ranks")
 LIMIT_S = 150.0
-"""For the processes of a part that run at once."""
+"""Time limit for the concurrent processes of a part."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="of: %(default)s")
-    parser.add_argument("--gpus", type=int, default=1, help="how many there have to be (default: at least one)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default: %(default)s")
+    parser.add_argument("--gpus", type=int, default=1, help="expected minimum number of GPUs (default: 1)")
     parser.add_argument("--results", type=Path, help="file to write")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps([asdict(check) for check in child(**options.child)]), flush=True)
         return 0
     if not (gpus := kind_of("cuda").probe()):
-        print("no NVIDIA GPU here: nothing was measured", file=sys.stderr)
+        print("no NVIDIA GPU on this machine: nothing was measured", file=sys.stderr)
         return 2
     checks = [Check("GPUs", len(gpus), least=options.gpus, remedy="`dmesg | grep -i xid`, reseat it, reboot")]
     checks += [Check(f"GPU {gpu.index} is fit", 0, least=1, remedy=gpu.unfit) for gpu in gpus if gpu.unfit]
@@ -57,13 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = options.results or RESULTS / name
     path.write_text("".join(f"{check.line()}\n" for check in checks))
     failed = sum(not check.ok for check in checks)
-    print(f"{failed} of {len(checks)} failed; written to {path}: commit it")
+    print(f"{failed} of {len(checks)} failed; written to {path}: commit this file")
     return int(failed > 0)
 
 
 def child(part: str, rank: int, of: int, meet: str, numa: int | None) -> list[Check]:
     """Measure a part in this process, which sees one GPU."""
-    bind_near([numa])  # as engines and ranks are: half of the copies else cross from socket to socket
+    bind_near([numa])  # like engines and ranks: otherwise half of the copies cross between sockets
     if part.startswith(("fork-", "copies")):
         from benchmarks.gpu import loading
 
@@ -78,7 +78,7 @@ def child(part: str, rank: int, of: int, meet: str, numa: int | None) -> list[Ch
 
 
 def measured(part: str, gpus: Sequence[Found]) -> list[Check]:
-    """A part's checks of each GPU; those of a world of ranks, which need all at once."""
+    """Run a part on each GPU in turn, or on all at once for `ranks`; return its checks."""
     with tempfile.TemporaryDirectory(prefix="appliance-smoke-") as folder:
         meet = {"of": len(gpus), "meet": f"{folder}/meet"}
         asked = [{"part": part, "rank": rank, "numa": gpu.numa_node, **meet} for rank, gpu in enumerate(gpus)]
@@ -89,7 +89,7 @@ def measured(part: str, gpus: Sequence[Found]) -> list[Check]:
 
 
 def start(asked: dict[str, Any], gpu: int) -> subprocess.Popen[str]:
-    # As engines and ranks copy: their rings have threads, and torch must not add its own to each.
+    # Like engines and ranks, whose copy rings have threads: torch must not add its own to each.
     own = {**dict(WARM_ENV), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu.smoke", "--child", json.dumps(asked)],
@@ -102,7 +102,7 @@ def start(asked: dict[str, Any], gpu: int) -> subprocess.Popen[str]:
 
 
 def answers(gpus: Sequence[Found], children: Sequence[subprocess.Popen[str]]) -> list[Check]:
-    """The checks that each child prints last, named by its GPU; one that fails in place of a child that failed."""
+    """The checks on the last line of each child, named by its GPU; a failed child gives one failed check."""
     deadline_s, found = time.monotonic() + LIMIT_S, []
     for gpu, process in zip(gpus, children, strict=True):
         try:

@@ -1,7 +1,6 @@
-"""The parts of `make gpu-smoke` that measure what a training rank does, by the ranks' own code.
-
-Each works on any kind of device, a processor included, and on any size, so that what it computes is tested without a
-GPU. An error is the distance from what float32 computes, over its length.
+"""The parts of `make gpu-smoke` that measure a training rank, with the ranks' own code. Each works on any kind of
+device, including the CPU, and for any size, so that its computation is tested without a GPU. An error is the distance
+from the float32 result, relative to its norm.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from runtime.devices.kinds import of_torch
 
 GIB = 2**30
 PIECE_ELEMENTS = 2**22
-"""Of the page-locked buffer by which the link is measured; a snapshot's own pieces are smaller."""
+"""Size of the page-locked buffer that measures the link; pieces of a snapshot are smaller."""
 
 
 def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/dev/shm") -> list[Check]:
-    """A rank's state into a snapshot's file and back, against page-locked copies of as many bytes."""
+    """Write a rank's state into a snapshot file and back; compare with page-locked copies of the same size."""
     from train.state import copies
     from weights.format.layout import Layout, TensorSpec
     from weights.format.torch_views import Strided
@@ -48,11 +47,11 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
         store = WeightStore(Path(place), budget_bytes=None)
         draft = store.reserve(layout, kind="snapshot", model="smoke", version="1")
         whole = Strided(0, elements, elements, 1)
-        # The first round also faults the pages in.
+        # The first round also pays the page faults.
         out = best_s(partial(kind.synchronize, device), lambda: copies.write(draft, [("snapshot", whole, state)]))
         back = best_s(partial(kind.synchronize, device), lambda: copies.read(draft, [("snapshot", whole, into)]))
         draft.abort()
-    remedy = "raise THREADS of train.state.copies, look at numa_bind"
+    remedy = "raise THREADS of train.state.copies, check numa_bind"
     return [
         Check("snapshot out over limit", max(link_out, host_s) / out, "x", least=0.6, remedy=remedy),
         Check("snapshot in over limit", max(link_in, host_s) / back, "x", least=0.6, remedy=remedy),
@@ -61,7 +60,7 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
 
 
 def host_copy(nbytes: int = GIB, threads: int = 8) -> float:
-    """Bytes/s that the host copies within its memory, with as many threads as an engine loads with."""
+    """Bytes/s of host memory copies with as many threads as an engine uses for loading."""
     there, here = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
     parts = list(zip(there.chunk(threads), here.chunk(threads), strict=True))
     with ThreadPoolExecutor(threads) as pool:
@@ -83,13 +82,12 @@ def _pieces(state: torch.Tensor, buffer: torch.Tensor, *, out: bool) -> None:
 def attention(
     device: torch.device, tokens: int = 16_384, heads: int = 32, kv_heads: int = 8, dim: int = 128
 ) -> list[Check]:
-    """A layer's attention over a packed row of examples of many lengths, forward and backward. Its error is that of
-    heads of `dim`, whole and with a window, and of narrower ones, most of all the values, that the kernel takes only
-    filled up."""
+    """A layer's attention over a packed row of examples of many lengths, forward and backward. Its error covers heads
+    of `dim`, full and with a window, and narrower heads (values narrowest), which the kernel needs padded."""
     from train.model import attention as packed
 
     kind, segments = of_torch(device), _segments(tokens)
-    kind.unplanned_attention()  # as in ranks, where few lengths come again
+    kind.unplanned_attention()  # as in ranks, where lengths rarely repeat
     shapes = ((1, heads, tokens, dim), (1, kv_heads, tokens, dim), (1, kv_heads, tokens, dim))
     torch.manual_seed(7)
     inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
@@ -122,7 +120,7 @@ def attention(
 
 
 def _segments(tokens: int) -> tuple[tuple[int, int], ...]:
-    """Examples of a sixteenth, an eighth, ... of a row's half, over and over, and the rest as the last one."""
+    """Bounds of examples of an eighth, a sixteenth, ... of a row, repeatedly; the last example has the rest."""
     bounds, end, length = [0], 0, max(1, tokens // 8)
     while end < tokens:
         end = min(tokens, end + length)
@@ -134,7 +132,7 @@ def _segments(tokens: int) -> tuple[tuple[int, int], ...]:
 def head(
     device: torch.device, tokens: int = 4096, width: int = 4096, vocabulary: int = 128_256, checked_width: int = 256
 ) -> list[Check]:
-    """The loss of `tokens` learnt positions and the gradients of the output head."""
+    """Measure the loss of `tokens` trained positions and the gradients of the output head."""
     from train.methods.packed_objective import LogProbHead
     from train.plan import estimate
 
@@ -154,7 +152,7 @@ def head(
     held = 0 if kind.on_host else torch.accelerator.memory_allocated()
     seconds = best_s(partial(kind.synchronize, device), partial(step, *whole))
     peak = 0 if kind.on_host else torch.accelerator.max_memory_allocated() - held
-    layer, hidden, labels = made(checked_width)  # narrow: its gradient is added up from several parts
+    layer, hidden, labels = made(checked_width)  # narrow: its gradient is the sum of several parts
     ours = step(layer, hidden, labels)
     weight, exact = layer.weight.detach().float().requires_grad_(), hidden.detach().float().requires_grad_()
     loss = torch.nn.functional.cross_entropy(exact @ weight.t(), labels)
@@ -167,7 +165,7 @@ def head(
     counted, wrong = "head_bytes of train.plan.estimate", "train.methods.packed_objective"
     return [
         Check("loss head", rate / 1e12, "TFLOP/s"),
-        Check("loss head's memory", peak / planned, "x planned", most=1.1, remedy=f"plans count less: {counted}"),
+        Check("loss head's memory", peak / planned, "x planned", most=1.1, remedy=f"plans assume less: {counted}"),
         Check("loss head's error", _worst(errors), most=0.02, remedy=f"wrong gradients: {wrong}; do not train with it"),
     ]
 
@@ -180,8 +178,8 @@ def kernels(
     family: str = "llama",
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[Check]:
-    """Some layers of a model, forward and backward, with Liger's kernels and with torch's. A job has the latter unless
-    it asks (`kernels`)."""
+    """Compare some layers of a model, forward and backward, with Liger's kernels and with torch's, the default of a job
+    (`kernels`)."""
     from transformers import AutoConfig, AutoModel
 
     from train.model import attention as packed
@@ -237,8 +235,8 @@ def kernels(
 def ranks(
     rank: int, of: int, meet: str, device_kind: str, *, steps: int = 20, width: int = 512, tokens: int = 1024
 ) -> list[Check]:
-    """A small model trained under ZeRO 2 by `of` ranks, each of which sees one device, on the same examples again and
-    again: its loss has to fall, and all ranks have to end with the same weights."""
+    """Train a small model with ZeRO 2 on `of` ranks with one device each, repeatedly on the same examples: the loss
+    must fall, and all ranks must end with the same weights."""
     kind = kinds.kind_of(device_kind)
     os.environ.update(
         {"RANK": str(rank), "WORLD_SIZE": str(of), "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -302,7 +300,7 @@ def ranks(
 
 
 def _batch(rank: int, of: int, tokens: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
-    """This rank's row of two examples, all learnt, as train.methods.packed_objective.to_batch makes it."""
+    """This rank's row of two fully trained examples, in the format of train.methods.packed_objective.to_batch."""
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(vocabulary, (tokens,), generator=generator)
     half = tokens // 2
@@ -322,5 +320,5 @@ def _error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _worst(errors: Iterable[float]) -> float:
-    """The largest; what is not a number is worse than any."""
+    """The largest error; NaN is the worst."""
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)

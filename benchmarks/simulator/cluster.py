@@ -1,7 +1,7 @@
 """Simulates the gateway: routes requests to engines, holds them, and drives the simulation's clock.
 
 Requests go to the open replica with the least work before a first token, as in the gateway's router
-(`appliance.gateway.core.router`). Its affinity for warm prefixes is left out, because traces have no text. If no
+(`appliance.gateway.core.router`). Its affinity for warm prefixes is not simulated, because traces have no text. If no
 replica is open, requests are held up to `hold_s`; when one opens, requests that have no first token yet move to it.
 """
 
@@ -24,17 +24,17 @@ def _weight(engine: Engine) -> int:
 def is_sooner_there(
     prompt_tokens: int, *, pending: tuple[int, int], inflight: tuple[int, int], stuck: bool = False
 ) -> bool:
-    """Whether a request without a first token is served sooner by an engine that has just opened than where it waits.
+    """Whether a newly opened engine would serve a waiting request earlier than its present engine.
 
-    pending, inflight: prompt tokens without a first token, and requests: (here, there), itself here. stuck: no prompt
-    is being computed here, because the cache has no room for the first that waits.
+    pending, inflight: prompt tokens without a first token, and requests, each as (here, there), with this request here.
+    stuck: no prompt is computed here, because the cache has no room for the first one.
     """
     here, there = pending
     return there + prompt_tokens <= here - prompt_tokens or (stuck and inflight[1] + 1 < inflight[0])
 
 
 class Cluster:
-    """All engines and the requests in progress. `advance` is cheap when little happened."""
+    """All engines and the requests in progress. `advance` is cheap if few events are due."""
 
     def __init__(self, requests: Requests, model: EngineModel, *, hold_s: float = 600.0, seed: int = 0):
         self.requests, self.model, self.hold_s = requests, model, hold_s
@@ -67,7 +67,7 @@ class Cluster:
         self._move_to(replica_id)
 
     def _move_to(self, replica_id: str) -> None:
-        """Move requests without a first token to a replica that has just opened, while they are served sooner there."""
+        """Move requests without a first token to a replica that has just opened, while it serves them earlier."""
         to = self._engines[replica_id]
         while True:
             name = max(

@@ -1,8 +1,7 @@
-"""Simulated effects and store: the scheduler's own loop moves the simulated engines of one model, and one job.
+"""Simulated effects and store, on which the scheduler's real loop moves the engines of one model and one job.
 
-The job takes all devices that it gets and never ends.
-
-Decides nothing. Verbs take the times of `VerbTimes` and act on the `Cluster` (requests) and the group (training).
+The job uses all devices it gets and never ends. Nothing is decided here. Verbs take the times of `VerbTimes` and act on
+the `Cluster` (requests) and the group (training).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from scheduler.handover.effects import Box, Detail, GroupView
 
 MODEL, JOB = "model", "elastic"
 REPORT_S = 0.25
-"""How often a gateway reports its load."""
+"""Interval of the load reports of a gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,8 @@ class VerbTimes:
 
     wake: copy the weights once over PCIe, plus half a second. start: a fork plus the same. suspend: 12 bytes per
     parameter of optimizer state over eight links. start_group: a fork of the ranks plus loading it back. step: one
-    training step. A suspension abandons the step in progress, which is repeated later (see train.trainer.train),
-    unless it ends within `patience` or is itself a repeat.
+    training step. A suspension aborts the step in progress, which is repeated later (see train.trainer.train), unless
+    it ends within `patience` or is itself a repetition.
     """
 
     start_s: float = 2.5
@@ -53,8 +52,8 @@ class VerbTimes:
 
 
 class SimStore:
-    """The workload: the job, and the model with its demand. warm_until_s: until then one replica is kept, as if the
-    trace followed earlier use."""
+    """The workload: the job, and the model with its demand. warm_until_s: one replica is kept until then, as if the
+    model had been used before the trace."""
 
     def __init__(self, cluster: Cluster, deployment: DeploymentView, policy: Policy, devices: int, warm_until_s: float):
         self.cluster, self._deployment, self._warm_until_s = cluster, deployment, warm_until_s
@@ -91,14 +90,14 @@ class SimStore:
 
 
 class SimEffects:
-    """The verbs in virtual time. trained: from, until, on how many devices."""
+    """The verbs in virtual time. trained: (from, until, number of devices)."""
 
     def __init__(self, cluster: Cluster, devices: tuple[Device, ...], times: VerbTimes):
         self._cluster, self._devices, self._times = cluster, devices, times
         self._replicas: dict[str, ReplicaView] = {}
         self._group: GroupView | None = None
         self._since_s = 0.0
-        self._left_a_step = False  # at the last suspension; the first step after it is always finished
+        self._left_a_step = False  # at the last suspension: the next step is never aborted
         self.trained: list[tuple[float, float, int]] = []
 
     def _now(self) -> float:
@@ -162,7 +161,7 @@ class SimEffects:
         return None
 
     async def _end_step(self) -> None:
-        """Finish the step under way or abandon it."""
+        """Finish or abort the step in progress."""
         trained_s, times = self._now() - self._since_s, self._times
         into_s = trained_s % times.step_s
         is_repeat = self._left_a_step and trained_s < times.step_s
@@ -177,7 +176,7 @@ class SimEffects:
         self._group = None
 
     def close_books(self, lost_s: float = 0.0) -> None:
-        """Note the group's training so far. lost_s: how long an abandoned step had run."""
+        """Record the group's training so far. lost_s: run time of an aborted step."""
         now_s = self._now()
         if self._group is not None:
             self.trained.append((self._since_s, now_s - lost_s, len(self._group.devices)))
@@ -187,4 +186,4 @@ class SimEffects:
         return Box.of(self._devices, self._replicas.values(), [self._group] if self._group else [])
 
     async def changed(self) -> None:
-        await asyncio.Event().wait()  # nothing ends by itself
+        await asyncio.Event().wait()  # no simulated process ends by itself

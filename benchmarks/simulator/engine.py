@@ -1,4 +1,4 @@
-"""Simulates engines: what a continuous-batching server does with requests, in closed form between events.
+"""Simulates engines with continuous batching, in closed form between events.
 
 Model of one step of one replica (tensor-parallel 1), after Vidur and vLLM's chunked prefill:
 
@@ -27,7 +27,7 @@ from benchmarks.simulator.trace import Requests
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Seconds per step as above. `kv_tokens`: what the KV cache holds."""
+    """Seconds per step as above. `kv_tokens`: capacity of the KV cache."""
 
     base_s: float = 3.68e-3
     per_token_s: float = 2.01e-5
@@ -40,10 +40,8 @@ class EngineModel:
         return self.base_s + self.per_token_s * (decoding + prefill_tokens) + self.per_context_s * context_tokens
 
     def target_inflight(self, *, tpot_s: float, prompt: float, output: float) -> int:
-        """How many requests one replica carries at once: as many as fit its cache and meet the target per further token
-        with a third of the time to spare while their prompts arrive evenly.
-
-        The time to the first token depends on the waiting prompts, not on this number.
+        """How many requests one replica carries: they fit its cache and, while their prompts arrive evenly, use two
+        thirds of the target time per further token. The time to the first token depends on the waiting prompts instead.
         """
         n = 1
         while n < self.max_num_seqs and (n + 1) * (prompt + output) <= self.kv_tokens:
@@ -56,7 +54,7 @@ class EngineModel:
 
 @dataclass(slots=True)
 class Served:
-    """When each request got its first token and ended; -1 if it has not."""
+    """Times of the first token and the end of each request; -1 if not reached."""
 
     first_token_s: list[float]
     end_s: list[float]
@@ -67,7 +65,7 @@ class Served:
 
 
 class Engine:
-    """One replica's queue and batch. Call `advance(t)` before anything else at time t."""
+    """One replica's queue and batch. Call `advance(t)` before any other method at time t."""
 
     __slots__ = (
         *("model", "requests", "served", "now_s", "version", "waiting", "tokens", "prompt_tokens", "_prefill", "_left"),
@@ -80,7 +78,7 @@ class Engine:
         self.version = 0
         self._prefill: int | None = None
         self._left = 0.0
-        self._emitted = 0.0  # tokens of a sequence in the batch since the beginning
+        self._emitted = 0.0  # tokens of a sequence that is in the batch from the beginning
         self._batch: list[tuple[float, int]] = []  # (value of _emitted at which it ends, request)
         self._context = 0.0
         self._reserved = 0
@@ -104,11 +102,11 @@ class Engine:
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait although no prompt is computed: the cache has no room for the first of them."""
+        """Whether requests wait while no prompt is computed, because the cache has no room for the first of them."""
         return bool(self.waiting) and self._prefill is None
 
     def take_back(self) -> int:
-        """Remove the longest waiting request, which is not being computed, and return it."""
+        """Remove and return the longest waiting request whose prompt is not being computed."""
         request = self.waiting.popleft()
         self._queued -= self.requests.prompt[request]
         self.tokens -= self.requests.prompt[request] + self.requests.output[request]
@@ -139,13 +137,13 @@ class Engine:
         self._prefill, self._left = request, float(self.requests.prompt[request])
 
     def next_event_s(self) -> float | None:
-        """When its state next changes by itself. Call it after every change: it sets the rates that `advance` uses."""
+        """Time of its next change by itself. Call it after every change: it sets the rates for `advance`."""
         prefilling, batch, model = self._prefill is not None, self._batch, self.model
         if not prefilling and not batch:
             return None
         chunk = 0.0
         if prefilling:
-            # Prompt tokens per step: those of the first in the queue and, if the cache has room, of those behind it.
+            # Prompt tokens per step: of the first request in the queue and, if the cache has room, of the next ones.
             chunk = self._left + self._queued if self._reserved + self._queued <= model.kv_tokens else self._left
             chunk = min(chunk, model.chunk_tokens)
         self._chunk = chunk
@@ -168,7 +166,7 @@ class Engine:
             self._left -= steps * self._chunk
 
     def finish_events(self) -> None:
-        """Process what is due now: end sequences, complete a prefill."""
+        """Process the events due now: end sequences, complete a prefill."""
         requests, served = self.requests, self.served
         self.version += 1
         while self._batch and self._batch[0][0] - self._emitted < 1e-6:

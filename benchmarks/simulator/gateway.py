@@ -1,4 +1,4 @@
-"""Simulates a gateway's load reports and what the scheduler learns from them."""
+"""Simulates a gateway's load reports and the scheduler's learning from them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from scheduler.plan import autoscaler
 from scheduler.plan.autoscaler import StandbyLearner
 
 QUIET_REPORTS, QUIET_S = 20, 5.0
-"""While there are no requests, one in so many reports is simulated; where nobody listens, one in so many seconds."""
+"""Without requests, only one of this many reports is simulated; without a learner, one per this many seconds."""
 
 
 class Gateway:
     """Reports load every `REPORT_S`. It nudges the loop when the demand needs another number of replicas, and when a
-    request arrives after a pause: by then the planner has forgotten what it kept for the previous one.
-
-    learner: None for a fixed split, which ignores demand; then nothing is reported.
+    request arrives after a pause in which the planner has dropped its replicas. learner: None for a fixed split, which
+    ignores demand; then nothing is reported.
     """
 
     def __init__(self, store: SimStore, config: SchedulerConfig, learner: StandbyLearner | None):
@@ -29,7 +28,7 @@ class Gateway:
         self._arrived = 0
 
     def _wanted(self, now_s: float) -> int:
-        """Takes a report, and returns the replicas that the planner would want now."""
+        """Process a report; return the number of replicas that the planner would want now."""
         deployment = self._store.deployment()
         if self._learner is not None:
             self._store.standby = self._learn(self._learner, deployment, now_s)
@@ -62,7 +61,7 @@ class Gateway:
             await asyncio.sleep(self._until_next_s(now_s, until_s, over, busy))
 
     def _until_next_s(self, now_s: float, until_s: float, over: bool, busy: bool) -> float:
-        """Time of the next report: a multiple of the interval, more than one if nothing can happen before."""
+        """Time to the next report: one interval, or several if nothing can happen before."""
         if self._learner is None and not over:
             reports = min(QUIET_S, until_s - now_s) / REPORT_S
         elif busy or over:

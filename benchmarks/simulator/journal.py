@@ -1,4 +1,4 @@
-"""A journal in memory, for simulations and for tests of the loop."""
+"""An in-memory journal for simulations and for tests of the loop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Simulates one model's requests with simulated engines, one job, and the same scheduler that runs the box.
-
-`run_policy` runs one policy in virtual time.
+"""Simulates requests to one model, with simulated engines, one job, and the real scheduler. `run_policy` runs one
+policy in virtual time.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from scheduler.plan.autoscaler import Bounds, StandbyLearner
 
 UP_S = 16.0
 """The box runs this long before the first request, with the job running and engines open, because a trace does not
-start when a box first boots. Times inside a run are later than those of the trace by this much."""
+start when a box first boots. Times in a run are the times of the trace plus this."""
 _LOOK_EVERY_S = 3600.0
-"""How often a loop observes a simulated world that only the loop's own verbs change."""
+"""Interval of observations: long, because only the loop's own verbs change the simulated world."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Figures:
-    """The result of one policy. trained: from, until, on how many devices. within: a 1 or 0 for each request in the
+    """The result of one policy. trained: (from, until, number of devices). within: a 1 or 0 for each request in the
     order of arrival: 1 if it met its targets."""
 
     requests_served: int
@@ -109,14 +108,14 @@ class Figures:
 
 
 def run_policy(setup: Setup, policy: Policy) -> Figures:
-    """Run one policy over the whole trace, and on until every request is answered or abandoned."""
+    """Run one policy over the whole trace, until every request is answered or abandoned."""
     cluster, config = Cluster(setup.requests.later(UP_S), setup.engine), setup.config
     store = SimStore(cluster, setup.deployment(), policy, setup.devices, warm_until_s=UP_S)
     effects = SimEffects(cluster, setup.inventory(), setup.times)
     journal, learner = MemoryJournal(), None
     if policy.kind == "auto":
         learner = StandbyLearner(config, Bounds(setup.devices, 0, setup.devices, setup.slo_ttft_s))
-    else:  # nobody listens to the demand
+    else:  # the demand is not used
         config = config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
     gateway, handovers_before = Gateway(store, setup.config, learner), 0
 

@@ -1,6 +1,6 @@
 """An asyncio event loop whose time jumps to the next timer instead of waiting, for the simulator and for tests.
 
-Everything that sleeps or times out through asyncio runs unchanged and in the same order, but takes no time.
+Sleeps and timeouts of asyncio run unchanged and in the same order, but take no time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RESOLUTION_S = 1e-6
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Waits only for timers, and lets their time pass at once."""
+    """Waits only for timers, by jumping to their time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("nothing is scheduled and nothing can wake this loop: a deadlock")
+            raise RuntimeError("deadlock: no timer is scheduled and nothing can wake this loop")
         if timeout > 0:
             self.jumped_s += timeout
         return []

@@ -1,6 +1,6 @@
-"""Writes the Grafana dashboard: python images/monitoring/dashboard.py > images/monitoring/dashboard.json
+"""Write the Grafana dashboard: python images/monitoring/dashboard.py > images/monitoring/dashboard.json
 
-A list of panels instead of 1,500 lines of JSON by hand. The dashboard asks for its data source when it is imported.
+The list of panels below replaces 1,500 lines of JSON by hand. Grafana asks for the data source at import.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 SOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 _ASKED = "appliance_gateway_model_requests_total"
-WIDTH, HEIGHT = 24, 8  # of Grafana's grid, and of one panel
+WIDTH, HEIGHT = 24, 8  # columns of Grafana's grid, and rows of a panel
 
 
 @dataclass(frozen=True)
 class Panel:
-    """queries: (expression, legend). unit: Grafana's name of it. width: of 24."""
+    """A panel. queries: (expression, legend). unit: Grafana's unit name. width: columns of 24."""
 
     title: str
     queries: tuple[tuple[str, str], ...]
@@ -53,7 +53,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Devices by holder",
                 (("sum by (holder) (appliance_devices)", "{{holder}}"),),
-                text="job: they train; replica: they serve; none: idle, or between the two",
+                text="job: training; replica: serving; none: idle, or in a hand-over",
             ),
             Panel(
                 "Hand-overs",
@@ -63,7 +63,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel(
-                "Seconds a hand-over took",
+                "Duration of hand-overs",
                 (
                     (
                         "rate(appliance_handover_seconds_sum[$__rate_interval])"
@@ -81,13 +81,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel("Temperature", (("appliance_device_temperature_celsius", "{{device}}"),), unit="celsius"),
             Panel("Power", (("appliance_device_power_watts", "{{device}}"),), unit="watt"),
-            Panel("Time computing", (("appliance_device_utilization_ratio", "{{device}}"),), unit="percentunit"),
+            Panel("Utilization", (("appliance_device_utilization_ratio", "{{device}}"),), unit="percentunit"),
             Panel("Memory in use", (("appliance_device_memory_used_bytes", "{{device}}"),), unit="bytes"),
             Panel("Clock", (("appliance_device_clock_hertz", "{{device}}"),), unit="hertz"),
             Panel(
                 "Slowed down by",
                 (("max by (device, reason) (appliance_device_throttled) == 1", "{{device}} {{reason}}"),),
-                text="power_cap: at its power limit, which is no fault",
+                text="power_cap: at the power limit, which is not a fault",
             ),
         ),
     ),
@@ -128,7 +128,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (
                         "sum by (model) "
                         '(rate(appliance_gateway_cached_tokens_total{model=~"$model"}[$__rate_interval]))',
-                        "{{model}} input, from the cache of prefixes",
+                        "{{model}} input, from the prefix cache",
                     ),
                 ),
             ),
@@ -150,10 +150,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         "{{model}} preempted",
                     ),
                 ),
-                text="preempted: they gave their place in the KV cache up to others, and are computed again",
+                text="preempted: evicted from the KV cache for other requests, and computed again",
             ),
             Panel(
-                "Share of prompts found in an engine's cache of prefixes",
+                "Share of prompt tokens found in the prefix cache",
                 (
                     (
                         "sum by (model) "
@@ -175,7 +175,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (('sum by (model, state) (appliance_replicas{model=~"$model"})', "{{model}} {{state}}"),),
             ),
             Panel(
-                "Time the gateway adds",
+                "Time added by the gateway",
                 tuple(
                     (
                         f"histogram_quantile({share}, "
@@ -199,17 +199,17 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Devices of a job", (("appliance_job_devices", "{{job}}"),)),
             Panel("Progress", (("appliance_job_step / appliance_job_steps", "{{job}}"),), unit="percentunit"),
             Panel(
-                "Share of the devices' rate that training uses (MFU)",
+                "Model FLOPs utilization of training (MFU)",
                 (("appliance_job_mfu_ratio", "{{job}}"),),
                 unit="percentunit",
             ),
             Panel("Gradient norm", (("appliance_job_gradient_norm", "{{job}}"),)),
             Panel("Learning rate", (("appliance_job_learning_rate", "{{job}}"),)),
             Panel(
-                "What each rank computes by itself in a step",
+                "Computing time of each rank per step",
                 (("appliance_job_rank_seconds", "{{job}} rank {{rank}} on {{device}}"),),
                 unit="s",
-                text="its forward passes; a rank above the others holds them up",
+                text="forward passes of each rank; a slower rank delays all others",
             ),
             Panel("Unfinished jobs", (("appliance_jobs", "{{phase}}"),)),
         ),
@@ -219,7 +219,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel("Weight store", (("appliance_weight_store_bytes", "{{what}}"),), unit="bytes"),
             Panel("Tiers", (("appliance_tier_bytes", "{{tier}}"),), unit="bytes"),
-            Panel("Still to be copied", (("appliance_tier_backlog_bytes", "{{tier}}"),), unit="bytes"),
+            Panel("Bytes still to copy", (("appliance_tier_backlog_bytes", "{{tier}}"),), unit="bytes"),
             Panel(
                 "Free share of a file system",
                 (("appliance_disk_free_bytes / appliance_disk_bytes", "{{mount}}"),),
@@ -237,7 +237,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 
 
 def dashboard() -> dict[str, Any]:
-    """For Grafana 10 and later: Dashboards, New, Import."""
+    """Build the dashboard for Grafana 10 and later (import it by Dashboards, New, Import)."""
     panels: list[dict[str, Any]] = []
     x = y = 0
     for title, row in ROWS:

@@ -2,9 +2,9 @@
 
 SchedulerError
 ├── InvalidSchedule      a mode window with an invalid cron expression, time zone or policy
-├── NodeNameTaken        a node joined under a name that another node of the box has
+├── NodeNameTaken        a node joined under the name of another node of the box
 ├── EffectFailed         a verb failed; the only exception an Effects implementation may raise
-└── Stopped              the loop that was called has ended
+└── Stopped              the loop has ended
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Literal
 
 Blame = Literal["own", "input", "outside", "memory", "version"]
 """Whose fault a failure is. own: the job's or the model's engine. input: bad input, so a retry cannot help. outside: a
-supervisor, a node, a fence, a tier. memory: the host ran out of it. version: the running engine does not take this
-version, and a new one may. The last three are not counted against the job or model."""
+supervisor, a node, a fence, a tier. memory: the host ran out of memory. version: the running engine cannot load this
+version, but a new one may. The last three do not count against the job or model."""
 
 
 class SchedulerError(Exception):
-    """Base of everything raised by `scheduler`."""
+    """Base class of all errors of `scheduler`."""
 
 
 class InvalidSchedule(SchedulerError, ValueError):
-    """An invalid mode window; `param` names the field of mode_schedule.Window at fault."""
+    """An invalid mode window; `param` names the invalid field of mode_schedule.Window."""
 
     def __init__(self, message: str, param: str = "cron"):
         super().__init__(message)
@@ -33,7 +33,7 @@ class NodeNameTaken(SchedulerError):
     """Two nodes of one box with the same name."""
 
     def __init__(self, name: str, address: str):
-        super().__init__(f"a node called {name} is in this box already, at {address}: join under another name")
+        super().__init__(f"the box already has a node {name}, at {address}: join under another name")
 
 
 class EffectFailed(SchedulerError):
@@ -42,10 +42,10 @@ class EffectFailed(SchedulerError):
     Args:
         reason: one sentence for users.
         blame: whose fault it is.
-        of_settings: the engine refuses its settings; no memory, device or other process is at fault.
+        of_settings: the engine refuses its settings; neither memory, a device nor another process is at fault.
 
     `step`: verb and target of the step that failed; `seq`: its number. `cancelled`: the loop ended the step, because
-    its reason is gone. `undone`: False if what came before it could not be taken back.
+    its reason is gone. `undone`: False if the steps before it could not be undone.
     """
 
     step, seq, cancelled, undone = "", 0, False, True

@@ -1,11 +1,11 @@
-"""Counts failures: how long to wait before the next try, and whose fault they are.
+"""Counts failures, and derives from them the wait before the next try and who is at fault.
 
-Retries never end. The wait doubles up to `backoff_max_s`, of a model whose engines die at start again and again up to
-`start_backoff_max_s`; if the cause of a failure may be gone (`retry`), there is no wait. Only a job can end by failing,
-and only by its own fault: see `Failure.hopeless`.
+Retries never end. The wait doubles up to `backoff_max_s`, or up to `start_backoff_max_s` for a model whose engines
+repeatedly die at start. `retry` ends the wait when the cause of the failure may be gone. Only a job can end by failing,
+and only by its own fault: see `Failures.hopeless`.
 
-A failure during the backoff of an earlier failure is an echo of it (nothing was tried in between): the same death
-reported by several handles, or several engines that died of one cause. It is not counted again.
+A failure during the backoff of an earlier one is an echo (nothing was tried in between): several handles report the
+same death, or several engines died of one cause. It is not counted again.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from scheduler.core.workload import Build, DeploymentView, Workload
 log = logging.getLogger(__name__)
 
 Cause = Literal["memory", "device", "configuration"]
-"""Causes that may be gone, so that a retry makes sense at once: memory was short, a device was missing, a setting was
-wrong."""
+"""Causes whose end justifies an immediate retry: short memory, a missing device, a wrong setting."""
 
 
 LONGEST_REASON = 700
 
 
 def first_line(reason: str) -> str:
-    """The part of a failure message shown to users; logs have all."""
+    """The part of a failure message shown to users; logs have the whole message."""
     return reason.partition("\n")[0][:LONGEST_REASON]
 
 
-def goes_back_to(deployment: DeploymentView, failed: Build) -> Build | None:
-    """What the model goes back to because no engine starts with `failed`; None if it stays as it is.
+def reverts_to(deployment: DeploymentView, failed: Build) -> Build | None:
+    """The build that a model reverts to because no engine starts with `failed`; None to keep `failed`.
 
-    Its settings are at fault where nothing else differs from what served last: with another version or other devices
-    nobody knows which of the two it was."""
+    The settings are to blame only if nothing else differs from the last build that served: if the version or the
+    devices changed too, the cause is unknown."""
     served = deployment.served
     if served is None or not served.version or failed != deployment.build:
         return None
@@ -50,10 +49,10 @@ def goes_back_to(deployment: DeploymentView, failed: Build) -> Build | None:
 class Failure:
     """Consecutive failures of a job or model.
 
-    count: those by its own fault; a step of progress, or a replica that stayed open long enough, resets it. tries: all
-    failures; a lifetime longer than the previous wait resets it. step: training progress at the last failure. version:
-    the version that failed. reason, blame: of the last failure. lasting: a model failed so often by its own fault, or
-    by its configuration, that waiting for the next try is most likely useless.
+    count: failures by its own fault; reset by a step of progress, or by a replica that stayed open long enough. tries:
+    all failures; reset by a lifetime longer than the previous wait. step: training progress at the last failure.
+    version: the version that failed. reason, blame: of the last failure. lasting: the model failed so often by its own
+    fault, or by its configuration, that the next try will most likely fail too.
     """
 
     count: int = 0
@@ -68,7 +67,7 @@ class Failure:
 
 
 class Failures:
-    """Failures of jobs, models and hand-over moves. Lives in the loop's memory: a restarted controller tries again."""
+    """Failures of jobs, models and hand-over moves. Only in memory: a restarted controller retries at once."""
 
     def __init__(self, config: SchedulerConfig):
         self._config = config
@@ -120,7 +119,7 @@ class Failures:
     def _add(
         self, failure: Failure, reason: str, now_s: float, blame: Blame, lived_s: float, *, at_start: bool = False
     ) -> None:
-        if failure.not_before_s > now_s:  # an echo; if the two disagree on the blame, the milder one counts
+        if failure.not_before_s > now_s:  # an echo; if the two blames differ, the milder one counts
             if failure.blame == "own" and blame != "own":
                 failure.count -= blame != "input"
                 failure.blame, failure.reason = blame, first_line(reason)
@@ -136,7 +135,7 @@ class Failures:
         failure.not_before_s = now_s + failure.wait_s
 
     def is_echo(self, model: str, version: str, now_s: float) -> bool:
-        """Whether the death of an engine of this version is that of another one's load, which is waited out already."""
+        """Whether an engine of this version died because another version failed to load, whose backoff still runs."""
         failure = self.models.get(model)
         return failure is not None and failure.version != version and failure.not_before_s > now_s
 
@@ -145,15 +144,15 @@ class Failures:
         return failure if failure is not None and failure.version == version else None
 
     def keep(self, workload: Workload) -> None:
-        """Forget what is no longer in the workload, such as cancelled jobs."""
+        """Forget failures of jobs and models that have left the workload."""
         for job_id in self.jobs.keys() - {job.id for job in workload.jobs}:
             del self.jobs[job_id]
         for model in self.models.keys() - {deployment.model for deployment in workload.deployments}:
             del self.models[model]
 
     def retry(self, cause: Cause) -> None:
-        """Retry at once what may have failed for this cause. Recovered memory does not clear failures that raised an
-        error of their own."""
+        """Retry at once the jobs and models that may have failed for this cause. Recovered memory does not clear
+        failures that raised an error of their own."""
         for failure in [*self.jobs.values(), *self.models.values()]:
             if cause != "memory" or failure.blame != "own":
                 failure.not_before_s, failure.tries, failure.wait_s = 0.0, 0, 0.0

@@ -1,5 +1,5 @@
-"""Devices and who may hold them; the planner's input (jobs, deployments, replicas, policy: frozen views that the store
-and the loop fill in), and its output.
+"""Devices and their holders; the planner's input (jobs, deployments, replicas, policy: frozen views filled by the store
+and the loop), and its output.
 
 Times are seconds since the epoch by the box's clock (`_s`), device counts are whole devices.
 """
@@ -16,9 +16,9 @@ from scheduler.core.errors import Blame
 
 Health = Literal["ok", "draining"]
 CORDONED = "cordoned"
-"""Why a device drains whose cordon the loop has read; who cordoned it is in the store."""
+"""Reason of a device that drains because the loop has read its cordon; the store has the author of the cordon."""
 NodeChange = Literal["joined", "left", "lost"]
-"""What happened to a node with its devices. left: in order, when nobody held them any more."""
+"""What happened to a node and its devices. left: orderly, after all holders had left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,9 @@ class Device:
     """One whole accelerator (or one logical CPU device).
 
     `id` is "<node>/<index>", `kind` a row of runtime.devices.kinds. `numa_node` is None if unknown. `linked`
-    names devices of the same node with a direct link. `health`: "ok"; "draining" (its holder must leave, because of a
-    cordon or because its node leaves). `uuid` and `unfit`: as in runtime.devices.kind.Found, when the node began.
+    names devices of the same node with a direct link. `health`: "ok"; "draining" (its holder must leave: the device is
+    cordoned or its node is leaving). `uuid` and `unfit`: as in runtime.devices.kind.Found, read at the start of the
+    node.
     """
 
     id: str
@@ -55,7 +56,7 @@ def node_of(device_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Holder:
-    """What may hold devices: a replica or a job's group of ranks."""
+    """A holder of devices: a replica or a job's group of ranks."""
 
     kind: Literal["replica", "job"]
     id: str
@@ -74,17 +75,17 @@ Busy = Literal["coming", "leaving"] | None
 PATIENT = 0.5
 """Share of the time-to-first-token target that the backlog may take before another replica is woken."""
 FULL = 0.8
-"""Share of the requests that one replica carries at which another is woken: requests differ in size, so caches are
-full, and all that come are late, before their number says so."""
+"""Load of a replica, as a share of `target_inflight`, at which another is woken: requests differ in size, so caches may
+be full, and new requests late, before the count reaches the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Which side devices belong to.
+    """How devices are divided between serving and training.
 
     serve: all to serving. train: all to training except `serving_floor`. split: at most `train_devices` to training,
-    the rest to serving. auto: to serving what its demand needs (never below the floor while it has use for it), the
-    rest to training. Devices that training may have but cannot use are lent to models with demand.
+    the rest to serving. auto: serving gets what its demand needs (at least the floor while it has use for it), training
+    the rest. Devices that training may have but cannot use are lent to models with demand.
     """
 
     kind: PolicyKind = "auto"
@@ -96,13 +97,13 @@ class Policy:
 class JobView:
     """A training job that is not over.
 
-    phase: "wanted" (never ran, or to be restarted), "running", "suspended" (its snapshot waits), "paused" (a person
-    asked; it gets no devices until resumed). `devices`: held now, or from the end of the hand-over in progress on
+    phase: "wanted" (never ran, or waits for a restart), "running", "suspended" (has a snapshot), "paused" (by a user;
+    it gets no devices until resumed). `devices`: those it holds now, or will hold after the hand-over in progress
     (`busy` "coming"). `sizes`: device counts it may run at, ascending. `priority`: higher first. `not_before_s`: end of
-    backoff. `lacks`: what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its
-    last failure. `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's
-    setting. `nodes`: it runs wholly on one of these; empty: on any. `sampled_by`: the deployment whose engine writes
-    the answers that it learns from; `starved`: it has nothing to do until they are there.
+    backoff. `lacks`: a sentence about what the box lacks to start it; "" if nothing. `failed`: its last failure.
+    `pause_s`: measured seconds that a change of size costs it on each device; None: the scheduler's setting. `nodes`:
+    the nodes it may run on, always wholly on one; empty: any. `sampled_by`: the deployment whose engine samples its
+    training answers; `starved`: it waits for these samples.
     """
 
     id: str
@@ -131,18 +132,18 @@ class JobView:
 
     @property
     def interruptible(self) -> bool:
-        """It runs and may be suspended for others; a hand-over's cost to training is summed over such jobs. Also true
-        while a hand-over moves it; otherwise that cost would change when a hand-over begins and ends."""
+        """Whether it runs and may be suspended for others; the cost of a hand-over to training is the sum over such
+        jobs. Also true while a hand-over moves it, so that this cost does not change with the hand-over."""
         return self.phase == "running" and self.preemptible
 
     @property
     def movable(self) -> bool:
-        """A plan may take its devices now: it may be suspended for others, and no hand-over moves it already."""
+        """Whether a plan may take its devices now: it may be suspended for others, and no hand-over moves it."""
         return self.interruptible and self.busy is None
 
     def keeps_devices(self, now_s: float) -> bool:
-        """No plan may take its devices: a hand-over gives them to it now, or it runs on them, must not be suspended for
-        others, and wants them. Never true of a job that is leaving, because its devices are being given back."""
+        """Whether no plan may take its devices: a hand-over is bringing it onto them, or it runs, wants devices and
+        must not be suspended for others. False for a leaving job, whose devices are being released."""
         if self.busy is not None:
             return self.busy == "coming"
         runs = self.phase == "running" and bool(self.devices)
@@ -153,8 +154,8 @@ class JobView:
 class Demand:
     """Current demand for a model, as the gateways report it.
 
-    inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: prompt
-    tokens of requests without a first token, as far as known; prompt_tokens: of all of them that engines compute.
+    inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: known
+    prompt tokens of requests without a first token. prompt_tokens: prompt tokens of all requests at engines.
     tpot_p95_s: recent time per token after the first, None if unknown.
     """
 
@@ -172,14 +173,14 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """replicas: always awake. backlog_share: share of the latency target that a backlog may take before more are
-    woken."""
+    """replicas: number that is always awake. backlog_share: share of the latency target that a backlog may take before
+    more replicas wake."""
 
     replicas: int
     backlog_share: float = PATIENT
 
     def for_load(self, load: float) -> int:
-        """Replicas needed for requests in flight that fill this many replicas, without an upper bound."""
+        """Number of replicas to keep awake for this load (in replicas), without an upper bound."""
         return math.ceil(load / FULL)
 
     def for_backlog(self, backlog_s: float, target_s: float) -> int:
@@ -189,7 +190,7 @@ class Standby:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What an engine is started with."""
+    """Version, tensor-parallel size and settings that an engine is started with."""
 
     version: str = ""
     tensor_parallel: int = 1
@@ -201,18 +202,18 @@ class DeploymentView:
     """A model that may be served.
 
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
-    `idle_sleep_s`: an operator's number: one replica stays awake for that long after the last request, then it sleeps;
-    None: it sleeps only when the devices are wanted. `idle_limit_s`: of models that nobody deployed, which sleep after
-    it at the latest.
-    `kv_tokens`: what the KV cache of one replica holds, None if unknown.
-    `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; where
+    `idle_sleep_s`: set by an operator: one replica stays awake for that long after the last request, then it sleeps;
+    None: it sleeps only when another holder needs the devices. `idle_limit_s`: seconds without a request after which
+    models that no user deployed sleep, if `idle_sleep_s` is None.
+    `kv_tokens`: capacity of the KV cache of one replica, None if unknown.
+    `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; if
     both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
     measured time is above it, a replica counts as carrying fewer requests.
-    `standby`: what to keep awake, learned from the traffic (None: the planner learns it from its own rounds).
+    `standby`: replicas to keep awake, learned from the traffic (None: the planner learns it from its own rounds).
     `pinned`: its `min_replicas` (at least one) have priority over all others and never go to training.
-    `settings`: names how its engines are set up; an engine with others is replaced by one with these.
+    `settings`: identifies the settings of its engines; an engine with other settings is replaced.
     `not_before_s`: end of backoff. `failed`: its last failure.
-    `served`: with what the engine that opened last was started, a Build() if none has; None: nobody keeps it.
+    `served`: the build of the engine that opened last, an empty Build() if none has; None: not recorded.
     """
 
     model: str
@@ -245,28 +246,28 @@ class DeploymentView:
 
     @property
     def idle_after_s(self) -> float:
-        """Seconds without a request after which its replicas sleep even if nobody wants their devices."""
+        """Seconds without a request after which its replicas sleep even if no other holder needs their devices."""
         return next((s for s in (self.idle_sleep_s, self.idle_limit_s) if s is not None), math.inf)
 
     @property
     def last_s(self) -> float:
-        """When its last request came; -inf: never."""
+        """Time of its last request; -inf if it never had one."""
         return -math.inf if self.demand.last_request_s is None else self.demand.last_request_s
 
     def asleep(self, now_s: float) -> bool:
-        """Whether that time is over. A model that never had a request has no such time."""
+        """Whether `idle_after_s` has passed since its last request. False for a model that never had one."""
         known = self.demand.last_request_s is not None
         return known and not self.demand.requests and now_s >= self.last_s + self.idle_after_s
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """An engine process. `devices`: held, or while asleep those it last held (it can wake only there).
+    """An engine process. `devices`: those it holds; of a sleeping one those it last held (it can wake only there).
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
-    "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with. `answered`: False if
-    it did not answer when it was observed; then the other fields mean nothing. `refused`: a version that engines of the
-    model do not load while they run, so that a new one takes its place. `failed`, `blame`: why it died.
+    "asleep", "dead". `since_s`: when the state began. `settings`: those it was started with. `answered`: False if it
+    did not answer the observation; then the other fields mean nothing. `refused`: a version that running engines of the
+    model cannot load; a new engine replaces this one. `failed`, `blame`: why it died.
     """
 
     id: str
@@ -293,12 +294,11 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the store holds; re-read in every round.
+    """Content of the store, re-read in every round.
 
-    policy: set by a person at `policy_since_s`. cordoned: UUIDs or ids of devices to vacate. windows: mode
-    windows (`scheduler.loop.mode_schedule.Window`); the latest start or end of one replaces a policy set before it.
-    max_asleep: by node, the sleeping engines that its host has memory for; a node that is not in it: as many as are
-    configured.
+    policy: set by a user at `policy_since_s`. cordoned: UUIDs or ids of devices to vacate. windows: mode windows
+    (`scheduler.loop.mode_schedule.Window`); a policy is replaced at the next start or end of a window. max_asleep: by
+    node, how many sleeping engines fit the memory of its host; for a missing node, the configured number.
     """
 
     policy: Policy
@@ -312,10 +312,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Hysteresis:
-    """What the planner remembers of a model between rounds, so that its replicas do not follow every change of demand.
+    """State of a model between planning rounds, so that its replicas do not follow every change of demand.
 
-    low_since_s, low_peak: since when fewer replicas would do, and the most that were needed since.
-    waiting_since_s: when it began to have requests and no open replica.
+    low_since_s, low_peak: since when fewer replicas are enough, and the highest need since then. waiting_since_s: since
+    when it has had requests but no open replica.
     """
 
     replicas: int = 0
@@ -328,9 +328,8 @@ class Hysteresis:
 class PlanInput:
     """Everything a plan depends on.
 
-    `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `handover_id`: of the
-    hand-over that carries this plan out; it names new replicas ("r<handover_id>-<n>"), so no two plans that are carried
-    out have the same.
+    `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `handover_id`: number of
+    the hand-over that will carry out this plan, never reused; names new replicas ("r<handover_id>-<n>").
     """
 
     policy: Policy
@@ -346,11 +345,11 @@ class PlanInput:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Who should hold what. A replica not named here should be stopped; a job not named should hold nothing.
+    """The wanted holders of all devices. Replicas not named here should be stopped; jobs not named should hold nothing.
 
     replicas: "open" on their devices, or "asleep" without holding them. groups: by job, a device for each rank.
-    waiting: job id to the sentence why it does not run. notes: model to the sentence why it has fewer replicas than
-    needed. hysteresis: input of the next plan. review_at_s: when the answer may change without an event.
+    waiting: by job id, a sentence on why it does not run. notes: by model, a sentence on why it has fewer replicas than
+    needed. hysteresis: input of the next plan. review_at_s: when the plan may change without an event.
     """
 
     replicas: tuple[ReplicaView, ...] = ()

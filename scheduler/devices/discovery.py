@@ -17,10 +17,8 @@ def discover_devices(setting: str | int = "auto", node: str = HOME_NODE) -> tupl
 
     `setting`: "auto" takes every device of the first kind present (runtime.devices.kinds), which is 8 logical CPU
     devices on a machine with nothing else; a number creates that many logical CPU devices, so that a machine without
-    GPUs runs the same code.
-
-    Raises DevicesRefused: devices that this box cannot use. It does not compute on the processors of such a machine
-    unless told to: its owner would find out by the speed.
+    GPUs runs the same code. Raises DevicesRefused if this box cannot use the devices; it never falls back to the CPU by
+    itself, because users would notice only by the speed.
     """
     if setting != "auto":
         return logical_devices(int(setting), node)
@@ -31,14 +29,14 @@ def discover_devices(setting: str | int = "auto", node: str = HOME_NODE) -> tupl
 
 
 def check_build(devices: tuple[Device, ...]) -> None:
-    """Raises DevicesRefused: the engines of this installation compute on no device of this kind. Without this a box
-    whose GPUs are not there yet, or are not shown to its container, came up on logical CPU devices."""
+    """Raise DevicesRefused if the engines of this installation cannot compute on devices of this kind. Without this
+    check, a box whose GPUs were missing or hidden from its container came up on logical CPU devices."""
     if why := kinds.kind_of(devices[0].kind).of_another_build():
         raise DevicesRefused(f"{why}.")
 
 
 def foreign_use(devices: tuple[Device, ...]) -> list[str]:
-    """A sentence for each device that other programs use already. Ask before the box has started anything."""
+    """A sentence for each device that other programs use already. Call it before the box starts any process."""
     users = kinds.kind_of(devices[0].kind).foreign()
     return [f"{device.id} ({device.name}) {users[device.index]}" for device in devices if device.index in users]
 

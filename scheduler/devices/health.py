@@ -1,15 +1,14 @@
-"""Reads the health of a node's devices, and decides from the readings when a device must not be used any more.
+"""Reads the health of a node's devices, and decides which devices must not be used any more.
 
 Rules
-- At once: a fault that its driver reports, a device that does not answer, one that is set up so that the box cannot use
-  it.
-- At once: uncorrected ECC errors that were not there when the watch began.
+- At once: a fault that its driver reports, no answer from the device, or a configuration that the box cannot use.
+- At once: uncorrected ECC errors that are new since the watch began.
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
 - Slowed by its board or its power supply for `slow_for_s` while most devices of its node are not: all ranks of a job
-  wait for such a device. Where most are slowed, draining them would stop the box.
-- Slower than its job's other devices, at a quarter or more, for `slow_for_s`: all wait for it at each step's end.
-- Heat, slowness, silence and settings may pass: such a device is tried again automatically. Broken hardware waits for
-  a person.
+  wait for such a device. If most are slowed, draining them would stop the box.
+- At least a quarter slower than the other devices of its job for `slow_for_s`: all ranks wait for it at each step.
+- Heat, slowness, silence and configuration may pass: such a device is retried automatically. Broken hardware waits for
+  an operator.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from scheduler.core.workload import Device, node_of
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.8
-"""How long a look waits for the drivers: shorter than the box waits for a node's answer."""
+"""Limit for the answer of the drivers: shorter than that of the box for a node's answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a device must not be used, in one sentence, and whether that may pass without human action."""
+    """Why a device must not be used, in one sentence, and whether the fault may pass by itself."""
 
     reason: str
     may_pass: bool
@@ -89,8 +88,8 @@ def _slowed(readings: Mapping[str, tuple[Reading, ...]], slow_for_s: float) -> d
 
 
 def straggling(seconds: Sequence[Sequence[float]], devices: Sequence[str]) -> dict[str, Fault]:
-    """Devices that compute a quarter longer than the median of their job's in nine of ten steps: sums would also rise
-    by a few long rows. seconds: of each rank in each step; too few steps say nothing."""
+    """Devices that take a quarter longer than the median device of their job in nine of ten steps (sums would also rise
+    by a few long rows). seconds: by step and rank; with too few steps the result is empty."""
     shares = [[rank_s / median_low(step) for rank_s in step] for step in seconds if min(step) > 0]
     if len(shares) < 20:
         return {}
@@ -108,24 +107,24 @@ class DeviceReadings:
     def __init__(self, devices: tuple[Device, ...]):
         self._watch = kind_of(devices[0].kind).watch({device.index: device.id for device in devices})
         self._reading: asyncio.Task[tuple[Reading, ...]] | None = None
-        self._trouble = ""  # of the last look, to log each once
+        self._trouble = ""  # of the last reading, to log each once
 
     async def look(self, released: Collection[str] = ()) -> tuple[Reading, ...]:
-        """As `read`, beside the event loop and one at a time. Empty while a driver does not answer: a call about a GPU
-        that hangs may never end, and each would keep a thread. Its late answer is for the next look, because a driver
-        reports an error once. Raises the driver's error."""
+        """Call `read` in a thread, one at a time. Empty while a driver does not answer: a call about a hung GPU may
+        never return, and each would block a thread. The next call returns a late answer, because a driver reports an
+        error only once. Raises the driver's error."""
         reading = self._reading = self._reading or asyncio.create_task(asyncio.to_thread(self.read, released))
         done, _ = await asyncio.wait({reading}, timeout=PATIENCE_S)
-        if done and self._reading is reading:  # another look may have taken its answer, and begun the next
+        if done and self._reading is reading:  # another caller may have taken the result and started the next reading
             self._reading = None
         error = reading.exception() if done else TimeoutError(f"no answer for {PATIENCE_S} s")
         trouble = "" if error is None else f"{type(error).__name__}: {error}"
-        if trouble and trouble != self._trouble:  # the box takes a node that raises for one that does not answer
-            log.warning("a driver raised %s; this node's devices are not watched meanwhile", trouble)
+        if trouble and trouble != self._trouble:  # the box treats a node that raises as one that does not answer
+            log.warning("a driver raised %s; the devices of this node are not monitored until it answers", trouble)
         self._trouble = trouble
         return tuple(r for r in reading.result() if r.device_id not in released) if done else ()
 
     def read(self, released: Collection[str] = ()) -> tuple[Reading, ...]:
-        """One reading per device that reports health. released: ids of devices to leave out and not to keep open. Takes
+        """One reading per device that reports health. released: ids of devices to skip and to close. Takes
         milliseconds: call it off the event loop."""
         return () if self._watch is None else tuple(self._watch(released))

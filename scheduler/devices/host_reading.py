@@ -1,4 +1,4 @@
-"""Reads how much memory the host has left for the box: the machine, or a control group above us if it has less."""
+"""Reads how much memory is left for the box: that of the machine, or of an enclosing control group if it has less."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MemoryReading:
 
 
 def read_memory(root: Path = Path("/")) -> MemoryReading:
-    """`root`: prefix of /proc and /sys."""
+    """Read the memory left for the box. `root`: prefix of /proc and /sys."""
     fields = dict(_fields(root / "proc/meminfo"))
     total, available = fields["MemTotal:"] * 1024, fields["MemAvailable:"] * 1024
     swap_used = (fields.get("SwapTotal:", 0) - fields.get("SwapFree:", 0)) * 1024
@@ -77,7 +77,7 @@ def _chain(mount: Path, path: str, names: tuple[str, str, str, str]) -> Iterator
             used = int((folder / names[1]).read_text())
             cached = dict(_fields(folder / "memory.stat"))
         except (OSError, ValueError):
-            continue  # not visible here, or the root, which has no limit
+            continue  # not visible, or the root group, which has no limit
         if limit_text == "max" or int(limit_text) >= _UNLIMITED:
             continue
         reclaimable = sum(cached.get(name, 0) for name in names[2:])

@@ -1,4 +1,4 @@
-"""Moves devices between holders: which holders move, the steps and their undo, the journal, the verbs' interface.
+"""Moves devices between holders: the moves, their steps and undo, and the interfaces of verbs and journal.
 
 Never: Decides who should hold a device; the caller passes the wanted allocation.
 Begin with handover.py.

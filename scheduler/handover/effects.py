@@ -1,20 +1,20 @@
 """Interfaces of the loop: the verbs that change the world, the journal of hand-overs, the store of workloads.
 
 Ray and the simulator implement the verbs. Contract of every verb:
-- It returns when its effect holds, not when it was requested; its return value is detail for the journal (`bytes`,
+- It returns when its effect holds, not when the request was sent; its return value is detail for the journal (`bytes`,
   `seconds`, ...), a mapping or None.
 - It is idempotent: if its effect already holds, it succeeds and changes nothing. The loop repeats verbs after a crash,
   because it cannot know whether the last one was carried out.
-- It raises `EffectFailed` and nothing else when the effect was not achieved. Partial changes may remain: the
+- It raises only `EffectFailed` when the effect was not achieved. Partial changes may remain: the
   loop undoes them (see handover.py) and reads the state again through `observe`.
-- It ends within a second of the death of the process it waits for (a rank, an engine, a supervisor), with
-  `EffectFailed` that says what died and whose fault that is (`blame`).
-- It may be cancelled (time limits); then the same holds as after `EffectFailed`.
+- It ends within a second of the death of the process it waits for (a rank, an engine, a supervisor), with an
+  `EffectFailed` that names the dead process and whose fault it was (`blame`).
+- It may be cancelled (time limits), with the same consequences as `EffectFailed`.
 - Verbs for different targets run concurrently; for one target at most one at a time.
 
-A journal is a log of events, written before and after each step; a write returns when it is durable. The loop needs it
-neither for the current state (it observes) nor for the wanted state (it plans), but to close what a crash left open, to
-never reuse a number, and as a history.
+A journal is a log of events, written before and after each step; a write returns when it is durable. The current state
+comes from observation and the wanted state from planning; the journal serves to close hand-overs that a crash left
+open, to never reuse a number, and as a history.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Outcome = Literal["succeeded", "failed", "cancelled"]
 class GroupEnded:
     """How a job's group ended by itself.
 
-    `step`: the last training step that is safe (in a snapshot or published); a higher value than at the previous
-    failure counts as progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`:
-    whose fault it was.
+    `step`: the last saved training step (in a snapshot or published); a higher value than at the previous failure
+    counts as progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`: whose
+    fault it was.
     """
 
     outcome: Outcome
@@ -49,10 +49,10 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """A group of ranks that was started and neither suspended nor stopped.
+    """A group of ranks that was started, and not suspended or stopped since.
 
-    `ended`: it ended by itself, and only its processes remain, until `stop_group` cleans them up. `run`: which
-    incarnation, as `start_group` named it; "" of one that this controller found running.
+    `ended`: it ended by itself, and only its processes remain, until `stop_group` cleans them up. `run`: the
+    incarnation that `start_group` named; "" for a group that this controller found running.
     """
 
     job_id: str
@@ -77,7 +77,7 @@ class Box:
 
     @property
     def holders(self) -> dict[str, Holder]:
-        """By device: the engine that is not asleep, or the job."""
+        """The holder of each device: an engine that is not asleep, or a job."""
         engines = {d: Holder("replica", r.id) for r in self.replicas.values() if r.state != "asleep" for d in r.devices}
         return engines | {d: Holder("job", g.job_id) for g in self.groups.values() for d in g.devices}
 
@@ -94,7 +94,7 @@ class Box:
 
 
 class Effects(Protocol):
-    """The verbs. All but `observe` and `changed` are steps of a hand-over."""
+    """The verbs. All except `observe` and `changed` are steps of a hand-over."""
 
     async def start_replica(self, plan: ReplicaView) -> Detail:
         """Start an engine process on the plan's devices, in this order by tensor-parallel rank, and load the version.
@@ -125,9 +125,9 @@ class Effects(Protocol):
         training loop, or have already ended."""
 
     async def suspend_group(self, job_id: str) -> Detail:
-        """Snapshot the last step boundary, or the next if it is near, and end all ranks. If the job finished
-        first, it succeeds too: the detail has "ended", and `observe` shows the group, on no device, until `stop_group`.
-        EffectFailed: no snapshot was made; the group still runs or is dead."""
+        """Snapshot the last step boundary, or the next if it is near, and end all ranks. Also succeeds if the job
+        finished first: the detail has "ended", and until `stop_group`, `observe` shows the group without devices.
+        EffectFailed: there is no snapshot, and the group still runs or is dead."""
 
     async def stop_group(self, job_id: str) -> Detail:
         """End all ranks by force, without a snapshot; earlier snapshots stay. Unknown or ended: succeeds."""
@@ -136,7 +136,7 @@ class Effects(Protocol):
         """Read the current state. Called at start, after failures and periodically."""
 
     async def changed(self) -> None:
-        """Wait until a process has ended by itself, or a node has come or gone: call `observe`."""
+        """Wait until a process ends by itself, or a node joins or leaves; then call `observe`."""
 
 
 StepState = Literal["doing", "done", "failed", "skipped"]
@@ -145,8 +145,8 @@ HandoverState = Literal["done", "undone", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step, or one step of an undo. `seq`: numbers the steps of a hand-over from 0 as they begin. `chain`: the move
-    that it is of. skipped: cancelled while in progress. `undoes`: of an undo, the step whose failure caused it."""
+    """A step of a hand-over or of its undo. `seq`: numbers the steps from 0 as they begin. `chain`: the move it belongs
+    to. skipped: cancelled while in progress. `undoes`: for an undo, the step whose failure caused it."""
 
     seq: int
     chain: str
@@ -160,56 +160,56 @@ class StepRecord:
 
 
 class Journal(Protocol):
-    """Where hand-overs are recorded. Only the loop writes."""
+    """The record of all hand-overs. Only the loop writes to it."""
 
     def last_id(self) -> int:
         """The highest hand-over number ever used; 0 if none."""
 
     def begin(self, handover_id: int, reason: str, started_s: float, asked_by: str, asked_for: str) -> None:
-        """Durably record a new hand-over, before its first step starts. asked_by: a key's name, "box", "window <id>" or
-        "scheduler"; asked_for: what that asked for."""
+        """Durably record a new hand-over, before its first step starts. asked_by: the requester: a key's name, "box",
+        "window <id>" or "scheduler"; asked_for: the request."""
 
     def step(self, handover_id: int, record: StepRecord) -> None:
         """Durably insert or replace the step with this `seq`."""
 
     def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
-        """Durably close a hand-over. done: every chain reached the wanted state. undone: some chain failed and was
-        undone. failed: some undo failed too; later rounds repair the rest."""
+        """Durably close a hand-over. done: every chain reached the wanted state. undone: a chain failed and was undone.
+        failed: an undo failed too; later rounds repair the state."""
 
     def unfinished(self) -> list[int]:
-        """Hand-overs without an end, oldest first: after a start, those that a crash interrupted."""
+        """Hand-overs that are not closed, oldest first; at start, those that a crash interrupted."""
 
 
 class StateStore(Protocol):
-    """The store of jobs, deployments and policy. Calls are short and durable when they return."""
+    """The store of jobs, deployments and policy. Calls are short, and their writes are durable on return."""
 
     def load(self, *, free_devices: int) -> Workload:
-        """Everything to schedule now, where nobody holds this many devices: unfinished jobs, deployments with their
-        demand, the policy.
+        """The workload to schedule, given the number of free devices: unfinished jobs, deployments with their demand,
+        policy.
 
-        Re-read in every round. A job that a person cancelled or deleted is absent; a job to be paused has phase
+        Re-read in every round. A job that a user cancelled or deleted is absent; a job that a user paused has phase
         "paused". The loop itself fills `devices`, `since_s`, `not_before_s`, `failed` and `busy` of jobs.
         """
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
-        """Its ranks train on these devices now."""
+        """Record that its ranks train on these devices now."""
 
     def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
-        """It gets these devices: its ranks start once the engines on `answering` of them have finished."""
+        """Record that it gets these devices: its ranks start when engines on `answering` of them have drained."""
 
     def job_waiting(self, job_id: str, reason: str) -> None:
-        """It holds no devices; `reason` is one sentence for users. Called again when the reason changes."""
+        """Record that it holds no devices; `reason` is one sentence for users. Called again when the reason changes."""
 
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
-        """It has ended; the next `load` omits it. May be repeated after a crash."""
+        """Record that it has ended; the next `load` omits it. May be repeated after a crash."""
 
     def model_trouble(self, model: str, trouble: Failure | None) -> None:
-        """Its replicas fail and are retried at `trouble.not_before_s`; open ones stay open. None: the trouble is
-        over."""
+        """Record that its replicas fail, with a retry at `trouble.not_before_s`; open ones stay open. None:
+        recovered."""
 
     def model_served(self, model: str, build: Build) -> None:
-        """An engine with the model's version, devices and settings has opened: the next `load` has it as `served`."""
+        """Record that an engine of this build has opened: the next `load` has it as `served`."""
 
     def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
-        """No engine starts with these settings: put those that served in force again, unless they were changed
-        meanwhile. False if those that served are gone."""
+        """Restore the settings that served last, because no engine starts with these; skip it if they were changed
+        meanwhile. False if the settings that served are gone."""

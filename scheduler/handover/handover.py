@@ -1,11 +1,11 @@
-"""A hand-over: `moves` says who leaves devices, who takes them and who changes in place (pure); `Runner` carries it
-out with `release_devices` and `take_devices`, each step beside its undo.
+"""A hand-over: `moves` (pure) lists the holders that leave devices, take devices or change in place; `Runner` carries
+it out with `release_devices` and `take_devices`, which pair each step with its undo.
 
-Moves that leave run at once, all together. One that takes starts when the holders of its devices have left (`needs`),
-so a device never has two holders; an engine that has not reported its devices may be on any.
+Moves that leave devices all start at once. A move that takes devices starts when their holders have left (`needs`), so
+a device never has two holders; an engine that has not reported its devices may be on any.
 
-Every step is journalled before and after, and has a time limit. When one fails, what came before it is undone, back to
-the last point of no return. So every move ends in the wanted or in the previous state, or, if an engine had to be
+Every step is journalled before and after, and has a time limit. When a step fails, the steps before it are undone, back
+to the last point of no return. So every move ends in the wanted or the previous state, or, if an engine had to be
 stopped, with a cold engine. Verbs are idempotent: after a crash between any two steps another round is enough.
 """
 
@@ -33,9 +33,9 @@ SERVING = ("open", "ready", "draining")
 class Move:
     """One holder's part of a hand-over.
 
-    how: free: a replica is drained, if it serves, and put to "sleep" or "stop"ped; a job is "suspend"ed, or "end"ed if
-    it is over. take: a replica "wake"s or "start"s as `plan` says, a job "train"s. swap: a replica takes another
-    version ("swap"), or is "open"ed. devices: those that it leaves or takes. needs: holders that must leave first.
+    how: for free: drain a serving replica, then "sleep" or "stop" it; "suspend" a job, or "end" it if it is over. For
+    take: "wake" or "start" a replica as in `plan`; "train" a job. For swap: "swap" the version of a replica, or "open"
+    it. devices: those it leaves or takes. needs: holders that must leave first.
     """
 
     holder: Holder
@@ -58,7 +58,8 @@ def moves(
     over: Collection[str] = (),
     forced: Collection[str] = (),
 ) -> tuple[Move, ...]:
-    """The moves that turn `box` into `wanted`, and that clean up after a crash or a death, those that leave first.
+    """The moves that turn `box` into `wanted` and clean up after crashes and deaths; moves that leave devices come
+    first.
 
     Args:
         busy: holders that a hand-over in progress is moving; they are skipped.
@@ -88,14 +89,14 @@ def moves(
             free.append(Move(holder, "free", "end" if gone else "suspend", group.devices))
 
     leaving = {move.holder for move in free}
-    on: dict[str, set[Holder]] = {}  # by device; "": they may be on any
+    on: dict[str, set[Holder]] = {}  # by device; "": holders whose device is unknown
     for move in free:
         unknown = move.holder.kind == "replica" and box.replicas[move.holder.id].state != "asleep"
         for device in move.devices or ("",) * unknown:
             on.setdefault(device, set()).add(move.holder)
     for move in _takes(box, wanted, leaving):
         if move.holder not in busy:
-            # Its own old devices too: a job must not start before it is suspended.
+            # Includes its own old devices: a job must be suspended before it starts again.
             needs = ({move.holder} & leaving).union(*(on.get(device, ()) for device in ("", *move.devices)))
             take.append(replace(move, needs=frozenset(needs)))
     return (*free, *_first_swaps(swap, box, busy), *take)
@@ -113,7 +114,7 @@ def _takes(box: Box, wanted: Allocation, leaving: Collection[Holder]) -> Iterato
 
 
 def _first_swaps(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:
-    """Of a version that no open engine has yet, the swap of one engine only: a bad version would take down all."""
+    """Keep only one swap to a version that no open engine has yet: a bad version would take down all engines."""
     open_ = [replica for replica in box.replicas.values() if replica.state == "open"]
     proven = {(replica.model, replica.version) for replica in open_}
     trying = {replica.model for replica in open_ if Holder("replica", replica.id) in busy}
@@ -129,19 +130,19 @@ def _first_swaps(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> It
 _WEIGHTS = "for the engine to load its weights and answer its first prompt"
 STEPS = {
     "start_replica": ("start_replica_timeout_s", _WEIGHTS),
-    "stop_replica": ("stop_timeout_s", "for the engine's processes to be gone"),
-    "open_replica": ("open_timeout_s", "for every gateway to know of the engine"),
-    "drain_replica": ("drain_timeout_s", "for the engine's requests to be answered"),
+    "stop_replica": ("stop_timeout_s", "for the engine's processes to end"),
+    "open_replica": ("open_timeout_s", "for every gateway to add the engine to its table"),
+    "drain_replica": ("drain_timeout_s", "for the engine to answer its requests"),
     "sleep_replica": ("sleep_timeout_s", "for the engine to release its memory"),
     "wake_replica": ("start_replica_timeout_s", _WEIGHTS),
-    "swap_replica": ("start_replica_timeout_s", "for the engine to take the new weights"),
+    "swap_replica": ("start_replica_timeout_s", "for the engine to load the new weights"),
     "start_group": ("start_group_timeout_s", "for all ranks to be in their training loop"),
-    "suspend_group": ("suspend_timeout_s", "for the ranks to leave their step and write a snapshot"),
-    "stop_group": ("stop_timeout_s", "for the ranks' processes to be gone"),
+    "suspend_group": ("suspend_timeout_s", "for the ranks to end their step and write a snapshot"),
+    "stop_group": ("stop_timeout_s", "for the ranks' processes to end"),
 }
-"""By verb of `effects.Effects`: the setting that limits its time, and what it waits for."""
+"""By verb of `effects.Effects`: the setting of its time limit, and what it waits for."""
 _LOADS = ("start_replica", "wake_replica", "swap_replica")
-"""Exceeding their time is the engine's fault, of the others the box's."""
+"""A timeout of these verbs is the engine's fault; of other verbs, the box's."""
 
 
 MoveState = Literal["done", "undone", "failed", "skipped", "cancelled"]
@@ -151,7 +152,7 @@ the move never began. cancelled: rolled back because the plan changed, which is 
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step in progress since `since_s`, which fails after `limit_s`. `cancelled`: why it is being cancelled."""
+    """A step in progress since `since_s` that fails after `limit_s`. `cancelled`: the reason for cancelling it."""
 
     move: Move
     verb: str
@@ -162,12 +163,12 @@ class RunningStep:
 
 
 class Listener(Protocol):
-    """The loop as a hand-over sees it. `box` is replaced, never changed in place."""
+    """A hand-over's interface to the loop. `box` is replaced, never changed in place."""
 
     box: Box
 
     def unwanted(self, move: Move) -> bool:
-        """Whether a move that is about to take devices should no longer do so."""
+        """Whether a move that is about to take devices should be skipped."""
 
     def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None: ...
 
@@ -175,8 +176,8 @@ class Listener(Protocol):
 
 
 class Runner:
-    """One hand-over, whose journal record has begun. `carry_out` does one move; the last to end closes the record.
-    `before`, `policy`, `workload`: as they were when it was decided."""
+    """One hand-over, whose journal record is open. `carry_out` does one move; the last move to end closes the record.
+    `before`, `policy`, `workload`: box, policy and workload at the decision."""
 
     def __init__(
         self,
@@ -212,12 +213,12 @@ class Runner:
         return tuple(step for step in self._steps.values() if not step.cancelled)
 
     def waiting_for(self, holder: Holder) -> list[Move]:
-        """The moves that take devices which this holder leaves."""
+        """The moves that take the devices of this leaving holder."""
         return [move for move in self.moves if move.side == "take" and holder in move.needs]
 
     def cancel(self, step: RunningStep, reason: str) -> None:
-        """Undo a step in progress. Moves that wait for its holder to leave have ended when this returns: otherwise the
-        devices would still look promised to them while the replica is open again."""
+        """Cancel and undo a step in progress. On return, moves that waited for its holder to leave have ended:
+        otherwise its devices would still be promised to them while the replica is open again."""
         step.cancelled = reason
         step.task.cancel()
         for move in self.waiting_for(step.move.holder) if step.move.side == "free" else ():
@@ -225,10 +226,10 @@ class Runner:
                 self._skipped.add(move)
                 self._loop.move_ended(move, "skipped", None)
 
-    # --- moves ----------------------------------------------------------------------------------------------------
+    # --- moves --------------------------------------------------------------------------------------------------
 
     async def carry_out(self, move: Move) -> None:
-        """Do one of the moves once the holders that it needs to leave have left. Raises only for bugs."""
+        """Wait until the holders in `needs` have left, then do the move. Raises only for bugs."""
         do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
         state: MoveState = "failed"
         failure: EffectFailed | None = None
@@ -256,7 +257,7 @@ class Runner:
             self._journal.end(self._id, end, self._now_s(), "; ".join(self._errors))
 
     async def release_devices(self, move: Move) -> None:
-        """The holder leaves its devices. Once it sleeps, is stopped or suspended, there is no way back."""
+        """Make the holder leave its devices. Once it sleeps, is stopped or suspended, there is no undo."""
         holder = move.holder
         if holder.kind == "job":
             # A failed suspend leaves the group running, as it was before.
@@ -291,7 +292,7 @@ class Runner:
             self._loop.box = self._loop.box.without(move.holder)
 
     async def take_devices(self, move: Move) -> None:
-        """The holder takes its devices: an engine wakes or starts and is opened, a job's ranks start."""
+        """Give the holder its devices: an engine wakes or starts and is opened; a job's ranks start."""
         self._acquire(move)
         holder, plan = move.holder, move.plan
         try:
@@ -307,14 +308,14 @@ class Runner:
                 await self._run_step(move, "open_replica", plan.id)
                 self._enter_replica(plan.id, "open")
         except EffectFailed as error:
-            # An engine is not put to sleep again: a process that failed to wake is not reused.
+            # The undo stops the engine: a process that failed to wake is not reused.
             if await self._undo(error, move, "stop_group" if plan is None else "stop_replica"):
                 self._loop.box = self._loop.box.without(holder)
                 self._note(move, "release")
             raise
 
     def _acquire(self, move: Move) -> None:
-        """Enter the holder in the box. Raises EffectFailed if a device is gone, or held by another."""
+        """Record the holder in the box. Raises EffectFailed if a device is gone or has another holder."""
         box, plan = self._loop.box, move.plan
         others = {d: holder for d, holder in box.holders.items() if d in move.devices and holder != move.holder}
         errors = [f"device {d} is gone" for d in move.devices if d not in box.devices]
@@ -333,8 +334,8 @@ class Runner:
         self._note(move, "acquire")
 
     async def change_in_place(self, move: Move) -> None:
-        """A replica takes another version, keeping its requests, and is open. No undo: an engine that fails to take it
-        serves the old one or is dead."""
+        """Swap the version of a replica, keeping its requests, and open it. No undo: after a failed swap the engine
+        serves the old version or is dead."""
         plan = move.plan
         assert plan is not None
         if move.how == "swap":
@@ -346,13 +347,13 @@ class Runner:
             self._enter_replica(plan.id, "open")
 
     def _lease(self, move: Move) -> str:
-        """Names the holder's right to its devices in the history. Never used before."""
+        """A new, unique name in the history for the holder's right to its devices."""
         return f"{self._id}:{move.holder.kind}:{move.holder.id}"
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------
 
     async def _undo(self, cause: EffectFailed, move: Move, verb: str) -> bool:
-        """Take back what came before the step that failed. True if that succeeded."""
+        """Undo the steps before the one that failed. True if that succeeded."""
         try:
             await self._run_step(move, verb, move.holder.id, undoes=cause.seq)
         except EffectFailed:
@@ -360,7 +361,7 @@ class Runner:
         return cause.undone
 
     async def _run_step(self, move: Move, verb: str, *arguments: Any, undoes: int | None = None) -> None:
-        """Run one step of a move within its time limit. Raises EffectFailed, also where `cancel` ended it."""
+        """Run one step of a move within its time limit. Raises EffectFailed on failure and after `cancel`."""
         limit_s, task = getattr(self._config, STEPS[verb][0]), asyncio.current_task()
         assert task is not None
         step = RunningStep(move, verb, self._now_s(), limit_s, task)
@@ -396,7 +397,7 @@ class Runner:
         raise failure
 
     def _note(self, move: Move, verb: str, state: StepState = "done", detail: Detail = None) -> None:
-        """Journal a change of a device's holder, a step that takes no time."""
+        """Journal a change of a device's holder as a step without duration."""
         record = self._record(move, verb, self._lease(move), {"devices": list(move.devices)})
         self._end(move, record, state, detail)
 
@@ -421,7 +422,7 @@ class Runner:
         self._loop.box = self._loop.box.with_group(group)
 
     def _enter_replica(self, replica_id: str, state: ReplicaState, version: str = "") -> None:
-        """Enter the engine's new state, and version unless it is ""."""
+        """Record the engine's new state, and its version unless that is ""."""
         old = self._loop.box.replicas[replica_id]
         self._loop.box = self._loop.box.with_replica(
             replace(old, state=state, version=version or old.version, since_s=self._now_s())

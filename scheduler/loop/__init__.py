@@ -1,4 +1,4 @@
-"""The control loop, sole owner of the scheduler's state (observe, plan, act), and the status texts it produces.
+"""The control loop (observe, plan, act), sole owner of the scheduler's state, and its status texts.
 
 Never: Changes the world except through the effects, the journal and the store.
 Begin with loop.py.

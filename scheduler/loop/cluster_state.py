@@ -1,6 +1,5 @@
-"""Keeps the scheduler's knowledge of the box: requests, the last observation, failures, and how the planner sees them.
-
-The state of a holder that a hand-over is moving comes from its moves: no observation changes it until they have ended.
+"""Keeps the scheduler's knowledge of the box: requests, the last observation, failures, and the planner's view of them.
+While a hand-over moves a holder, its state comes from its moves; observations of it are ignored until they end.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class Inbox:
-    """Requests and hints for the loop between its rounds. Built before the loop, for parts that only report to it; all
-    of it runs on the loop's asyncio loop. generation: number of the newest nudge."""
+    """Requests and hints for the loop between its rounds. Built before the loop, for parts that only report to it; runs
+    on the loop's asyncio loop. generation: number of the newest nudge."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -33,7 +32,7 @@ class Inbox:
     def nudge(self, by: str = "", request: str = "") -> int:
         """Report a change in the store or in the demand: plan soon. Returns the generation for `wait_settled`.
 
-        by: the person who requested it, "" for the box itself. request: "" if nothing was requested."""
+        by: the user who requested it, "" for the box itself. request: "" if nothing was requested."""
         self.generation += 1
         if request:
             self._requests.append((self.generation, by or "box", request))
@@ -41,7 +40,7 @@ class Inbox:
         return self.generation
 
     def retry(self, cause: Cause) -> None:
-        """Retry jobs and models at once that are in backoff because of this cause, which is gone."""
+        """Retry at once the jobs and models whose backoff has this cause, which is gone."""
         self._resolved.append(cause)
         self.nudge()
 
@@ -50,15 +49,15 @@ class Inbox:
         return resolved
 
     def newest_request(self, settled: int) -> tuple[str, str] | None:
-        """The last request after this generation and who made it first; earlier ones are forgotten."""
+        """The newest request after this generation, with its first requester; earlier requests are dropped."""
         self._requests = [request for request in self._requests if request[0] > settled]
         return self._requests[-1][1:] if self._requests else None
 
 
 @dataclass(slots=True)
 class Transition:
-    """A holder that a hand-over is moving: `moves` still to end, `target` the devices it will hold (if any). `over`: it
-    ended by itself before it was suspended."""
+    """A holder that a hand-over is moving. moves: number still to end. target: the devices it will hold. over: it ended
+    by itself before it was suspended."""
 
     moves: int = 0
     target: tuple[str, ...] = ()
@@ -67,7 +66,7 @@ class Transition:
 
 
 class ClusterState:
-    """The part of the loop that owns the box and the failures. `observe_again_s`: when to observe again."""
+    """The part of the loop that owns box and failures. `observe_again_s`: time of the next observation."""
 
     def __init__(self, effects: Effects, clock: Callable[[], float], config: SchedulerConfig, store: StateStore):
         self._effects, self._clock, self._config, self._store = effects, clock, config, store
@@ -76,17 +75,17 @@ class ClusterState:
         self.observe_again_s = 0.0
         self._discarded: frozenset[Holder] = frozenset()  # holders whose last readings were not applied
 
-    # --- observing
+    # --- observation
 
     async def observe(self, moving: Mapping[Holder, object]) -> bool:
-        """Read the box and apply the state of holders that are outside `moving` before and after the reading. False if
-        it cannot be read now; then `observe_again_s` is soon."""
+        """Read the box, and apply the states of holders that were outside `moving` before and after the reading. False
+        if the box cannot be read now; then `observe_again_s` is soon."""
         busy = frozenset(moving)
         self.observe_again_s = self._clock() + self._config.observe_every_s
         try:
             observed = await self._effects.observe()
             silent = {replica.id for replica in observed.replicas.values() if not replica.answered}
-            if unknown := silent - self.box.replicas.keys() - {h.id for h in busy}:  # their devices would look free
+            if unknown := silent - self.box.replicas.keys() - {h.id for h in busy}:  # their devices would seem free
                 raise EffectFailed(f"{', '.join(sorted(unknown))} did not answer yet")
         except EffectFailed as error:
             log.warning("the box cannot be observed (%s)", error)
@@ -94,7 +93,7 @@ class ClusterState:
             return False
         self._discarded = busy | frozenset(moving)
         self._merge(observed, self._discarded)
-        if self._discarded.difference(moving):  # their moves ended during the reading
+        if self._discarded.difference(moving):  # holders whose moves ended during the reading
             self.observe_again_s = 0.0
         return True
 
@@ -130,7 +129,7 @@ class ClusterState:
                 self._group_ended(group, group.ended)
 
     def _dead(self, replica: ReplicaView, reason: str, blame: Blame) -> ReplicaView:
-        """Mark the replica dead. One that held no devices affected nobody when it died: it is only started again."""
+        """Mark the replica dead. The death of one without devices is no failure: it is only replaced."""
         now_s = self._clock()
         if replica.awake and not self.failures.is_echo(replica.model, replica.version, now_s):
             lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
@@ -158,7 +157,7 @@ class ClusterState:
                     del self.failures.models[replica.model]
 
     def version_refused(self, model: str, version: str, reason: str) -> None:
-        """A running engine does not load the version: no other of the model is asked, new ones take their places."""
+        """Record that a running engine cannot load the version: new engines replace all engines of the model."""
         replicas = self.box.replicas.values()
         refusing = {r.id: replace(r, refused=version) if r.model == model else r for r in replicas}
         self.box = replace(self.box, replicas=refusing)
@@ -221,8 +220,8 @@ def replica_views(box: Box, all_moving: Mapping[Holder, Transition], now_s: floa
 
 
 def is_doubtful_drain(runner: Runner, step: RunningStep, policy: Policy, workload: Workload) -> bool:
-    """Whether the reason for the drain of an open replica may be gone: the mode changed, or its model has more requests
-    than when the hand-over was decided. Only such external changes count, so a plan cannot oscillate on its own."""
+    """Whether the reason to drain an open replica may be gone: the mode has changed, or its model has more requests
+    than at the decision. Only external changes count, so that plans do not oscillate."""
     replica = runner.before.replicas.get(step.move.holder.id)
     if replica is None or replica.state != "open":
         return False
@@ -236,8 +235,8 @@ def is_doubtful_drain(runner: Runner, step: RunningStep, policy: Policy, workloa
 def as_if_not_begun(
     box: Box, moving: Mapping[Holder, Transition], steps: Iterable[tuple[Runner, RunningStep]]
 ) -> tuple[Box, dict[Holder, Transition]]:
-    """Box and movements as if these drains, and the takes that wait for them, had not begun, and as if the ranks that
-    start were running."""
+    """Box and transitions as if these drains, and the moves that wait for their devices, had not begun, and as if
+    starting ranks were running."""
     replicas, others = dict(box.replicas), dict(moving)
     for runner, step in steps:
         holder = step.move.holder
@@ -248,6 +247,6 @@ def as_if_not_begun(
             replicas[holder.id] = runner.before.replicas[holder.id]
         for take in runner.waiting_for(holder):
             transition = others.pop(take.holder, None)
-            if transition is not None and transition.moves > 1:  # it also leaves devices, and continues with that
+            if transition is not None and transition.moves > 1:  # its move that leaves devices continues
                 others[take.holder] = Transition(transition.moves - 1)
     return replace(box, replicas=replicas), others

@@ -1,4 +1,5 @@
-"""What users read of the loop: its state as plain values, and the reasons of its moves in sentences. Pure functions."""
+"""Describes the loop to users: its state as plain values, and the reasons for its moves as sentences. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _DONE = {
     "open": "takes requests again",
     "suspend": "is suspended at its next step",
     "sleep": "finishes its requests and goes to sleep",
-    "end": "is over and leaves its devices",
+    "end": "has ended and leaves its devices",
     "stop": "is stopped",
 }
 
@@ -58,7 +59,7 @@ def _why_job(move: Move, job: JobView | None, allocation: Allocation, plan_input
     if move.side == "free":
         if (group := allocation.groups.get(job.id)) is not None:
             return f"it continues with {_count(len(group), 'device')} instead of {len(job.devices)}"
-        reason = allocation.waiting.get(job.id, "training gives its devices back").rstrip(".")
+        reason = allocation.waiting.get(job.id, "training releases its devices").rstrip(".")
         return f"it n{reason[1:]}" if reason.startswith("Needs ") else reason[:1].lower() + reason[1:]
     training = sum(map(len, allocation.groups.values()))
     return f"training gets {training} of {len(plan_input.devices)} devices in {mode_of(plan_input.policy)}"
@@ -79,14 +80,14 @@ def _why_replica(
             return f"{model} has {_count(requests, 'request')}"
         if deployment.floor_replicas:
             return f"{model} keeps at least {_count(deployment.floor_replicas, 'replica')}"
-        return f"{mode_of(plan_input.policy)} gives serving its devices, and {model} was asked for lately"
+        return f"{mode_of(plan_input.policy)} gives serving its devices, and {model} had requests recently"
     takers = {f"job {job_id}": taken for job_id, taken in allocation.groups.items()}
     takers |= {f"replica {r.id} of {r.model}": r.devices for r in allocation.open_replicas if r.id != move.holder.id}
     if shared := next(((who, devices & {*taken}) for who, taken in takers.items() if devices & {*taken}), None):
         return f"{shared[0]} gets {', '.join(sorted(shared[1]))}"
     if now is not None and now.state == "dead":
         return "its engine died"
-    return f"{mode_of(plan_input.policy)} leaves serving fewer devices" if requests else f"nobody asks for {model} now"
+    return f"{mode_of(plan_input.policy)} leaves serving fewer devices" if requests else f"{model} has no requests now"
 
 
 def mode_of(policy: Policy) -> str:
@@ -101,7 +102,7 @@ def reason_of(moves: Iterable[Move], policy: Policy) -> str:
 
 
 def waits_for(step: RunningStep, now_s: float) -> str:
-    """What a step in progress waits for, in one sentence without a full stop."""
+    """A sentence, without a full stop, on what a step in progress waits for."""
     return (
         f"{step.verb} {step.move.holder.id} has waited {now_s - step.since_s:.0f} s {STEPS[step.verb][1]}; "
         f"it fails after {step.limit_s:.0f} s"
@@ -109,7 +110,7 @@ def waits_for(step: RunningStep, now_s: float) -> str:
 
 
 def explain(moves: Iterable[Move], allocation: Allocation, plan_input: PlanInput, now_s: float) -> dict[str, Any]:
-    """What would be done and why, as plain values: one sentence per move, per waiting job, per model kept short."""
+    """Planned actions and reasons as plain values: a sentence per move, waiting job and model with few replicas."""
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:
         opened.setdefault(replica.model, []).append(list(replica.devices))
@@ -122,7 +123,7 @@ def explain(moves: Iterable[Move], allocation: Allocation, plan_input: PlanInput
         "waiting": dict(allocation.waiting),
         "notes": dict(allocation.notes),
         "standby": {
-            d.model: f"Its traffic taught to keep {_count(d.standby.replicas, 'replica')} awake, and to wake more when "
+            d.model: f"By its traffic, keeps {_count(d.standby.replicas, 'replica')} awake, and wakes more when "
             f"the backlog takes {d.standby.backlog_share:.0%} of the target for the first token or requests fill "
             f"{FULL:.0%} of them."
             for d in plan_input.deployments
@@ -137,13 +138,13 @@ def explain(moves: Iterable[Move], allocation: Allocation, plan_input: PlanInput
 
 
 def _awake(deployment: DeploymentView, now_s: float) -> str:
-    """How long a model without requests stays awake. The mode's share for serving takes precedence."""
+    """A sentence on how long a model without requests stays awake. The mode's share for serving takes precedence."""
     if least := deployment.floor_replicas:
         return f"Stays awake: at least {_count(least, 'replica')} (pinned or min_replicas)."
     if deployment.idle_after_s == inf:
-        return "Stays awake until others want its devices: it has no idle_sleep_s."
+        return "Stays awake until another holder needs its devices: it has no idle_sleep_s."
     left_s, own_s = max(deployment.last_s + deployment.idle_after_s - now_s, 0.0), deployment.idle_sleep_s
-    why = "nobody deployed it" if own_s is None else f"its idle_sleep_s is {own_s:g} s"
+    why = "no user deployed it" if own_s is None else f"its idle_sleep_s is {own_s:g} s"
     return f"Stays awake for {left_s:.0f} s more without a request: {why}."
 
 
@@ -151,12 +152,12 @@ def trouble(model: str, failure: Failure, replicas: Iterable[ReplicaView], now_s
     """A model whose engines fail, as plain values for JSON."""
     states = {replica.state for replica in replicas if replica.model == model}
     if "starting" in states or "ready" in states:
-        when = "it is tried again now"
+        when = "a retry is in progress"
     elif failure.not_before_s > now_s:
         when = f"next try in {max(1.0, failure.not_before_s - now_s):.0f} s"
     else:
-        when = "it is tried again when it is asked for"
-    state = "a further engine does not start" if "open" in states else "not serving"
+        when = "the next request starts a retry"
+    state = "another engine does not start" if "open" in states else "not serving"
     fields = _fields(failure, "version reason blame count tries not_before_s lasting")
     return {"model": model, **fields, "message": f"{state}: {failure.reason}; {when}"}
 

@@ -5,8 +5,8 @@ lead from it to the wanted state. No round depends on having seen an event; even
 sooner. A round leaves holders alone while a hand-over moves them and replans all others, so a slow step of one holder
 does not delay the rest.
 
-After a crash a new loop observes the world, closes the open journal records, and continues with rounds: the plan alone
-decides whether half-done work is finished or undone, never a record.
+After a crash a new loop observes the world, closes the open journal records, and continues with rounds: the plan alone,
+not the journal, decides whether half-done work is finished or undone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, Stopped
-from scheduler.core.failures import Failure, first_line, goes_back_to
+from scheduler.core.failures import Failure, first_line, reverts_to
 from scheduler.core.workload import CORDONED, Allocation, Build, Holder, PlanInput, Policy, Workload, node_of
 from scheduler.handover import handover
 from scheduler.handover.effects import Box, Detail, Effects, Journal, StateStore
@@ -33,11 +33,11 @@ from scheduler.plan.plan import plan
 log = logging.getLogger(__name__)
 
 LONG_START_S = 60.0
-"""After this long a start of ranks gives way as a running job would. The next one has twice as long, up to four times:
-little of what a start does is kept, and one that always gave way would never be done."""
+"""After this long a start of ranks gives way as a running job would. The limit doubles per retry, up to four times:
+little work of a cancelled start is kept, and a start that always gave way would never finish."""
 USUAL_PAUSE_S = 2.25
-"""What suspending and starting ranks takes where a change of size costs `job_pause_s`. The rest of that cost (the step
-that is done again, leases, the wait for engines) shows in no step."""
+"""Seconds of suspending and starting ranks in a change of size that costs `job_pause_s`. The rest (the repeated step,
+leases, the wait for engines) shows in no step."""
 
 
 class SchedulerLoop(cluster_state.ClusterState):
@@ -59,9 +59,9 @@ class SchedulerLoop(cluster_state.ClusterState):
         book_engine: Callable[[str, str], bool] = lambda model, node: True,
         too_large: Callable[[str], str] = lambda model: "",
     ):
-        """book_engine: whether the host memory of this node allows one more engine of this model now. The loop asks
-        before each start and wake, and asks again in the next round for a refused model. too_large: why no host ever
-        has the memory for an engine of this model, which is a failure of the model; "" where one may have."""
+        """book_engine: whether the host memory of this node allows one more engine of this model now. The loop calls it
+        before each start and wake, and again in the next round after a refusal. too_large: a sentence if no host can
+        ever have the memory for an engine of this model, which counts as a failure of the model; else ""."""
         super().__init__(effects, clock, config or SchedulerConfig(), store)
         self._journal, self._inbox = journal, inbox or cluster_state.Inbox()
         self._book_engine, self._too_large = book_engine, too_large
@@ -69,9 +69,9 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._troubles: dict[str, Failure] = {}
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
         self._transitions: dict[Holder, cluster_state.Transition] = {}
-        self._suspended_s: dict[str, float] = {}  # by job: what its last suspend took
-        self._pauses_s: dict[str, float] = {}  # by job: what its last change of size cost on each of its devices
-        self._gave_way: Counter[str] = Counter()  # by job: starts that gave way
+        self._suspended_s: dict[str, float] = {}  # by job: seconds of its last suspend
+        self._pauses_s: dict[str, float] = {}  # by job: seconds that its last change of size cost on each device
+        self._gave_way: Counter[str] = Counter()  # by job: starts that were cancelled in favour of others
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[int, Runner] = {}
         self._workload = Workload(Policy())
@@ -87,7 +87,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._stopping = False
         self._crash: BaseException | None = None
 
-    # --- from outside -------------------------------------------------------------------------------------------
+    # --- for callers --------------------------------------------------------------------------------------------
 
     async def wait_settled(self, generation: int) -> None:
         """Return once a round that began after this nudge found nothing to do and no hand-over in progress.
@@ -97,8 +97,8 @@ class SchedulerLoop(cluster_state.ClusterState):
         await self._rounds_until(lambda: self._settled >= generation)
 
     async def next_handover(self, generation: int) -> int | None:
-        """The id of the first hand-over that begins from now on; None if the loop settles for this nudge without one.
-        Raises Stopped if the loop ends first."""
+        """The id of the next hand-over to begin; None if the loop settles for this nudge without one. Raises Stopped if
+        the loop ends first."""
         before = self._journal.last_id()
         await self._rounds_until(lambda: self._settled >= generation or self._journal.last_id() > before)
         return before + 1 if self._journal.last_id() > before else None
@@ -107,7 +107,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         async with self._round_done:
             await self._round_done.wait_for(lambda: holds() or self._stopping)
         if not holds():
-            raise Stopped("the scheduler loop has ended; its process's log says why")
+            raise Stopped("the scheduler loop has ended; see the controller's log for the cause")
 
     def stop(self) -> None:
         """End `run` after cancelling the steps in flight. The next loop continues from the observed state."""
@@ -115,12 +115,12 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._wake.set()
 
     def reset_failures(self, model: str) -> None:
-        """This model was changed: if its engines failed, try again at once."""
+        """Retry a changed model at once if its engines failed."""
         self.failures.models.pop(model, None)
         self.nudge()
 
     def trouble(self, model: str, version: str) -> Failure | None:
-        """What keeps engines of this version from starting; None if nothing does."""
+        """The failure that keeps engines of this version from starting, if any."""
         return self.failures.model(model, version)
 
     def status(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         }
 
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
-        """What a round would do now under this policy (None: the current one), and why. Changes nothing."""
+        """The actions of a round under this policy (None: the current one), with reasons. Changes nothing."""
         plan_input = self._plan_input(policy)
         now_s = self._clock()
         allocation = plan(plan_input, now_s, self._config)
@@ -167,7 +167,7 @@ class SchedulerLoop(cluster_state.ClusterState):
                 if self._crash is not None:
                     raise self._crash
                 generation = self._inbox.generation
-                while self._clock() >= self.observe_again_s:  # again where a move ended during it
+                while self._clock() >= self.observe_again_s:  # repeated if a move ended during the reading
                     await self.observe(self._transitions)
                 if not self._round() and not self._transitions and not self._running:
                     self._settled = max(self._settled, generation)
@@ -183,10 +183,10 @@ class SchedulerLoop(cluster_state.ClusterState):
                 self._round_done.notify_all()
 
     async def adopt(self) -> None:
-        """Observe the world, and close hand-overs that a crash interrupted: the plan continues from what is.
+        """Observe the world, and close hand-overs that a crash interrupted; the plan continues from the observed state.
 
-        `run` does it unless it is done. Call it before routes answer: until then `status` has no devices, and a job
-        that was judged then failed for want of memory."""
+        `run` calls it if nobody has. Call it before routes answer: until then `status` has no devices, and a job
+        checked against that status failed for lack of memory."""
         if self._adopted:
             return
         for handover_id in self._journal.unfinished():
@@ -221,7 +221,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             elif move.side == "swap":
                 moving.target = move.devices
         policy, reason = self._in_force.policy, explain.reason_of(moves, self._in_force.policy)
-        self._journal.begin(handover_id, reason, self._clock(), *self._requested())  # before anything happens
+        self._journal.begin(handover_id, reason, self._clock(), *self._requested())  # before the first step
         runner = self._running[handover_id] = Runner(
             handover_id, moves, self, self._effects, self._journal, self._clock, self._config, policy, self._workload
         )
@@ -232,14 +232,14 @@ class SchedulerLoop(cluster_state.ClusterState):
         return True
 
     def _planned(self) -> tuple[Move, ...] | None:
-        """The moves that lead from the current state to the wanted one; None if it has to plan again at once."""
+        """The moves that lead from the current state to the wanted one; None if it must plan again at once."""
         self._workload = self._store.load(free_devices=len(self.box.devices.keys() - self.box.holders.keys()))
         now_s = self._clock()
         for cause in self._inbox.take_resolved():
             self.failures.retry(cause)
         self._take_policy_in_force(now_s)
         self.clear_failures_of_stable_replicas()
-        for d in self._workload.deployments:  # a restarted controller goes back to what served last
+        for d in self._workload.deployments:  # a restarted controller reverts to the settings that served last
             if d.served not in (None, d.build) and self._serves(d.model, d.build):
                 self._store.model_served(d.model, d.build)
         self._cancel_steps(now_s)
@@ -258,7 +258,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._plan_s = time.perf_counter() - began_s
         moves = self._moves(plan_input, self._allocation)
         if self._fail_too_large(moves):
-            self._wake.set()  # planned again without it, before a holder releases devices for it
+            self._wake.set()  # plan again without it, before a holder releases devices for it
             return None
         self._report_waiting(plan_input, now_s)
         return tuple(
@@ -268,14 +268,14 @@ class SchedulerLoop(cluster_state.ClusterState):
         )
 
     def _report_troubles(self) -> None:
-        """Tell the store which models fail, once per change."""
+        """Report failing models to the store, once per change."""
         before, self._troubles = self._troubles, {m: replace(f) for m, f in self.failures.models.items()}
         for model in sorted(before.keys() | self._troubles.keys()):
             if before.get(model) != (now := self._troubles.get(model)):
                 self._store.model_trouble(model, now)
 
     def _report_waiting(self, plan_input: PlanInput, now_s: float) -> None:
-        """Tell the store why each job waits, once per change of the sentence or of the job's phase."""
+        """Report to the store why each job waits, once per change of the reason or of the job's phase."""
         before, self._reasons = self._reasons, {}
         for job in plan_input.jobs:
             reason = self._allocation.waiting.get(job.id)
@@ -289,7 +289,7 @@ class SchedulerLoop(cluster_state.ClusterState):
 
     def _fail_too_large(self, moves: tuple[Move, ...]) -> bool:
         """Fail the starts of engines that no host has the memory for; False if there are none. Without a failure,
-        requests would wait for them as long as they are held, and no user would see why."""
+        requests would be held until they time out, and no user would see why."""
         reasons = {
             (plan.model, plan.build): why
             for move in moves
@@ -304,19 +304,19 @@ class SchedulerLoop(cluster_state.ClusterState):
         return any(("open", model, build) == (r.state, r.model, r.build) for r in self.box.replicas.values())
 
     def _start_failed(self, model: str, build: Build, failure: EffectFailed) -> None:
-        """Record that an engine did not start. Where its settings alone are at fault, and no other engine serves with
+        """Record that an engine did not start. If only its settings can be at fault, and no other engine serves with
         them, restore the settings that served last; engines with these then get the held requests."""
         deployment = next((d for d in self._workload.deployments if d.model == model), None)
         served = None
         if deployment is not None and failure.of_settings and not self._serves(model, build):
-            served = goes_back_to(deployment, build)
+            served = reverts_to(deployment, build)
         if served is not None and self._store.settings_failed(model, build, served, first_line(failure.reason)):
             log.warning("reverted to the settings that served before: %s", failure.reason, extra={"model": model})
             self.failures.models.pop(model, None)
         elif deployment is None or deployment.settings == build.settings:
             now_s = self._clock()
             self.failures.model_failed(model, build.version, failure.reason, now_s, blame=failure.blame, at_start=True)
-        self._wake.set()  # the next try may have other settings
+        self._wake.set()  # the retry may have other settings
 
     def _moves(self, plan_input: PlanInput, allocation: Allocation) -> tuple[Move, ...]:
         return handover.moves(
@@ -338,18 +338,18 @@ class SchedulerLoop(cluster_state.ClusterState):
             self._in_force = mode_schedule.in_force(*settings, now_s)
 
     def _cancel_steps(self, now_s: float) -> None:
-        """Cancel starts of jobs that do not run any more, and steps that the loop would not begin now.
+        """Cancel starts of jobs that should not run any more, and steps that the loop would not begin now.
 
-        A drain is the one long step of a release: the engine answers its requests before it sleeps. Until then staying
-        costs nothing, so a mode that switches back, or new requests, should not wait for a sleep and a wake. Ranks may
-        load their model for minutes: a long start gives way as a running job would. The planner itself decides: had the
-        steps not begun, would it begin them?"""
+        A drain is the one long step of a release: the engine answers its requests before it sleeps. During a drain it
+        can be reopened at no cost, so a reversed mode or new requests need not wait for a sleep and a wake. Ranks may
+        load their model for minutes: a long start gives way as a running job would. To decide, the planner plans as if
+        these steps had not begun."""
         policy, doubtful = self._in_force.policy, []
         runs = {job.id for job in self._workload.jobs if job.phase != "paused"}
         steps = [(runner, step) for runner in self._running.values() for step in runner.running_steps]
         for runner, step in steps:
             if step.verb == "start_group" and step.move.holder.id not in runs:
-                runner.cancel(step, "the job does not run any more")
+                runner.cancel(step, "the job should not run any more")
             elif step.verb == "start_group":
                 patience_s = LONG_START_S * 2 ** min(self._gave_way[step.move.holder.id], 2)
                 if now_s - step.since_s >= min(patience_s, self._config.start_group_timeout_s):
@@ -365,7 +365,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             holder = step.move.holder
             if holder.kind == "job":
                 if not set(step.move.devices).issubset(wanted.groups.get(holder.id, ())):
-                    runner.cancel(step, "its devices are wanted, and its ranks take long to prepare")
+                    runner.cancel(step, "another holder needs its devices, and its ranks take long to prepare")
                     self._gave_way[holder.id] += 1
             elif (holder.id, devices := runner.before.replicas[holder.id].devices) in stays:
                 runner.cancel(step, f"{explain.mode_of(policy)} keeps replica {holder.id} open")
@@ -378,7 +378,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             return request
         now = self._in_force
         if now.window is not None and now.since_s != self._window_since_s:
-            # The first hand-over since it began; later ones follow demand and the queue again.
+            # The first hand-over of the window; later ones follow demand and the queue again.
             self._window_since_s = now.since_s
             return f"window {now.window.id}", f"mode {now.policy.kind}"
         return "scheduler", "demand and queue"
@@ -390,7 +390,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             self._crash = self._crash or task.exception()
         self._wake.set()
 
-    # --- what the runner reports --------------------------------------------------------------------------------
+    # --- reports of the runner ----------------------------------------------------------------------------------
 
     def unwanted(self, move: Move) -> bool:
         return self._transitions[move.holder].over
@@ -419,7 +419,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             return
         if move.side == "free":
             if holder.kind == "replica":
-                self._transitions[holder].target = ()  # it should have stayed after all, but could not
+                self._transitions[holder].target = ()  # the drain was cancelled, but its undo failed
             self.failures.moves[move.name] += 1
             wait_s = self.failures.backoff_s(self.failures.moves[move.name])
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
@@ -440,8 +440,8 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._clear_in_progress(holder)
 
     def _try_again(self, holder: Holder) -> None:
-        """Observe first: readings of a holder are discarded while a hand-over moves it. Without this, an engine that
-        died with the failed step was drained again forever."""
+        """Let the loop observe the holder, and retry. Readings are discarded during a hand-over, so without this an
+        engine that died in the failed step was drained forever."""
         self.observe_again_s = 0.0
         self._clear_in_progress(holder)
 
@@ -486,7 +486,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             max_asleep=workload.max_asleep,
         )
 
-    # --- at rest ------------------------------------------------------------------------------------------------
+    # --- waiting ------------------------------------------------------------------------------------------------
 
     async def _pause(self) -> None:
         """Wait for a nudge, an event, the end of a move, or the next observation time."""

@@ -2,14 +2,14 @@
 
 A window begins when its cron expression fires in its time zone, and puts its policy in force. It ends when its second
 expression fires or after a duration; without either it lasts until another window begins. Beginnings and ends are
-edges. The rule, which also covers a box that was off over an edge:
+edges. Rules, which also hold after a box was off during an edge:
 
 - a mode set by hand after the latest edge holds until the next edge;
-- else the open window that began last holds (of those that began together, the last in the list);
-- with no window open, the mode set by hand last holds.
+- else the open window that began last holds (of several that began together, the last in the list);
+- with no window open, the mode last set by hand holds.
 
-Local time is croniter's with zoneinfo: a time skipped by daylight saving fires at the moment the clocks go forward; one
-that occurs twice fires once, at the first (every time where the hour is "*").
+croniter computes local time with zoneinfo: a time that daylight saving skips fires when the clocks go forward; a time
+that occurs twice fires at its first occurrence (at both if the hour is "*").
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Window:
         try:
             ZoneInfo(self.tz)
         except (ZoneInfoNotFoundError, ValueError, OSError):
-            expected = 'an IANA name expected, e.g. "UTC", "Europe/Berlin" or "Asia/Shanghai"'
+            expected = 'expected an IANA name, e.g. "UTC", "Europe/Berlin" or "Asia/Shanghai"'
             raise InvalidSchedule(f"time zone {self.tz!r} is not known: {expected}", "tz") from None
         check_cron(self.cron, "cron")
         if self.until is not None:
@@ -56,10 +56,10 @@ class Window:
             if self.for_s is not None:
                 raise InvalidSchedule("a window ends either by `until` or after `for_s` seconds, not by both", "until")
         if self.for_s is not None and not 60.0 <= self.for_s <= _MAX_S:
-            raise InvalidSchedule(f"a window lasts {self.for_s:g} s; from a minute to a year expected", "for_s")
+            raise InvalidSchedule(f"a window lasts {self.for_s:g} s; expected from a minute to a year", "for_s")
 
     def last_s(self, now_s: float) -> float | None:
-        """The latest beginning at or before now; None if there was none for a year."""
+        """The latest beginning at or before now; None if there was none within a year."""
         # get_prev is strictly before its start, but a firing at this very second counts.
         found_s = _fires_s(self.cron, self.tz, now_s + 1, "get_prev")
         return found_s if now_s - found_s < _MAX_S else None
@@ -69,7 +69,7 @@ class Window:
         return _fires_s(self.cron, self.tz, now_s, "get_next")
 
     def end_s(self, began_s: float) -> float | None:
-        """When the window that began then ends; None: no end of its own."""
+        """End of the window that began then; None if it lasts until another window begins."""
         if self.for_s is not None:
             return began_s + self.for_s
         return None if self.until is None else _fires_s(self.until, self.tz, began_s, "get_next")
@@ -77,9 +77,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The policy that holds, since when, until which edge (None without windows), and from which window.
-
-    `window` None: set by hand. `overridden`: the window that would hold without a manual mode since the latest edge.
+    """The policy in force, since when, until which edge (None without windows), and from which window (None: set by
+    hand). `overridden`: the window that would hold if no mode had been set by hand since the latest edge.
     """
 
     policy: Policy
@@ -90,7 +89,7 @@ class InForce:
 
 
 def in_force(windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s: float) -> InForce:
-    """What holds now. `set_by_hand` dates from `set_s`."""
+    """The policy in force now. `set_by_hand` was set at `set_s`."""
     edge_s, next_edges = float("-inf"), []
     began_s, holds = float("-inf"), None
     for window in windows:
@@ -116,24 +115,24 @@ def in_force(windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s
 
 
 def check_cron(cron: str, param: str) -> None:
-    """Raises InvalidSchedule."""
+    """Raise InvalidSchedule unless this is a cron expression that fires."""
     # croniter also accepts "R" (random at each evaluation) and "H"; a schedule must give the same result every time.
     plain = re.fullmatch(r"[\d*/,\-#lL ]+", _NAMES.sub("1", cron)) is not None
     if len(cron.split()) != 5 or not plain or not croniter.is_valid(cron):
         raise InvalidSchedule(
-            f"schedule {cron!r} is not a cron expression: five fields expected, minute hour day month weekday, "
+            f"schedule {cron!r} is not a cron expression: expected five fields, minute hour day month weekday,  "
             'e.g. "0 22 * * *" for every day at 22:00',
             param,
         )
     try:
         croniter(cron, datetime(2026, 1, 1)).get_next(datetime)
     except CroniterBadDateError:
-        raise InvalidSchedule(f"schedule {cron!r} never fires: no such date comes", param) from None
+        raise InvalidSchedule(f"schedule {cron!r} never fires: it matches no date", param) from None
 
 
 def _fires_s(cron: str, tz: str, from_s: float, way: Literal["get_next", "get_prev"]) -> float:
-    """The nearest firing, without the second of an hour that occurs twice: croniter fires in both, which is right for
-    "every half hour" and wrong for "at half past two"."""
+    """The nearest firing, without the repetition in an hour that occurs twice: croniter fires in both, which is right
+    for "every half hour" but wrong for "at half past two"."""
     step = getattr(croniter(cron, datetime.fromtimestamp(int(from_s), ZoneInfo(tz))), way)
     firing: datetime = step(datetime)
     if not cron.split()[1].startswith("*"):

@@ -1,6 +1,6 @@
 """Plans which holder gets which devices: replicas per model, queue of jobs, exact devices. Pure functions of a
 `PlanInput` and a time.
 
-Never: Reads a clock, does I/O or keeps state between plans (the learner of standby does, for its owner).
+Never: Reads a clock, does I/O or keeps state between plans (except the standby learner, for its owner).
 Begin with plan.py.
 """

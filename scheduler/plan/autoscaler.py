@@ -1,19 +1,19 @@
 """Decides how many replicas of each model should be awake, and which model gets the next one when devices are scarce.
 
-Growing is immediate, and never below what was learned of the last half hour. Shrinking starts when the devices have
-idled for longer than a hand-over there and back would cost training (the rent exceeds the price), and no sooner than
-`give_back_after_s`. An operator's number (`idle_sleep_s`) applies as given: one replica stays awake for that long after
-the last request, then all sleep except the minimum.
+Growth is immediate, and the count never falls below that learned from the last half hour. Shrinking starts when the
+devices have idled for longer than a hand-over there and back would cost training (the rent exceeds the price), at the
+earliest after `give_back_after_s`. An operator's number (`idle_sleep_s`) applies as given: one replica stays awake for
+that long after the last request, then all sleep except the minimum.
 
-The learner keeps the cheapest number awake that would have been in time. A device needs seconds to change sides, so
-requests that arrive within them must find awake engines. Idle engines cost training, missing ones make requests late,
-and no constant suits all traffic. So every choice ("n always, more on backlog") is simulated on a small queueing model
-(`Shadow`) and pays what the box would pay. In force is the cheapest among those with at most `late_requests_share` of
-the requests late, with exponential forgetting; a cheaper one takes over only if it saves more than the change costs.
+The learner keeps awake the cheapest number of replicas that would have met the target. A device needs seconds to change
+sides, and requests that arrive meanwhile need awake engines. Idle engines cost training, missing engines make requests
+late, and no constant suits all traffic. So every choice ("n always, more on backlog") is simulated on a small queueing
+model (`Shadow`) with the costs of the box. In force is the cheapest choice with at most `late_requests_share` of the
+requests late, with exponential forgetting; a cheaper one takes over only if it saves more than the change costs.
 
-The model: one queue of prompts per replica, each request to the replica that is free first; a prompt takes its tokens
-over the measured rate, and a request is late if its prompt ends later than the target after its arrival. A prompt that
-alone takes longer than the target is late on any number of replicas, and does not count.
+The model: each replica has one queue of prompts, and each request goes to the replica that is free first. A prompt
+takes its tokens divided by the measured rate, and a request is late if its prompt is done later than the target after
+its arrival. A prompt that alone takes longer than the target is late on any number of replicas, and does not count.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MEMORY_S = 1800.0
 EARLY = 0.25
 """As PATIENT: the share of the time-to-first-token target that the backlog may take before another is woken."""
 KNOWN_REQUESTS, KNOWN_S = 30.0, 120.0
-"""Until so many requests came, and for so long, the careful choice is in force: one awake, more on a small backlog."""
+"""Until this many requests and seconds, the careful choice is in force: one replica awake, more on a small backlog."""
 
 
 class Slot(NamedTuple):
-    """A request for one awake replica: the `nth` (from 0) of its model. wanted: False where no demand needs it, and it
-    fills devices that belong to serving anyway."""
+    """A request for one awake replica: the `nth` (from 0) of its model. wanted: False if no demand needs it, and it
+    only fills devices that belong to serving anyway."""
 
     model: str
     nth: int
@@ -45,13 +45,13 @@ class Slot(NamedTuple):
 
 
 def usable(deployment: DeploymentView, now_s: float) -> bool:
-    """Whether new replicas may be started for it. Open ones stay open during its backoff."""
+    """Whether new replicas of the model may start. Open ones stay open during its backoff."""
     return deployment.not_before_s <= now_s and deployment.max_replicas > 0
 
 
 def load(deployment: DeploymentView, config: SchedulerConfig) -> float:
-    """Replicas that the requests in flight and held fill: by their number, or by the prompts in caches if those fill
-    more, as where prompts differ in size. Prompts that wait are a backlog already.
+    """Replicas needed for the requests in flight and held: by their number or by their prompts in caches, whichever is
+    more. Waiting prompts count as backlog instead.
 
     While the measured time per further token is above its target, each replica counts as carrying proportionally fewer
     requests, since the time of a decoding step grows with its batch. One evaluation at most doubles the count.
@@ -65,7 +65,7 @@ def load(deployment: DeploymentView, config: SchedulerConfig) -> float:
 
 
 def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
-    """Replicas that the present demand needs, without memory of earlier demand."""
+    """Replicas that the current demand needs, regardless of earlier demand."""
     demand, filled = deployment.demand, load(deployment, config)
     count = math.ceil(filled) if deployment.standby is None else deployment.standby.for_load(filled)
     if deployment.prefill_tokens_per_s and deployment.ttft_target_s and demand.waiting_tokens:
@@ -74,12 +74,12 @@ def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig
         standby = deployment.standby or Standby(deployment.max_replicas)
         count = max(count, standby.for_backlog(backlog_s, deployment.ttft_target_s))
     if now_s < _one_until_s(deployment, config):
-        count = max(count, 1)  # short requests come and go between two evaluations
+        count = max(count, 1)  # short requests can begin and end between two evaluations
     return min(max(count, deployment.floor_replicas), deployment.max_replicas)
 
 
 def _one_until_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
-    """Until when the last request alone keeps one replica."""
+    """The time until which the last request alone keeps one replica awake."""
     own_s = deployment.idle_sleep_s
     return deployment.last_s + (min(deployment.idle_after_s, config.give_back_after_s) if own_s is None else own_s)
 
@@ -87,8 +87,8 @@ def _one_until_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
 def follow(
     hysteresis: Hysteresis, want: int, now_s: float, rest_s: Callable[[int], float]
 ) -> tuple[Hysteresis, float | None]:
-    """Grow to `want` at once; shrink to the highest count wanted since fewer would do, once the spare replicas have
-    idled for `rest_s` of their number. Also returns when that will be, if nothing changes before."""
+    """Grow to `want` at once; shrink to the peak of `want` since it fell, once the spare replicas have idled for
+    `rest_s(spare)`. Also returns the time of that shrinking, if nothing changes before."""
     if want >= hysteresis.replicas:
         return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0), None
     since_s = now_s if hysteresis.low_since_s is None else hysteresis.low_since_s
@@ -123,7 +123,7 @@ def required(
         want = max(want, min(deployment.standby.replicas, deployment.max_replicas))
 
     def rest_s(spare: int) -> float:
-        # Rent or buy: idle devices justify a hand-over once they have idled for as long as it costs.
+        # Rent or buy: a hand-over pays once the devices have idled for as long as it costs.
         pays_after_s = switch_device_s / (spare * deployment.tensor_parallel)
         least_s = min(deployment.idle_after_s, config.give_back_after_s)
         return max(least_s, min(pays_after_s, config.give_back_at_latest_s))
@@ -139,13 +139,13 @@ def slots(
     now_s: float,
     config: SchedulerConfig,
 ) -> list[Slot]:
-    """Every requested replica, most urgent first: the first of each asked model before the second of any.
+    """Every requested replica, most urgent first: the first replica of each model with demand before any second one.
 
-    Among first replicas: pinned; models whose turn it is; models that waited longer than a turn (longest first); models
-    whose turn is over; models that began to wait; models that want only their minimum. Among later ones: pinned, then
-    by name. Replicas that no demand needs come last.
+    Order of first replicas: pinned; models in their turn; models that have waited longer than a turn (longest first);
+    models after their turn; models that began to wait; models that need only their minimum. Order of later replicas:
+    pinned, then by name. Replicas that no demand needs come last.
     """
-    since_s: dict[str, list[float]] = {}  # by model, of its open replicas
+    since_s: dict[str, list[float]] = {}  # by model: since when its replicas are open
     for replica in replicas:
         if replica.state == "open" or replica.busy == "coming":
             since_s.setdefault(replica.model, []).append(replica.since_s)
@@ -166,15 +166,15 @@ def slots(
         most = d.max_replicas if usable(d, now_s) else len(since_s.get(d.model, ()))
         # A model without demand gets no replica; one with demand may fill devices that belong to serving anyway.
         for nth in range(most if (needed := hysteresis[d.model].replicas) else 0):
-            # Later ones use neither turns nor requests: a model that has a replica does not wait, and an order that
-            # changes with time moved the second replicas of three models back and forth forever.
+            # Later replicas ignore turns and requests: a model with a replica does not wait, and an order that changes
+            # with time moved the second replicas of three models back and forth forever.
             rank = (int(not d.pinned), 0.0, d.model) if nth else first_rank(d)
             ranked.append((nth >= needed, nth, rank, Slot(d.model, nth, nth < needed)))
     return [slot for *_, slot in sorted(ranked)]
 
 
 class Shadow:
-    """One choice, simulated. `free`: when each awake replica has computed its prompts, a heap."""
+    """Simulation of one choice. `free`: heap of the times at which each awake replica has computed its prompts."""
 
     def __init__(self, choice: Standby, target_s: float, config: SchedulerConfig, devices: int):
         self.choice, self._target_s, self._config, self._devices = choice, target_s, config, devices
@@ -184,11 +184,11 @@ class Shadow:
 
     @property
     def stop_s(self) -> float:
-        """Device seconds of training that a change to its present number of replicas costs."""
+        """Device seconds of training that a change to its current number of replicas costs."""
         return self._config.job_pause_s * max(self._devices - self._level.replicas, 1)
 
     def live(self, now_s: float, passed_s: float, works_s: Sequence[float], load: float, most: int) -> None:
-        """Let `passed_s` pass, in which these prompts arrived."""
+        """Advance by `passed_s`, in which these prompts arrived."""
         if self._opens_s <= now_s:
             self._opens_s = math.inf
             self._spread(now_s)
@@ -226,14 +226,13 @@ class Shadow:
         return max(self._config.give_back_after_s, min(pays_after_s, self._config.give_back_at_latest_s))
 
     def _spread(self, now_s: float) -> None:
-        """What waits goes evenly to the replicas that there are now, as the gateway moves it to one that opens."""
+        """Spread waiting prompts evenly over the current replicas, as the gateway moves requests to a new replica."""
         waits_s, count = sum(max(at_s - now_s, 0.0) for at_s in self._free), self._level.replicas
         self._free = [now_s + waits_s / count] * count if count else []
 
 
 class Bounds(NamedTuple):
-    """devices: how many replicas' worth of them there is. least, most: replicas. target_s: for the time to first
-    token."""
+    """devices: as a number of replicas. least, most: replicas. target_s: for the time to first token."""
 
     devices: int
     least: int
@@ -242,7 +241,7 @@ class Bounds(NamedTuple):
 
 
 class StandbyLearner:
-    """The learner of one model. Owned by the receiver of the load reports, which calls `seen` for each of them."""
+    """The standby learner of one model. Owned by the receiver of load reports, which calls `seen` for each report."""
 
     def __init__(self, config: SchedulerConfig, bounds: Bounds):
         self.bounds, self._late_share = bounds, config.late_requests_share
@@ -251,14 +250,14 @@ class StandbyLearner:
         self._shadows = [Shadow(choice, bounds.target_s, config, bounds.devices) for choice in choices]
         self._in_force = next((shadow for shadow in self._shadows if shadow.choice.replicas), self._shadows[-1])
         self._at_s: float | None = None
-        self._seen_s = self._requests = 0.0  # since the first request; a faded sum
+        self._seen_s = self._requests = 0.0  # since the first request; decays exponentially
 
     @property
     def best(self) -> Standby:
         return self._in_force.choice
 
     def seen(self, now_s: float, works_s: Sequence[float], load: float = 0.0) -> Standby:
-        """Learn from a report, and return what to keep from now on.
+        """Learn from a report, and return the standby to keep from now on.
 
         Args:
             works_s: seconds that one replica needs for each prompt that arrived since the last report.

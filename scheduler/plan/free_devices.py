@@ -12,7 +12,7 @@ from scheduler.core.workload import Device, node_of
 
 
 class FreeDevices:
-    """Devices not yet assigned, by node. A choice costs about as much as there are nodes."""
+    """Devices not yet assigned, by node. The time of a choice is linear in the number of nodes."""
 
     def __init__(self, devices: Iterable[Device]):
         self._nodes: dict[str, dict[str, Device]] = {}
@@ -30,7 +30,7 @@ class FreeDevices:
                 self._nodes.pop(node, None)
 
     def _tightest(self, count: int, nodes: Collection[str]) -> dict[str, Device] | None:
-        """What is left of the first node, of these or of any, with the fewest devices that still has `count`."""
+        """The free devices of the node that has the fewest, but at least `count`, among these nodes or all."""
         tightest: dict[str, Device] | None = None
         for node, left in self._nodes.items():
             size = len(left)
@@ -48,12 +48,12 @@ class FreeDevices:
         near: Collection[str] = (),
         only: FreeDevices | None = None,
     ) -> tuple[str, ...] | None:
-        """The best `count` devices of one node, in index order; None if no node has as many. Takes nothing.
+        """The best `count` devices of one node, in index order; None if no node has that many. Does not take them.
 
         Args:
             nodes: take them from one of these; empty: from any.
-            near: devices to prefer (what the holder has now), and their node.
-            only: else first try within these fewer (devices that no holder has to leave).
+            near: devices to prefer with their node (those the holder has now).
+            only: a subset to try before all free devices (those that no holder has to leave first).
         """
         own = Counter(node_of(d) for d in near if self.has([d]) and (not nodes or node_of(d) in nodes))
         kept = [node for node in own if len(self._nodes[node]) >= count]
@@ -67,8 +67,8 @@ class FreeDevices:
 
 
 def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[str, ...]:
-    """`count` of one node's devices: most direct links among them, then as few NUMA nodes as possible, then most of
-    those in `prefer`, then the tightest NUMA node. A node is small (at most 16), so a group grows from every device."""
+    """`count` of one node's devices: with the most direct links, then the fewest NUMA nodes, then the most devices of
+    `prefer`, then the tightest NUMA node. Nodes are small (up to 16 devices): a group grows from each device."""
     if count < len(devices):
         on_numa = Counter(d.numa_node for d in devices)
 
@@ -77,7 +77,7 @@ def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[st
             numa = {d.numa_node for d in group}
             return (
                 -sum(len(d.linked & ids) for d in group),
-                sum(len(d.linked & ids) for d in devices if d.id not in ids),  # links of the others that it breaks
+                sum(len(d.linked & ids) for d in devices if d.id not in ids),  # links that it breaks
                 len(numa),
                 -len(ids & prefer),
                 sum(on_numa[n] for n in numa),
@@ -85,7 +85,7 @@ def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[st
             )
 
         seeds: Iterable[Device] = devices
-        if not any(d.linked for d in devices):  # then one of each NUMA node is enough
+        if not any(d.linked for d in devices):  # then one device of each NUMA node is enough
             first = sorted(devices, key=lambda d: (d.id not in prefer, d.index), reverse=True)
             seeds = {d.numa_node: d for d in first}.values()
         devices = min((_grown(seed, devices, count, prefer) for seed in seeds), key=score)
@@ -93,7 +93,7 @@ def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[st
 
 
 def _grown(seed: Device, devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
-    """`count` devices around this one: the best linked next, then the nearest."""
+    """`count` devices grown from this one: next the best linked device, then the nearest."""
     group, rest = [seed], [d for d in devices if d is not seed]
     while len(group) < count:
         ids = {d.id for d in group}

@@ -1,4 +1,4 @@
-"""plan(plan_input, now) -> allocation: who should hold which exact devices. Pure; its only memory is an argument.
+"""plan(plan_input, now) -> allocation: which holder gets which exact devices. Pure; its only memory is an argument.
 
 Order of the decision: how many devices serving claims (policy, demand, floor) -> how many training gets (queue) -> the
 rest is lent to models with demand or stays with open engines -> exact devices, moving as little as possible: a holder
@@ -28,10 +28,10 @@ from scheduler.plan import autoscaler, queue
 from scheduler.plan.free_devices import FreeDevices
 
 _ROUNDS = 8
-"""How often to recount jobs that found fewer devices side by side; after that the next plan handles them."""
+"""How often to recount jobs that got fewer devices side by side; the next plan handles the rest."""
 FALLS_ASLEEP_S = 10.0
-"""How long a model that wants a replica waits for one of its own that is going to sleep, before starting again."""
-_STARVED = "Its devices are lent to the engine that writes the answers it learns from."
+"""How long a model that needs a replica waits for one of its own that is about to sleep, before it starts a new one."""
+_STARVED = "Its devices are lent to the engine that samples its training answers."
 
 
 def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = None) -> Allocation:
@@ -41,7 +41,7 @@ def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = N
     round_.keep_open()
     round_.defer()
     round_.let_sleep()
-    late = "Its devices are still being given back by their last holder."
+    late = "The previous holder is still releasing its devices."
     reviews = [*round_.reviews, *jobs.reviews]
     return Allocation(
         replicas=tuple(round_.out[r] for r in sorted(round_.out)),
@@ -61,8 +61,8 @@ class Round:
     """One planning round: first counts, then exact devices, filled by `place` (from scratch each time), then by
     `keep_open`, `defer` and `let_sleep`.
 
-    hysteresis: every model's, updated to now. notes: model to why it gets fewer replicas than needed. reviews: times at
-    which a number may change without an event. out: replicas by id, open or asleep. groups: by job.
+    hysteresis: by model, updated to now. notes: by model, why it gets fewer replicas than needed. reviews: times at
+    which a count may change without an event. out: replicas by id, open or asleep. groups: by job.
     """
 
     def __init__(self, plan_input: PlanInput, now_s: float, config: SchedulerConfig):
@@ -80,7 +80,7 @@ class Round:
         self.by_model: dict[str, list[ReplicaView]] = {}
         for replica in plan_input.replicas:
             self.by_model.setdefault(replica.model, []).append(replica)
-        # A new engine has to take their place, but none may start during a backoff.
+        # A new engine has to replace them, but none may start during a backoff.
         self.outdated = {
             r.id: r
             for r in plan_input.replicas
@@ -98,14 +98,14 @@ class Round:
     def count(
         self, limits: Mapping[str, int], side_by_side: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
-        """(replicas per model that serving is entitled to, those plus lent ones, devices per job).
+        """(replicas per model that serving is entitled to, the same with lent ones, devices per job).
 
-        limits: replicas per model for which there are devices side by side, if known. side_by_side:
-        devices by job, for jobs that can get no more on one node.
+        limits: replicas per model that fit side by side on nodes, if known. side_by_side: devices by job, for jobs that
+        cannot get more on one node.
         """
         claimed = self._replicas(self._serving_capacity(), limits, eager=self.policy.kind in ("serve", "split"))
         budget, why = self._training_budget(claimed)
-        # A manual change of mode takes effect at once; only `auto`, which changes by itself, dwells.
+        # A manual mode change takes effect at once; the dwell is only for `auto`, which changes by itself.
         dwell_s = self.config.job_dwell_s if self.policy.kind == "auto" else 0.0
         waiting = self.plan_input.jobs
 
@@ -120,13 +120,13 @@ class Round:
             fewer, smaller = serving_beside(left)
             if job.id in smaller.sizes and fewer.get(job.sampled_by):
                 serving, jobs, budget = fewer, smaller, left
-            elif job.starved:  # by turns: it comes back when its samples are there
+            elif job.starved:  # job and engine take turns: the job returns when its samples are there
                 waiting = tuple(replace(j, lacks=_STARVED) if j is job else j for j in waiting)
                 serving, jobs = serving_beside(budget)
         return claimed, serving, jobs
 
     def _without_engine(self, serving: Mapping[str, int], jobs: queue.Queue) -> list[JobView]:
-        """Jobs that get devices while the engine that is wanted for their samples gets none."""
+        """Jobs that get devices while the engine that should sample for them gets none."""
         return [
             job
             for job in self.plan_input.jobs
@@ -137,7 +137,7 @@ class Round:
     def _remember(self) -> None:
         """Update every model's hysteresis to now."""
         is_open = {r.model for r in self.plan_input.replicas if r.state == "open" or r.busy == "coming"}
-        # Devices come from running jobs, and a transfer stops all ranks of both jobs involved.
+        # Devices come from running jobs, and a move of devices stops all ranks of the jobs involved.
         stops_s = (
             len(j.devices) * (self.config.job_pause_s if j.pause_s is None else j.pause_s)
             for j in self.jobs.values()
@@ -172,7 +172,7 @@ class Round:
         return total
 
     def _training_budget(self, replicas: Mapping[str, int]) -> tuple[int, str]:
-        """Devices that training may have, and what holds the others."""
+        """Devices that training may have, and a phrase on what holds the others."""
         total, policy = self.total, self.policy
         kept, floor = self._serving_capacity(), min(policy.serving_floor, total)
         if policy.kind == "serve":
@@ -188,23 +188,22 @@ class Round:
         return total - claimed, f"serving needs {claimed} of {total} devices now{self._of_idle(replicas)}"
 
     def _of_idle(self, replicas: Mapping[str, int]) -> str:
-        """How many of those devices no request needs now. It names no model, because the owner of a job reads it."""
+        """A phrase on how many of those devices no request needs now. It names no model: owners of jobs read it."""
         needed = {d.model for d in self.deployments.values() if d.demand.requests or d.floor_replicas}
         kept = self._cost({model: count for model, count in replicas.items() if model not in needed})
         if not kept:
             return ""
         least_s, most_s = self.config.give_back_after_s, self.config.give_back_at_latest_s
         return (
-            f", {kept} of them for models that were asked a moment ago, which give theirs back {least_s:g} to "
+            f", {kept} of them for models with recent requests, which release theirs {least_s:g} to "
             f"{most_s:g} s after their last request"
         )
 
     def _replicas(
         self, capacity: int, limits: Mapping[str, int], *, eager: bool, base: Mapping[str, int] | None = None
     ) -> dict[str, int]:
-        """Replicas per model within `capacity` devices, on top of `base`.
-
-        eager: also replicas without demand (the devices belong to serving anyway).
+        """Replicas per model within `capacity` devices, on top of `base`. eager: also replicas without demand, because
+        the devices belong to serving anyway.
         """
         counts = dict(base or {})
         stuck = sum(len(j.devices) for j in self.jobs.values() if j.keeps_devices(self.now_s))
@@ -226,7 +225,7 @@ class Round:
                 self.notes.pop(model, None)
             elif wanted and model not in self.notes:
                 self.notes[model] = (
-                    f"Wants a replica on {width} device{'s' * (width > 1)}; {max(left, 0)} are left for serving in "
+                    f"Needs a replica on {width} device{'s' * (width > 1)}; {max(left, 0)} are left for serving in "
                     f"mode {self.policy.kind}."
                 )
         return counts
@@ -244,36 +243,36 @@ class Round:
         for _ in range(len(self.deployments) + _ROUNDS):
             claimed, serving, jobs = self.count(limits, side_by_side)
             unplaced, short = self.place(serving, jobs.sizes), self.short(jobs.sizes)
-            # Serving is entitled to what it claims; a job does not move for a replica on lent devices.
+            # Serving is entitled to its claim; a job does not move for a replica on lent devices.
             owed = any(count < claimed.get(model, 0) for model, count in self.placed(unplaced).items())
             if (short or owed) and any(job.movable for job in self.jobs.values()):
-                # Enough devices but not side by side: move the jobs that may be moved, if that helps.
+                # Enough devices, but not side by side: move movable jobs if that helps.
                 if not self.place(serving, jobs.sizes, keep_jobs=False) and not self.short(jobs.sizes):
                     unplaced = []
                     break
                 unplaced = self.place(serving, jobs.sizes)
             if not unplaced and not short:
                 break
-            # Unavailable in this round: the devices counted for these go to others.
+            # These stay unplaced in this round: others get the devices counted for them.
             limits |= self.placed(unplaced)
             side_by_side |= short
         for model in {*unplaced, *limits}:
             width = self.deployments[model].tensor_parallel
-            self.notes[model] = f"No node has {width} free devices side by side for another replica."
+            self.notes[model] = f"No single node has {width} free devices for another replica."
         return jobs
 
     def placed(self, models: Iterable[str]) -> dict[str, int]:
-        """Number of replicas of each of these models that got devices."""
+        """Number of placed replicas of each of these models."""
         counts = Counter(r.model for r in self.out.values())
         return {model: counts[model] for model in models}
 
     def short(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Jobs that got fewer devices side by side than planned, mapped to how many they got."""
+        """Number of devices by job, for jobs that got fewer side by side than planned."""
         counts = {j: len(self.groups.get(j, ())) for j in sizes if not self.jobs[j].busy}
         return {j: count for j, count in counts.items() if count < sizes[j]}
 
     def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool = True) -> list[str]:
-        """Fill `out` and `groups`; returns the models that have a replica without devices.
+        """Fill `out` and `groups`; return the models with a replica that got no devices.
 
         serving: replicas per model. sizes: devices per job. keep_jobs: jobs of unchanged size keep their devices.
         """
@@ -297,7 +296,7 @@ class Round:
                 self.take(job.devices)
         for job_id, size in sizes.items():
             if job_id not in self.groups and len(self.usable_on) > 1:
-                self.place_job(job_id, size)  # engines can move to other devices, it cannot
+                self.place_job(job_id, size)  # engines can move to other devices, this job cannot
         counts = self.keep_replicas(serving)
         unplaced = []
         for model in sorted(serving, key=lambda m: (-self.deployments[m].tensor_parallel, m)):
@@ -311,7 +310,7 @@ class Round:
         job = self.jobs[job_id]
         devices = self.free.choose(size, nodes=job.nodes, near=job.devices, only=self.unheld)
         if devices is None and job.movable and len(job.devices) in job.sizes:
-            # The devices for its growth are still being released: keep its size rather than stop it for nothing.
+            # The devices for its growth are still being released: keep its size until then.
             devices = job.devices if self.free.has(job.devices) else None
         if devices is not None:
             self.groups[job_id] = devices
@@ -326,8 +325,8 @@ class Round:
         self.take(replica.devices)
 
     def keep_replicas(self, serving: Mapping[str, int]) -> dict[str, int]:
-        """Open replicas that keep their devices, the longest open first. One outdated replica of a model is left out at
-        a time, while none of its replicas comes or goes."""
+        """Keep open replicas on their devices, the longest open first. Of each model, drop one outdated replica at a
+        time, and only while no replica of the model is moving."""
         counts = dict.fromkeys(serving, 0)
         rank = {"coming": 0, None: 1, "leaving": 2}
         moving = {r.model for r in self.plan_input.replicas if r.busy is not None}
@@ -352,11 +351,12 @@ class Round:
         return counts
 
     def fits(self, replica: ReplicaView) -> bool:
-        """Whether it is, or can become, an engine of what its deployment asks for now."""
+        """Whether it matches, or can be changed to match, the current build of its deployment."""
         return replica.id not in self.outdated and _set_up_for(self.deployments[replica.model], replica)
 
     def add_replicas(self, deployment: DeploymentView, count: int) -> bool:
-        """`count` more replicas: sleeping ones on their own devices, then new ones. False when one finds no devices."""
+        """Add `count` replicas: sleeping ones on their own devices, then new ones. False if there are no devices for
+        one."""
         if count <= 0:
             return True
         own = self.by_model.get(deployment.model, [])
@@ -370,7 +370,7 @@ class Round:
             if home is not None:
                 self.open(home)
                 continue
-            # One that is going to sleep can be woken in a moment; a new process would take longer than that wait.
+            # A replica that is about to sleep can be woken soon; a new process would take longer.
             soon = next((r for r in falling if self.free.has(r.devices)), None)
             if soon is not None:
                 self.take(soon.devices)
@@ -395,9 +395,8 @@ class Round:
         self.out[replica.id] = replace(replica, state=state, version=version)
 
     def defer(self) -> None:
-        """Drop what cannot begin yet because a hand-over in progress is still releasing its devices.
-
-        `place` plans with those devices as if they were free, so nothing is decided now that the next plan would undo.
+        """Drop placements that cannot begin yet because a hand-over is still releasing their devices. `place` counts
+        those devices as free, so that the next plan does not undo decisions of this one.
         """
         known = {r.id: r for r in self.plan_input.replicas}
         for replica_id, plan_ in list(self.out.items()):
@@ -419,11 +418,11 @@ class Round:
             if stays and self.usable.issuperset(job.devices) and taken.isdisjoint(job.devices):
                 self.groups[job_id] = job.devices
 
-    # --- what is left -------------------------------------------------------------------------------------------
+    # --- remaining replicas -------------------------------------------------------------------------------------
 
     def keep_open(self) -> None:
-        """Keep engines open whose devices nobody needs, until their own idle time puts them to sleep, and outdated ones
-        until those in their place are open; wake those that slept for a check of their devices."""
+        """Keep engines open while no other holder needs their devices and their idle time has not passed, and outdated
+        engines until their replacements are open; wake engines that slept for a check of their devices."""
         counts = Counter(r.model for r in self.out.values() if r.state == "open")
         is_open = {r.id for r in self.plan_input.replicas if r.state == "open"}
         starting = Counter(r.model for r in self.out.values() if r.state == "open" and r.id not in is_open)
@@ -443,14 +442,14 @@ class Round:
                 counts[replica.model] += 1
 
     def let_sleep(self) -> None:
-        """Put all other living replicas to sleep; stop the least recently used ones beyond the bounds: of the box, and
-        of each device on which a sleeping engine keeps memory."""
+        """Put all other living replicas to sleep; stop the least recently used ones beyond the limits: per box, and per
+        device whose memory sleeping engines still use."""
         rest = [r for r in self.plan_input.replicas if r.id not in self.out and r.state != "dead"]
         for replica in rest:
             if replica.busy == "leaving":
                 self.note_replica(replica, "asleep")
         rest = [r for r in rest if r.busy is None and r.model in self.deployments and self.fits(r)]
-        # A "starting" replica that nobody waits for is left over from a crash: not trusted, stopped.
+        # A "starting" replica without a hand-over is left over from a crash: stop it.
         rest = [r for r in rest if r.state != "starting" and self.usable.issuperset(r.devices)]
         used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}
         rest.sort(key=lambda r: (-used[r.model], -r.since_s, r.id))

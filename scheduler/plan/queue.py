@@ -1,10 +1,10 @@
-"""Decides how many devices each training job gets, and gives one sentence for each that gets none.
+"""Decides how many devices each training job gets, and why others get none, in one sentence each.
 
-Strict order: priority; jobs that would miss their deadline if they waited any longer, nearest deadline first; fair
-share between owners (everyone's first job before anyone's second); running jobs; submission. In that order every job
-takes the largest size it may run at, so no job is passed over for a later one while it could run, and later jobs use
-what it leaves (backfill). Running jobs are preemptible by default, so the head of the queue never starves behind
-backfilled ones.
+Strict order: priority; jobs that would miss their deadline by further waiting, nearest deadline first; fair share
+between owners (each owner's first job before any owner's second); running jobs; submission. In that order every job
+takes the largest size it may run at: a later job never passes one that could run, and later jobs use the remaining
+devices (backfill). Running jobs are preemptible by default, so the head of the queue never starves behind backfilled
+ones.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from scheduler.core.workload import JobView, node_of
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """sizes: job id to devices, only jobs that get some. waiting: job id to the reason why it gets none. reviews: times
-    at which that may change without an event."""
+    """sizes: devices by job id, for jobs that get some. waiting: by job id, the reason why it gets none. reviews: times
+    at which this may change without an event."""
 
     sizes: dict[str, int]
     waiting: dict[str, str]
@@ -26,11 +26,13 @@ class Queue:
 
 
 URGENCY = 1.5
-"""A job is urgent when its deadline is nearer than this many times its remaining run time at its largest size."""
+"""A job is urgent when the time to its deadline is below this factor times its remaining run time at its largest
+size."""
 
 
 def urgent_from_s(job: JobView) -> float | None:
-    """When the job becomes urgent; None without a deadline. If its remaining work is unknown, at the deadline."""
+    """Time at which the job becomes urgent: at the deadline if its remaining work is unknown. None without a
+    deadline."""
     if job.deadline_s is None:
         return None
     left_s = (job.remaining_device_s or 0.0) / job.sizes[-1]
@@ -38,7 +40,7 @@ def urgent_from_s(job: JobView) -> float | None:
 
 
 def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
-    """The order of service. Stable: a job only moves forward as those before it end, or when its deadline nears."""
+    """The order of service. Stable: a job moves forward only when earlier jobs end or its deadline nears."""
     nth: dict[str, int] = {}
     seen: dict[tuple[str, int], int] = {}
     for job in sorted(jobs, key=lambda j: (j.submitted_s, j.id)):
@@ -66,8 +68,8 @@ def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
 def positions(jobs: Sequence[JobView], now_s: float) -> list[tuple[JobView, str | None]]:
     """Every job in queue order, with the reason why it waits as one of Slurm's codes; None while it has devices.
 
-    JobHeldUser: paused by request. BeginTime: in backoff after a failure. Priority: others
-    are ahead of it. Resources: next to run, it waits for devices, or for something the box lacks.
+    JobHeldUser: paused by request. BeginTime: in backoff after a failure. Priority: other jobs are ahead. Resources: it
+    is next and waits for devices, or for something that the box lacks.
     """
     out, waiting = [], False
     for job in order(jobs, now_s):
@@ -86,7 +88,7 @@ def _largest_node(job: JobView, free: Mapping[str, int]) -> int:
 
 
 def _reserve(job: JobView, size: int, free: dict[str, int]) -> None:
-    """Take devices where the placement will: on its current node, else on its tightest node with enough."""
+    """Take devices where the placement will take them: on its current node, else on the tightest node with enough."""
     here, nodes = {node_of(d) for d in job.devices}, job.nodes or tuple(free)
     fitting = [node for node in nodes if free.get(node, 0) >= size] or nodes
     if fitting:
@@ -95,21 +97,21 @@ def _reserve(job: JobView, size: int, free: dict[str, int]) -> None:
 
 
 def _ahead(job: JobView, ahead: JobView) -> str:
-    """The sentence ends up in the job's events, which its owner reads: it must not name another owner's job."""
+    """A sentence on the jobs ahead. The job's owner reads it: it must not name another owner's job."""
     return f"job {ahead.id} and others ahead of it" if ahead.owner == job.owner else "jobs ahead of it"
 
 
 def _barred(job: JobView, now_s: float) -> tuple[str, str, float | None] | None:
-    """Why the job gets nothing, however many devices are free (code, sentence), and when that ends by itself; None: it
-    may have some."""
+    """(code, sentence) why the job gets no devices, however many are free, and when this ends by itself; None if it may
+    get some."""
     if job.phase == "paused":
-        why = "Paused by request; `appliance job resume` puts it back into the queue."
+        why = "Paused by request; `appliance job resume` queues it again."
         return "JobHeldUser", why, None
     if job.lacks:
         return "Resources", job.lacks, None
     if job.not_before_s > now_s:
         cause = f" ({job.failed})" if job.failed else ""
-        why = f"Failed a moment ago{cause}; tries again in {job.not_before_s - now_s:.0f} s."
+        why = f"Failed a moment ago{cause}; next try in {job.not_before_s - now_s:.0f} s."
         return "BeginTime", why, job.not_before_s
     if job.busy == "leaving":
         return "", "Is being suspended.", None
@@ -128,11 +130,11 @@ def allot(
     """Sizes within `budget` devices.
 
     Args:
-        budget: devices that training may have. Jobs that must not be preempted keep theirs even beyond it.
+        budget: devices that training may have. Jobs that must not be preempted keep their devices even beyond it.
         dwell_s: a running job does not grow before this long after its last start.
         why: what holds the other devices, e.g. "mode serve gives training no devices".
-        usable_on: usable devices by node; a job's are all on one.
-        side_by_side: devices by job that the placement found on one node, where they were fewer than planned.
+        usable_on: usable devices by node; a job gets devices of one node only.
+        side_by_side: devices by job on one node, where the placement found fewer than planned.
     """
     free = dict(usable_on)
     sizes: dict[str, int] = {}
@@ -167,7 +169,7 @@ def allot(
             _reserve(job, size, free)
             ahead = ahead or job
         elif side_by_side and job.id in side_by_side:
-            waiting[job.id] = f"Needs {_at_least(job)} of one node; those left are not side by side."
+            waiting[job.id] = f"Needs {_at_least(job)} of one node; the free ones are on several nodes."
         else:
             total, largest = sum(usable_on.values()), _largest_node(job, usable_on)
             waiting[job.id] = _too_few(job, total, largest, budget, why) or (
@@ -182,10 +184,10 @@ def _at_least(job: JobView) -> str:
 
 
 def _too_few(job: JobView, total: int, largest: int, budget: int, why: str) -> str:
-    """Why the job would get nothing if it were alone; "" if it would get some. largest: devices of its largest node."""
+    """A sentence if the job would get no devices even alone; else "". largest: devices of its largest node."""
     least = job.sizes[0]
     if least > total:
         return f"Needs {least} devices; only {total} of the box work."
     if least > largest:
-        return f"Needs {least} devices of one node; no node that it may run on has more than {largest}."
+        return f"Needs {least} devices of one node; the largest that it may use has {largest}."
     return f"Needs {_at_least(job)}: {why}." if least > budget else ""

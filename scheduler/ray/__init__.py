@@ -1,5 +1,5 @@
 """Implements the hand-over verbs with Ray: actors, reservations, engines, groups of ranks, further nodes.
 
-Never: Decides anything. It is the only package of the scheduler that imports ray, train and serve.
+Never: Decides anything. No other package of the scheduler imports ray, train or serve.
 Begin with effects.py.
 """

@@ -1,6 +1,5 @@
-"""Starts, finds, calls and watches named detached actors. They outlive the controller.
-
-`Supervisor` calls an actor, and its calls end when the actor is gone or silent for too long.
+"""Starts, finds, calls and watches named detached actors. They outlive the controller. Calls through a `Supervisor` end
+when its actor is gone or silent for too long.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from train.plan.errors import RankFailed, TrainError
 
 log = logging.getLogger(__name__)
 
-REPLICA, RANK = "replica:", "rank:"  # how names of actors begin; a replica's id or a device's follows
+REPLICA, RANK = "replica:", "rank:"  # prefixes of actor names, followed by the id of a replica or device
 UNNAMED_TIMEOUT_S = 30.0
-# A supervisor is pinged every PROVE_EVERY_S, and has HUNG_S to reply. One that is stopped (SIGSTOP) or gets no CPU is
-# not dead yet; killing it kills its engine or rank.
+# A supervisor is pinged every PROVE_EVERY_S, and has HUNG_S to reply: one that is stopped (SIGSTOP) or starved of CPU
+# may recover, and killing it kills its engine or rank.
 PROVE_EVERY_S = 5.0
 HUNG_S = 30.0
 ANSWER_S = 20.0
-# An observation waits no longer than this for a known supervisor; its last seen state is used instead.
+# An observation waits at most this long for a known supervisor, then uses its last known state.
 LOOK_S = 2.0
-# A supervisor without an engine or rank can be replaced safely: after this long without an answer, it is.
+# A supervisor without an engine or rank is replaced after this long without an answer.
 IDLE_HUNG_S = 5.0
 
 
 def named_actor(body: type, name: str, ray_node_id: str, *arguments: Any) -> Any:
-    """Start or find a thin supervisor on a node: named and detached. Ray neither restarts it nor tracks its resources:
-    the scheduler restarts it, and the lease's reservation holds its resources."""
+    """Start or find a thin supervisor on a node: named and detached. The scheduler, not Ray, restarts it, and the
+    lease's reservation holds its resources."""
     actor = ray.remote(body).options(
         name=name,
         get_if_exists=True,
@@ -71,13 +70,13 @@ async def actor_names() -> list[str]:
 
 
 class Silent(EffectFailed):
-    """A supervisor that should have answered at once has not."""
+    """A supervisor that should answer at once did not."""
 
 
 class Supervisor:
-    """An actor's handle and the life of its process. A supervisor that is `over` stays so; callers that need it again
-    create or find another one. `answered`: False while its process may still be starting, for which there is no limit.
-    `reported`: whether it has reported its status.
+    """An actor's handle, and whether its process lives. Once `over`, always over: callers that need it again create or
+    find another. `answered`: False while its process may still be starting, which has no time limit. `reported`:
+    whether it has reported its status.
     """
 
     def __init__(self, actor: Any, name: str):
@@ -90,8 +89,7 @@ class Supervisor:
         return self._over.done()
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """The actor's answer. Raises SupervisorDied if it dies in the meantime or never answers, and whatever its
-        method raises."""
+        """Call a method of the actor. Raises SupervisorDied if it dies or never answers, and errors of the method."""
         if self._over.done():
             raise SupervisorDied(self.name, self._over.result())
         answer = asyncio.ensure_future(getattr(self.actor, method).remote(*arguments, **named))
@@ -110,15 +108,15 @@ class Supervisor:
             answer.cancel()
 
     async def status(self, *, patient: bool = False) -> dict[str, Any]:
-        """Its status. One that has reported it before has `LOOK_S` to answer, unless `patient`. Raises Silent, and the
-        errors of `call`."""
+        """Read its status. If it has reported before, it has `LOOK_S` to answer, unless `patient`. Raises Silent, and
+        the errors of `call`."""
         seconds = LOOK_S if self.reported and not patient else ANSWER_S
         status = await within(self.call("status"), self.name, seconds)
         self.reported = True
         return status
 
     async def _attend(self) -> None:
-        """End it when it dies or stays silent."""
+        """Mark it as over when it dies or stays silent."""
         while True:
             try:
                 async with asyncio.timeout(HUNG_S if self.answered else None):
@@ -127,7 +125,7 @@ class Supervisor:
             except TimeoutError:
                 return self.kill(f"it did not answer for {HUNG_S:.0f} s and was killed")
             except ActorUnavailableError:
-                pass  # it may be reached again
+                pass  # it may become reachable again
             except RayError as error:
                 return self.end(first_line(error))
             await asyncio.sleep(PROVE_EVERY_S)
@@ -139,7 +137,7 @@ class Supervisor:
         self.end(why)
 
     def end(self, why: str) -> None:
-        """Mark it as over: it is known to be gone, or nobody calls it any more."""
+        """Mark it as over: it is gone, or will not be called any more."""
         if not self._over.done():
             self._over.set_result(why)
         if self._attending is not asyncio.current_task():
@@ -147,8 +145,8 @@ class Supervisor:
 
 
 async def within(answer: Awaitable[Any], name: str, seconds: float = ANSWER_S) -> Any:
-    """An answer of the actor `name` that should come at once. Raises Silent if it takes longer: a stopped supervisor
-    must not block its caller."""
+    """Await an answer of the actor `name` that should come at once. Raises Silent after a time limit: a stopped
+    supervisor must not block its caller."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
@@ -158,7 +156,7 @@ async def within(answer: Awaitable[Any], name: str, seconds: float = ANSWER_S) -
 
 @contextlib.contextmanager
 def errors_as_failures() -> Iterator[None]:
-    """Any error of an actor or group called inside becomes EffectFailed with the error's first line."""
+    """Turn any error of an actor or group into EffectFailed with the error's first line."""
     try:
         yield
     except RayTaskError as error:
@@ -174,7 +172,7 @@ def _failed(error: BaseException) -> EffectFailed:
 
 
 def blame_of(error: BaseException) -> Blame:
-    """What an error of a supervisor, rank or engine is attributed to."""
+    """The blame for an error of a supervisor, rank or engine."""
     if isinstance(error, EngineOutOfMemory) or (isinstance(error, ChildDied) and error.starved):
         return "memory"
     if isinstance(error, RankFailed):
@@ -185,7 +183,7 @@ def blame_of(error: BaseException) -> Blame:
         return "version"
     if isinstance(error, SupervisorDied):
         return "outside"
-    if isinstance(error, ChildDied | ChildError):  # a process died by itself or answered with its own error
+    if isinstance(error, ChildDied | ChildError):  # a process died by itself or reported an error of its own
         return "own"
     return "outside" if isinstance(error, RuntimeLayerError | OSError | TimeoutError) else "own"
 

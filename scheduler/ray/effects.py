@@ -1,10 +1,10 @@
-"""Implements the verbs of `scheduler.handover.effects` with Ray. Here those on replicas: one named detached actor per
-engine, routed by the gateways. Those on jobs are in groups.py (one actor per device, holding its rank), the nodes they
-run on in nodes.py (node.py is the actor on each of them).
+"""Implements the verbs of `scheduler.handover.effects` with Ray. This module has the verbs on replicas: one named
+detached actor per engine, to which the gateways route. groups.py has the verbs on jobs (one actor per device, holding
+its rank), nodes.py tracks the nodes (node.py is the actor on each).
 
-Ray places processes, and is never in the data path. Actors are named and outlive the controller, so a restarted one
-finds them again in `observe`; who has a process on a device holds it. Only this package of `scheduler` imports Ray,
-`serve` and `train`.
+Ray places processes, and is never in the data path. Actors are named and outlive the controller, so a restarted
+controller finds them again in `observe`; a process on a device proves who holds it. Only this package of `scheduler`
+imports Ray, `serve` and `train`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ STOP_SLACK_S = 15.0  # extra time for a supervisor to end an engine that did not
 
 
 class Routing(Protocol):
-    """Which replicas the gateways send requests to; implemented by the controller's bus."""
+    """The gateways' routing table of replicas; implemented by the controller's bus."""
 
     async def open(self, replica_id: str, model: str, version: str, address: str) -> None:
-        """Returns when every gateway has the replica in its table. address: see Replica.status."""
+        """Add the replica to the routing table; returns when every gateway has it. address: see Replica.status."""
 
     async def drain(self, replica_id: str) -> None:
         """Send no new requests; returns when every gateway reports none in flight."""
@@ -63,24 +63,24 @@ class Routing(Protocol):
         """Send requests for adapters again."""
 
     def version(self, replica_id: str) -> str:
-        """The version that gateways have for an open replica; "" for any other."""
+        """The version of an open replica in the routing table; "" if it is not open."""
 
     def avoid(self, replica_id: str, avoided: bool) -> None:
-        """Prefer other replicas of its models, because its engine gives no sign of life; False ends that."""
+        """Prefer other replicas of its models, because its engine gives no sign of life; False ends this."""
 
     def close(self, replica_id: str) -> None:
         """Forget a replica that is gone."""
 
 
 class Versions(Protocol):
-    """Where the bytes of model versions are."""
+    """The stored bytes of model versions."""
 
     async def in_memory(self, model: str, version: str) -> Path:
-        """The version's directory in shared memory, read from disk if necessary. It is held there until `taken` has
-        been called once per call of this. Raises LookupError."""
+        """The version's directory in shared memory, read from disk if necessary. It stays there until `taken` has been
+        called as often as this. Raises LookupError."""
 
     def taken(self, model: str, version: str) -> None:
-        """An engine of the model has loaded the version and holds it now, or will not load it."""
+        """Release the version: an engine of the model has loaded and now holds it, or will not load it."""
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ... Raises
@@ -89,8 +89,8 @@ class Versions(Protocol):
 
 @dataclass(slots=True)
 class _Engine:
-    """The controller's record of an engine. watcher: waits for its end. hanging: gateways prefer others, because it
-    gives no sign of life. stopping: its end is no failure. died: the cause of its death, and whose fault it was."""
+    """The controller's record of an engine. watcher: task that waits for its end. hanging: it gives no sign of life, so
+    gateways prefer others. stopping: its end is no failure. died: cause of its death and blame."""
 
     supervisor: Supervisor
     node_config: NodeConfig | None = None
@@ -111,7 +111,7 @@ class RayEffects(Groups):
         self._engines: dict[str, _Engine] = {}
 
     async def watch(self) -> None:
-        """Notice nodes that join and leave, for as long as it runs."""
+        """Watch for nodes that join and leave, until cancelled."""
         await self._nodes.watch(self._changed.set)
 
     async def observe(self) -> Box:
@@ -123,7 +123,7 @@ class RayEffects(Groups):
         self._changed.clear()
 
     async def stop_everything(self) -> None:
-        """End all engines and ranks; the box is stopping. Processes that remain end with Ray."""
+        """End all engines and ranks when the box stops. Remaining processes end with Ray."""
         stops = {f"replica {replica_id}": self.stop_replica(replica_id) for replica_id in self._engines}
         stops |= {f"job {job_id}": self.stop_group(job_id) for job_id in self._groups}
         for holder, failed in zip(stops, await asyncio.gather(*stops.values(), return_exceptions=True), strict=True):
@@ -147,7 +147,7 @@ class RayEffects(Groups):
                 detail = await engine.supervisor.call("start", spec)
         engine.supervisor.reported = True
         self._watch(plan.id, engine)
-        # Versions on other nodes are not read here.
+        # The home node cannot read versions on other nodes.
         home = node_config.name == self._nodes.home.name
         read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
         return {**detail, "bytes": read}
@@ -163,7 +163,7 @@ class RayEffects(Groups):
                 async with asyncio.timeout(self._engine.stop_timeout_s + STOP_SLACK_S):
                     await engine.supervisor.call("stop")
             except (SupervisorDied, RayError, TimeoutError) as error:
-                log.warning("the engine did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
+                log.warning("killing the engine: %s", first_line(error), extra={"replica": replica_id})
             engine.supervisor.kill("the replica was stopped")  # its lifeline then kills the rest of the engine
             try:
                 async with asyncio.timeout(UNNAMED_TIMEOUT_S):
@@ -189,7 +189,7 @@ class RayEffects(Groups):
         return None
 
     async def _while_alive(self, replica_id: str, work: Coroutine[Any, Any, Any], when: str) -> Any:
-        """Result of `work` if the engine lives until then. Raises EffectFailed as soon as the engine dies."""
+        """Await `work`. Raises EffectFailed as soon as the engine dies."""
         engine, task = self._engines.get(replica_id), asyncio.ensure_future(work)
         watcher = engine and engine.watcher
         try:
@@ -210,7 +210,7 @@ class RayEffects(Groups):
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
             detail = await self._load("swap", replica_id, model, version)
-        except BaseException:  # also where the time of the step is up
+        except BaseException:  # also when the time limit of the step has passed
             self._routing.offer_adapters(replica_id)
             raise
         if self._routing.version(replica_id):
@@ -220,13 +220,13 @@ class RayEffects(Groups):
         return detail
 
     async def _load(self, method: str, replica_id: str, model: str, version: str) -> Detail:
-        """Have an engine that runs, or sleeps, load a version."""
+        """Load a version into a running or sleeping engine."""
         engine = self._engines.get(replica_id)
         if engine is None or engine.node_config is None:
             raise EffectFailed("there is no such engine")
         async with self._version_on_node(model, version, engine.node_config) as path:
             if method == "swap":
-                # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
+                # Adapters fit only the weights they were trained on, so the engine first finishes its adapter requests.
                 withheld = self._routing.withhold_adapters(replica_id)
                 await self._while_alive(replica_id, withheld, "before it loaded the new weights")
             with errors_as_failures():
@@ -235,8 +235,8 @@ class RayEffects(Groups):
         return detail
 
     async def unload_adapter(self, name: str) -> None:
-        """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises
-        EffectFailed if one could not. An engine that ends in the meantime counts as done."""
+        """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Tries all engines; raises
+        EffectFailed if one failed. An engine that ends meanwhile counts as done."""
         failed: EffectFailed | None = None
         for replica_id, engine in list(self._engines.items()):
             try:
@@ -280,7 +280,7 @@ class RayEffects(Groups):
 
     @contextlib.asynccontextmanager
     async def _version_on_node(self, model: str, version: str, node_config: NodeConfig) -> AsyncIterator[Path]:
-        """The version's directory on the engine's node, held there until the engine has it."""
+        """The version's directory on the engine's node, held there until the engine has loaded it."""
         try:
             at_home = await self._versions.in_memory(model, version)
         except (LookupError, OSError) as error:
@@ -297,7 +297,7 @@ class RayEffects(Groups):
             return await engine.supervisor.call(method, *arguments)
 
     def _find_engine(self, replica_id: str) -> _Engine | None:
-        """The engine as known, or found by its actor's name."""
+        """The known record of the engine, or a new one by the name of its actor."""
         known = self._engines.get(replica_id)
         if known is not None and not known.supervisor.over:
             return known
@@ -313,12 +313,12 @@ class RayEffects(Groups):
             engine.watcher = asyncio.create_task(self._wait_dead(replica_id, engine))
 
     async def _wait_dead(self, replica_id: str, engine: _Engine) -> Blame:
-        """Wait for its death and report it; returns its blame."""
+        """Wait for the death of the engine and report it; return the blame."""
         blame: Blame = "own"
         try:
             dead = await engine.supervisor.call("wait_dead")
             reason = str(dead.get("exit", "the engine ended"))
-            # The step of a load that failed has counted it.
+            # The failed load step has already counted this failure.
             blame = "memory" if dead.get("starved") else "outside" if dead.get("load_failed") else "own"
         except (SupervisorDied, RayError) as error:
             reason, blame = first_line(error), "outside"
@@ -352,13 +352,13 @@ class RayEffects(Groups):
         if status.get("silent", False) != engine.hanging:
             engine.hanging = not engine.hanging
             self._routing.avoid(replica_id, engine.hanging)
-        if state not in ("dead", "starting"):  # a start that fails raises in its step
+        if state not in ("dead", "starting"):  # a failed start raises in its own step
             self._watch(replica_id, engine)
-        elif engine.watcher is not None:  # it has the cause in a moment
+        elif engine.watcher is not None:  # its cause will be known in a moment
             await asyncio.wait({engine.watcher}, timeout=LOOK_S)
         if state == "ready" and (routed := self._routing.version(replica_id)):
             state = "open"
-            if routed != status["version"]:  # a swap whose step was over before the engine was done
+            if routed != status["version"]:  # a swap that the engine finished after its step had ended
                 await self._routing.open(replica_id, status["model"], status["version"], status["address"])
         devices = tuple(f"{node}/{index}" for index in status["devices"])
         model, version, settings, (failed, blame) = status["model"], status["version"], status["settings"], engine.died

@@ -1,8 +1,9 @@
 """Starts, suspends, stops and observes training groups: a job's ranks, one named detached actor per device.
 
-Only home's copies are permanent. On another node, base weights, data and the snapshot to resume from are copied to it
-before its ranks start. Every snapshot and published version is copied home as soon as a rank reports it complete, and
-is reported only then: a node may die at any time, so home must have everything that is recorded about the job.
+Only copies on the home node are permanent. Before ranks start on another node, base weights, data and the snapshot to
+resume from are copied to it. Every snapshot and published version is copied home as soon as a rank reports it complete,
+and recorded only after the copy: a node may die at any time, so home must have everything that is recorded about the
+job.
 """
 
 from __future__ import annotations
@@ -38,23 +39,24 @@ _OVER = {"event": "over"}
 
 
 class Jobs(Protocol):
-    """The work of a job's ranks, and the receiver of their events; the controller's JobRuns documents each method."""
+    """The source of specs for a job's ranks, and the receiver of their events; the controller's JobRuns documents each
+    method."""
 
     async def prepare(self, job_id: str) -> None: ...
 
     def spec(self, job_id: str, device_kind: str) -> TrainSpec:
-        """Versions in shared memory that it names stay there until `taken`. Raises LookupError if it cannot run any
-        more."""
+        """The spec of the job's ranks. Its versions stay in shared memory until `taken`. Raises LookupError if the job
+        cannot run any more."""
 
     def newest_snapshot(self, job_id: str) -> Path | None: ...
 
     def taken(self, job_id: str) -> None:
-        """Called when the job's ranks have read what `spec` and `newest_snapshot` named, or will not."""
+        """Called when the job's ranks have read the files of `spec` and `newest_snapshot`, or will not read them."""
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None: ...
 
     async def will_succeed(self, job_id: str) -> None:
-        """Called when all events of its ranks were taken, before the success of a job is reported."""
+        """Called after the last event of its ranks, before the success of the job is reported."""
 
     def on_stopped(self, job_id: str) -> None: ...
 
@@ -66,12 +68,12 @@ class Groups:
         self._nodes, self._jobs, self._report_change = nodes, jobs, report_change
         self._hosts: dict[str, Supervisor] = {}
         self._groups: dict[str, _RunningGroup] = {}
-        self._in_hand: set[str] = set()  # jobs with ranks that a verb is starting or ending
-        self._touched: set[str] = set()  # jobs in hand since the last observation began
+        self._in_hand: set[str] = set()  # jobs whose ranks a verb is starting or ending
+        self._touched: set[str] = set()  # jobs that verbs handled since the last observation began
 
     @contextlib.contextmanager
     def _handling(self, job_id: str) -> Iterator[None]:
-        """While a verb changes a job's ranks, `observe` does not adopt them."""
+        """Keep `observe` from adopting a job's ranks while a verb changes them."""
         self._in_hand.add(job_id)
         self._touched.add(job_id)
         try:
@@ -140,7 +142,7 @@ class Groups:
             await running.watcher
             if report is None and running.ended is not None and running.ended.outcome == "failed":
                 raise EffectFailed(running.ended.error, running.ended.blame)
-            if running.ended is not None:  # before it could be suspended: the next observation reports it
+            if running.ended is not None:  # it ended before the suspension: the next observation reports it
                 running.devices = ()
                 return {"ended": running.ended.outcome}
             self._groups.pop(job_id, None)
@@ -178,18 +180,13 @@ class Groups:
                 self._groups.pop(job_id, None)
                 self._report_change()
             return
-        error = outcome.error or {}
-        if missing and outcome.outcome == "succeeded":
-            outcome, error = replace(outcome, outcome="failed"), {"message": missing}
-        if outcome.outcome == "succeeded":
+        if (error := outcome.error) is not None:
+            running.ended = GroupEnded("failed", outcome.step, str(error), error.retryable, error.blame)
+        elif missing:
+            running.ended = GroupEnded("failed", outcome.step, missing)
+        else:
             await self._jobs.will_succeed(job_id)
-        running.ended = GroupEnded(
-            outcome.outcome,
-            outcome.step,
-            error.get("message", ""),
-            error.get("retryable", True),
-            error.get("blame", "own"),
-        )
+            running.ended = GroupEnded("succeeded", outcome.step)
         self._report_change()
 
     def _host(self, device_id: str) -> Supervisor:
@@ -222,8 +219,8 @@ class Groups:
             await asyncio.sleep(FRESH_EVERY_S)
 
     async def _statuses(self, *, patient: bool = False) -> dict[str, dict[str, Any]]:
-        """By device, the status (RankHost.status) of supervisors that answer. A silent one is left out if it reported
-        before and `patient` is not set; otherwise EffectFailed."""
+        """By device, the status (RankHost.status) of supervisors that answer. A silent supervisor is left out if it has
+        reported before and `patient` is not set; otherwise EffectFailed is raised."""
         device_ids = [name.removeprefix(RANK) for name in await actor_names() if name.startswith(RANK)]
         statuses = await asyncio.gather(*(self._rank(device_id, patient) for device_id in device_ids))
         return {device_id: status for device_id, status in zip(device_ids, statuses, strict=True) if status}
@@ -231,15 +228,15 @@ class Groups:
     async def _rank(self, device_id: str, patient: bool) -> dict[str, Any] | None:
         try:
             host = self._host(device_id)
-        except EffectFailed:  # its node is gone, and the rank with it
+        except EffectFailed:  # its node is gone, with the rank
             return None
         try:
             return await host.status(patient=patient)
         except Silent as error:
             if patient or not host.reported:
                 raise
-            log.warning("%s", error)  # `_groups` has its world and reports its end
-        except (SupervisorDied, RayError):  # its actor died, and with it the rank on its lifeline
+            log.warning("%s", error)  # `_groups` has its world and will report the end
+        except (SupervisorDied, RayError):  # its actor died, with the rank on its lifeline
             host.end("it does not report its state")
             if self._hosts.get(device_id) is host:
                 del self._hosts[device_id]
@@ -248,10 +245,10 @@ class Groups:
     async def observe_groups(self) -> tuple[GroupView, ...]:
         """Every group that was started and is not cleaned up yet.
 
-        This adopts ranks whose controller died: they go on training if all of their world are there and live, else
-        they end. Either way what they reported without a controller is taken.
+        Adopts ranks whose controller died: they continue training if all ranks of their world live, else they end.
+        Either way their events since then are processed.
         """
-        # A world that a verb ended during the reading looks as if it had lost its controller.
+        # A world that a verb ends during the reading looks like one without a controller.
         self._touched = set(self._in_hand)
         worlds: dict[str, dict[str, dict[str, Any]]] = {}
         for device_id, status in (await self._statuses()).items():
@@ -279,7 +276,7 @@ class Groups:
 class _RunningGroup:
     group: Group
     run: str  # see GroupView
-    devices: tuple[str, ...]  # device of each rank; none once they left
+    devices: tuple[str, ...]  # device of each rank; empty once they left
     transfer: ResultTransfer | None = None  # set if the ranks are on another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
@@ -309,9 +306,8 @@ class _Host:
 async def outfit(
     nodes: Nodes, node_config: NodeConfig, spec: TrainSpec, snapshot: Path | None
 ) -> tuple[TrainSpec, Path | None]:
-    """The spec for the job's ranks on this node, and its snapshot's path there, once everything has been copied.
-
-    Raises EffectFailed.
+    """Copy the files of a job to this node; return the spec for its ranks there and the path of its snapshot. Raises
+    EffectFailed.
     """
     job_id = spec.job_id
 
@@ -333,7 +329,7 @@ async def outfit(
 
 
 class ResultTransfer:
-    """Forwards events of a job's remote ranks in order, each when what it names has been copied home."""
+    """Forwards events of a job's remote ranks in order, each after its snapshot or version has been copied home."""
 
     def __init__(
         self,
@@ -355,17 +351,18 @@ class ResultTransfer:
         self._events.put_nowait(event)
 
     async def over(self, suspended: bool) -> str:
-        """The ranks have ended. Returns when everything was forwarded: "", or a sentence about what was not copied.
+        """Forward the last events after the ranks have ended. Returns "", or a sentence about a result that was not
+        copied.
 
-        Their node then frees what it kept for them. It keeps the folder and snapshots of a suspended job, which starts
-        sooner with them if it comes back.
+        Their node then frees their files, except the folder and snapshots of a suspended job, which speed up a return
+        to this node.
         """
         self._events.put_nowait(_OVER)
         await asyncio.wait({self._transfer})
         if (error := self._transfer.exception()) is not None:
-            return f"an event of its ranks could not be taken: {error!r}"
+            return f"an event of its ranks could not be processed: {error!r}"
         if not self._missing:
-            with contextlib.suppress(EffectFailed):  # the node is gone, and all it kept
+            with contextlib.suppress(EffectFailed):  # the node is gone, with its files
                 await self._nodes.on(self._node, "forget_job", self._job_id, suspended)
         return self._missing
 
@@ -401,7 +398,7 @@ class ResultTransfer:
         try:
             path = await self._nodes.bring_home(self._node, name_at(remote), remote)
         except EffectFailed as error:
-            # A newer snapshot will follow, or the job continues from an older one. A result has no second chance.
+            # For a snapshot, a newer one will follow or an older one serves. A published result exists only once.
             log.error("%s of step %s not copied home: %s", event["event"], event.get("step"), error.reason, extra=ids)
             if event["event"] == "published":
                 self._missing = f"its version {event['version']} was not copied home: {error.reason}"

@@ -1,13 +1,11 @@
-"""One node of the box, as an actor pinned to it: its configuration, warm parents, adapters for its engines, and its
-copies of other nodes' versions, adapters, snapshots and job data.
-
-A box of one node has only the home node's actor, beside the controller. Engines and ranks are not part of it: it may
-die and restart while they continue. Rules of copies:
+"""The actor pinned to one node of the box: configuration, warm parents, adapters for its engines, and copies of other
+nodes' versions, adapters, snapshots and job data. A box of one node has only the actor of the home node, next to the
+controller. Engines and ranks run outside it and continue when it dies and restarts. Rules of copies:
 - The node that needs a copy reads it from the other node's agent in chunks, which travel through Ray's object store.
 - A copy is verified against its checksums before it can be found.
-- It stays leased for the holder that it was made for ("serve <model>", "job <id> base") until that holder takes another
-  one or releases it, or home has deleted what it is a copy of.
-- What is copied home is pinned until a tier has it. A node may evict its copy of what home has.
+- It stays leased for its holder ("serve <model>", "job <id> base") until the holder takes another copy or releases it,
+  or home deletes the original.
+- Copies at home are pinned until a tier has them. Other nodes may evict copies of data that home has.
 """
 
 from __future__ import annotations
@@ -45,9 +43,9 @@ from weights.tiers.copies import take_in
 NODE = "node:"
 ADAPTER_TIMEOUT_S = 60.0
 JOB_DATA = ("train.jsonl", "valid.jsonl", "tokens")
-"""In a job's folder."""
+"""Files in a job's folder to copy."""
 KEPT_SNAPSHOTS = 2
-CHUNK_BYTES = 8 << 20  # two of each copy are in Ray's object store of 80 MiB
+CHUNK_BYTES = 8 << 20  # two chunks per copy are in Ray's object store of 80 MiB
 
 
 def stored_bytes(directory: Path) -> int | None:
@@ -60,8 +58,8 @@ def stored_bytes(directory: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """Paths and settings of a node. `address`: its own on the nodes' network, loopback if it is alone. `jobs_dir`:
-    folders of the jobs that run here. `numa_bind`: processes run on the processors near their devices."""
+    """Paths and settings of a node. `address`: its address on the nodes' network; loopback on a box of one node.
+    `jobs_dir`: folders of the jobs that run here. `numa_bind`: processes run on the processors near their devices."""
 
     name: str
     address: str
@@ -88,7 +86,7 @@ class NodeConfig:
         return self.run_dir / "r" / f"{replica_id}.sock"
 
     def numa_nodes(self, devices: Iterable[Device]) -> tuple[int | None, ...]:
-        """The NUMA node on which the process of each of these devices must run; None: anywhere."""
+        """The NUMA node for the process of each of these devices; None: any."""
         return tuple(device.numa_node if self.numa_bind else None for device in devices)
 
     def warm_socket(self, name: str) -> str:
@@ -97,14 +95,14 @@ class NodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node says of itself every second. leaves: nothing new may start there. memory: of its host."""
+    """Report of a node, every second. leaves: nothing new may start there. memory: reading of its host."""
 
     leaves: bool
     memory: MemoryReading
 
 
 class Node(NodeAgent):
-    """Body of the actor `node:<name>`. `source`: the agent of the node that is copied from."""
+    """Body of the actor `node:<name>`. `source` in its methods: the agent of the node to copy from."""
 
     def __init__(self, node_config: NodeConfig):
         super().__init__(list(node_config.warm))
@@ -117,8 +115,7 @@ class Node(NodeAgent):
         self._leaves = False
 
     async def start(self) -> None:
-        """Start the warm parents and, on other nodes than home, the source of adapters; at home the controller is
-        that."""
+        """Start the warm parents and, except at home, the adapter server; at home the controller serves adapters."""
         await super().start()
         if self._config.name != HOME_NODE and self._adapters is None:
             refusals = (AdapterUnavailable, RuntimeLayerError, WeightsError, OSError)
@@ -129,18 +126,18 @@ class Node(NodeAgent):
         return self._config
 
     async def leave(self) -> None:
-        """From now on nothing new may start here, and everything that runs must move elsewhere."""
+        """Mark this node as leaving: nothing new may start here, and all processes must move to other nodes."""
         self._leaves = True
 
     async def end(self) -> None:
-        """End this node's Ray, and with it all that runs here: the node was removed from the box."""
-        os.kill(os.getppid(), signal.SIGKILL)  # the raylet: whatever it started dies with it, us included
+        """End Ray and all its processes on this node, because the node was removed from the box."""
+        os.kill(os.getppid(), signal.SIGKILL)  # the raylet: all its processes die with it, including this one
 
     async def report(self) -> NodeReport:
         return NodeReport(self._leaves, await asyncio.to_thread(read_memory))
 
     async def readings(self, released: Collection[str]) -> tuple[Reading, ...]:
-        """The health of this node's GPUs, except of those released, given by id; empty if it has none."""
+        """The health of this node's GPUs, except the `released` device ids; empty without GPUs."""
         return await self._health.look(released)
 
     async def _adapter(self, model: str, version: str) -> Lease:
@@ -170,7 +167,7 @@ class Node(NodeAgent):
         return await asyncio.to_thread(_chunk, path, offset)
 
     async def take(self, source: Any, name: Name, remote: Path, holder: str) -> Path:
-        """Copy `name` from `remote` into this node's shared memory, unless it is here, leased for `holder`. Returns its
+        """Lease `name` for `holder` in this node's shared memory, copied from `remote` if it is missing. Returns its
         path here. Raises CopyFailed, weights' errors, OSError."""
         lease = await self.leased(source, name, remote)
         old, self._held[holder] = self._held.get(holder), lease
@@ -179,14 +176,14 @@ class Node(NodeAgent):
         return lease.path
 
     async def leased(self, source: Any, name: Name, remote: Path) -> Lease:
-        """A lease on this node's copy, which is made if missing. Raises like `take`."""
+        """A lease on this node's copy, copied first if missing. Raises like `take`."""
         store = self._store
         async with self._copying:
             return store.lease(await self._found_or_copied(store, source, name, remote, pinned=False))
 
     async def keep(self, source: Any, name: Name, remote: Path) -> Path:
-        """At home: copy in what another node made and pin it; returns its path. A snapshot that does not fit in shared
-        memory goes to the job's own store on disk, as from ranks at home. Raises like `take`."""
+        """At home: copy a result of another node here and pin it; returns its path. A snapshot that does not fit in
+        shared memory goes to the job's own store on disk, like those of ranks at home. Raises like `take`."""
         store = self._store
         async with self._copying:
             try:
@@ -201,12 +198,12 @@ class Node(NodeAgent):
         return stored.path
 
     async def unpin(self, path: Path) -> None:
-        """Home has what is at `path`: this node may evict it."""
+        """Unpin the version at `path`, because home has a copy."""
         with contextlib.suppress(VersionNotFound, IntegrityError):
             unpin(StoredVersion.read(path))
 
     async def take_job(self, source: Any, remote: Path) -> Path:
-        """The job's folder with its data on this node, copied from `remote` the first time. Raises like `take`."""
+        """Path of the job's folder with its data on this node, copied from `remote` if missing. Raises like `take`."""
         folder = self._jobs_dir / remote.name
         async with self._copying:
             if not folder.exists():
@@ -219,7 +216,7 @@ class Node(NodeAgent):
         return folder
 
     async def forget_job(self, job_id: str, leases_only: bool) -> None:
-        """Drop the job's leases here, and its snapshots and folder unless it may come back (`leases_only`)."""
+        """Release the job's leases here; unless `leases_only` (it may return), delete its snapshots and folder."""
         for holder in [holder for holder in self._held if holder.startswith(f"job {job_id} ")]:
             self._held.pop(holder).release()
         if leases_only:
@@ -228,12 +225,12 @@ class Node(NodeAgent):
         await asyncio.to_thread(shutil.rmtree, self._jobs_dir / job_id, ignore_errors=True)
 
     async def holds_jobs(self) -> bool:
-        """Whether a job runs here, or what it made here is not yet at home."""
+        """Whether a job runs here, or results of one are not yet copied home."""
         return any(holder.startswith("job ") for holder in self._held)
 
     async def forget(self, names: list[Name]) -> None:
-        """Remove this node's copies of what home has deleted, whoever they were made for. What is still read stays
-        until its last reader has left, and may be evicted then."""
+        """Remove this node's copies of names that home has deleted, whoever holds them. A copy with readers stays until
+        the last has left, and may be evicted then."""
         async with self._copying:
             store = self._store
             for name in names:
@@ -246,14 +243,14 @@ class Node(NodeAgent):
                     await asyncio.to_thread(store.remove, stored)
 
     async def of_store(self, method: str, *arguments: Any) -> Any:
-        """What this node's store answers: `idle_bytes`, or `evict` of so many bytes."""
+        """Call this node's store: `idle_bytes`, or `evict` with a number of bytes."""
         return await asyncio.to_thread(getattr(self._store, method), *arguments)
 
     async def _found_or_copied(
         self, store: WeightStore, source: Any, name: Name, remote: Path, *, pinned: bool
     ) -> StoredVersion:
-        """What `store` has, or what it makes of the directory copied into it. Call it holding `_copying`, so that two
-        callers who want the same copy it once."""
+        """The version in `store`, copied into it first if missing. Call it holding `_copying`, so that concurrent
+        callers copy only once."""
         stored = await asyncio.to_thread(store.find, *name)
         if stored is not None:
             return stored
@@ -271,8 +268,8 @@ class Node(NodeAgent):
 
 
 async def copy_directory(source: Any, remote: Path, target: Path, names: Sequence[str] | None = None) -> None:
-    """Copy the files of another node's directory, or those that are, or are in, one of `names`, into the new directory
-    `target`. Raises CopyFailed, OSError."""
+    """Copy another node's directory into the new directory `target`. names: top-level files and folders to copy; None:
+    all. Raises CopyFailed, OSError."""
     try:
         listed = await source.files.remote(remote)
         target.mkdir(mode=0o700, parents=True)
@@ -283,8 +280,8 @@ async def copy_directory(source: Any, remote: Path, target: Path, names: Sequenc
                 while coming is not None:
                     chunk = await coming
                     offset += len(chunk)
-                    # The next comes while this one is written. None after a short one: sealing replaces a manifest
-                    # by a longer one.
+                    # Fetch the next chunk while writing this one, but none after a short chunk: sealing replaces a
+                    # manifest by a longer one.
                     coming = source.read.remote(remote / name, offset) if len(chunk) == CHUNK_BYTES else None
                     await asyncio.to_thread(file.write, chunk)
     except RayError as error:
@@ -303,5 +300,5 @@ def _forget_snapshots(store: WeightStore, job_id: str, keep: int) -> None:
     of_job = [stored for stored in store.list("snapshot") if stored.model == job_id]
     of_job.sort(key=lambda stored: step_of(stored.version), reverse=True)
     for stored in of_job[keep:]:
-        with contextlib.suppress(StoreError):  # a copy to disk leases it: removed next time
+        with contextlib.suppress(StoreError):  # leased by a copy to disk: removed next time
             store.remove(stored)

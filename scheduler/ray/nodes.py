@@ -1,7 +1,7 @@
-"""Tracks all nodes of the box: which exist, their devices, and how the home node reaches them.
+"""Tracks all nodes of the box and their devices, and calls their agents.
 
 A node joins through Ray's own clustering (`ray start --address`) and announces itself with an actor `node:<name>`
-pinned to it. It is gone when Ray says so; its devices then leave the inventory at once.
+pinned to it. When Ray reports it dead, its devices leave the inventory at once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from weights.memory.lease import StoredVersion
 log = logging.getLogger(__name__)
 
 NAMESPACE = "appliance"
-DEVICE_RESOURCE = "device:"  # names a node's devices to Ray, which tells nodes apart by them
+DEVICE_RESOURCE = "device:"  # prefix of Ray resources that name a node's devices and so identify the node
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
-ANSWER_S = 1.0  # how long a look waits for a node's answer
-FORGET_S = 10.0  # how long a deletion waits for another node; it may be in the midst of a copy, and deletes after it
-START_S = 60.0  # how long it waits for an agent that starts
+ANSWER_S = 1.0  # limit for a node's answer to a poll
+FORGET_S = 10.0  # limit for a deletion on another node, which may have to finish a copy first
+START_S = 60.0  # limit for the start of an agent
 EMPTY_EVERY_S = 0.5
 
 
@@ -47,7 +47,7 @@ class _Known:
     actor: Any
     leaves: bool = False
     memory: MemoryReading | None = None
-    answered_s: float | None = None  # how long its last answer took; None: it does not answer
+    answered_s: float | None = None  # seconds of its last answer; None: it does not answer
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -59,7 +59,7 @@ class _Known:
 
 
 class Nodes:
-    """The nodes as the controller knows them. `home` is the controller's own. Ray must be initialised."""
+    """The nodes that the controller knows. `home`: its own node. Ray must be initialised."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Nodes:
         on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, change, devices: None,
         removed: Callable[[], Collection[str]] = tuple,
     ):
-        """on_change: called with each node that joined or left, and its devices. removed: names that are taken out of
-        the box; none of them is taken in."""
+        """on_change: called with each node that joined or left, and its devices. removed: returns the names of nodes
+        that were removed from the box and must not join."""
         self.home, self._on_change, self._removed = home, on_change, removed
         self._known: dict[str, _Known] = {}
 
@@ -85,12 +85,12 @@ class Nodes:
                 report_change()
 
     async def look(self) -> bool:
-        """Add nodes that joined and drop nodes that are gone; True if there were any."""
+        """Add nodes that joined and drop nodes that are gone; True if there was a change."""
         alive = await _alive()
         before = {name: known.leaves for name, known in self._known.items()}
         removed = set(self._removed()) - {self.home.name}
         for name, known in list(self._known.items()):
-            if known.ray_id not in alive or name in removed:  # a removed one may not end when it is asked to
+            if known.ray_id not in alive or name in removed:  # a removed node may ignore the request to end
                 level = logging.INFO if known.leaves else logging.ERROR
                 log.log(level, "node is gone with its %d devices", len(known.config.devices), extra={"node": name})
                 del self._known[name]
@@ -101,13 +101,13 @@ class Nodes:
                 agents[full.removeprefix(NODE)] = actor
         for name, actor in agents.items():
             if name in removed:
-                # Ray's TLS lets it in as long as its certificate is valid: end its Ray whenever it is there.
-                log.warning("node was removed from the box: its Ray is ended", extra={"node": name})
-                await _answer(actor.end.remote())  # it dies of it, or is asked again by the next look
+                # Ray's TLS admits it as long as its certificate is valid: end its Ray whenever it appears.
+                log.warning("node was removed from the box: ending its Ray", extra={"node": name})
+                await _answer(actor.end.remote())  # it ends, or the next poll repeats the request
             elif name not in before:
                 await self._take_in(name, actor, alive)
-        for name, known in list(self._known.items()):  # two looks may run at once
-            if name not in agents:  # only its agent died: engines and ranks there continue
+        for name, known in list(self._known.items()):  # two polls may run at once
+            if name not in agents:  # only its agent died: its engines and ranks continue
                 try:
                     known.actor = await _start(known.config, known.ray_id)
                 except (RayError, TimeoutError):
@@ -137,12 +137,13 @@ class Nodes:
                 self._on_change(name, "joined", node_config.devices)
 
     def memory(self) -> dict[str, MemoryReading]:
-        """The last report of each node but home about its host's memory."""
+        """The last memory report of each node except home."""
         away = (known for name, known in self._known.items() if name != self.home.name)
         return {known.config.name: known.memory for known in away if known.memory is not None}
 
     def status(self) -> list[dict[str, Any]]:
-        """Each node, home first, at the last look. answered_s: None if it did not answer. memory: as last reported."""
+        """Status of each node at the last poll, home first. answered_s: None if it did not answer. memory: as last
+        reported."""
         home = self.home.name
         return [
             {
@@ -159,25 +160,26 @@ class Nodes:
         ]
 
     async def on(self, node: str, method: str, *arguments: Any) -> Any:
-        """The answer of a node's agent. Raises EffectFailed."""
+        """Call a method of a node's agent. Raises EffectFailed."""
         with errors_as_failures():
             return await getattr(self._of(node).actor, method).remote(*arguments)
 
     async def of_store(self, name: str, method: str, *arguments: Any) -> Any:
-        """What the store of weights on a node answers. Raises EffectFailed."""
+        """Call a method of the weight store on a node. Raises EffectFailed."""
         return await within(self.on(name, "of_store", method, *arguments), NODE + name)
 
     async def forget(self, names: Collection[Name]) -> None:
-        """Have the other nodes remove their copies of what was deleted at home. One that does not answer is named in
-        the log, and has them until it needs the room or ends."""
-        await self._call_others("forget", list(names), seconds=FORGET_S, left="copies of what was deleted")
+        """Have the other nodes remove their copies of names deleted at home. A node that does not answer is logged, and
+        keeps its copies until it needs the memory or ends."""
+        await self._call_others("forget", list(names), seconds=FORGET_S, left="copies of deleted versions")
 
     async def release_job(self, job_id: str) -> None:
         """Have the other nodes release the copies that they hold for this job, wherever it ran."""
         await self._call_others("forget_job", job_id, True, seconds=ANSWER_S, left=f"copies for {job_id}")
 
     async def _call_others(self, method: str, *arguments: Any, seconds: float, left: str) -> None:
-        """left: what may stay on a node that does not answer in time."""
+        """Call a method on all nodes except home. left: noun for the log, the data that may stay on a node without an
+        answer."""
 
         async def call(name: str) -> None:
             try:
@@ -190,12 +192,12 @@ class Nodes:
     @property
     def devices(self) -> tuple[Device, ...]:
         """All devices: those of home first, then the other nodes' by node name."""
-        there = dict(self._known)  # in one go, for threads ask too
+        there = dict(self._known)  # an atomic copy, because threads call this too
         names = sorted(there, key=lambda name: (name != self.home.name, len(name), name))
         return tuple(device for name in names for device in there[name].devices)
 
     def device_count(self, name: str) -> int:
-        """How many devices this node has; 0 when it is gone."""
+        """Number of devices of this node; 0 when it is gone."""
         return sum(device.node == name for device in self.devices)
 
     def alike(self) -> tuple[str, ...]:
@@ -204,18 +206,18 @@ class Nodes:
         return tuple(dict.fromkeys([self.home.name, *(device.node for device in self.devices if device.kind == kind)]))
 
     def device(self, device_id: str) -> Device:
-        """Raises EffectFailed when the device or its node is gone."""
+        """The device with this id. Raises EffectFailed when it or its node is gone."""
         if (device := next((d for d in self.devices if d.id == device_id), None)) is None:
             raise EffectFailed(f"device {device_id} is gone", "outside")
         return device
 
     def config(self, name: str) -> NodeConfig | None:
-        """Returns None when the node is gone."""
+        """The configuration of this node; None when it is gone."""
         known = self._known.get(name)
         return known.config if known else None
 
     def config_of(self, device_ids: tuple[str, ...]) -> NodeConfig:
-        """The node that has these devices. Raises EffectFailed when it is gone."""
+        """The configuration of the node of these devices. Raises EffectFailed when it is gone."""
         return self._of(self.device(device_ids[0]).node).config
 
     def here(self, body: type, name: str, node_config: NodeConfig, *arguments: Any) -> Any:
@@ -223,18 +225,18 @@ class Nodes:
         return named_actor(body, name, self._of(node_config.name).ray_id, *arguments)
 
     async def readings(self, released: Collection[str] = ()) -> tuple[Reading, ...]:
-        """The health of every GPU as the drivers of all nodes report it. Omits nodes that do not answer, and released
-        devices, given by id: the nodes do not keep them open."""
+        """The health of all GPUs, as the drivers of all nodes report it, without nodes that do not answer. released:
+        ids of devices to skip and to close."""
         calls = (_answer(known.actor.readings.remote(released)) for known in self._known.values())
         return tuple(one for answer in await asyncio.gather(*calls) for one in answer or ())
 
     async def wait_warm(self, node_config: NodeConfig, name: str) -> None:
-        """Returns when the node's warm parent accepts requests."""
+        """Wait until the node's warm parent accepts requests."""
         await self.on(node_config.name, "wait_warm", name, WARM_TIMEOUT_S)
 
     async def bring(self, node_config: NodeConfig, version_dir: Path, holder: str) -> Path:
-        """Ensure the node has this version, adapter or snapshot of home, which the caller holds, copying it if
-        necessary. Returns its path there. It stays there until `holder` takes another."""
+        """Copy a version, adapter or snapshot of home, held by the caller, to the node if it is missing. Returns its
+        path there, valid until `holder` takes another."""
         if node_config.name == self.home.name:
             return version_dir
         try:
@@ -245,14 +247,14 @@ class Nodes:
         return await self.on(node_config.name, "take", home, name, version_dir, holder)
 
     async def bring_home(self, node: str, name: Name, remote: Path) -> Path:
-        """Copy home what the node wrote at `remote`; returns the new path. Raises EffectFailed."""
+        """Copy the version that the node wrote at `remote` home; returns the new path. Raises EffectFailed."""
         there = self._of(node).actor
         kept = await self.on(self.home.name, "keep", there, name, remote)
         await self.on(node, "unpin", remote)
         return kept
 
     async def bring_job(self, node: str, folder: Path) -> Path:
-        """The job's folder on another node, filled with the data in home's `folder`."""
+        """Path of the job's folder on another node, with a copy of the data in `folder` at home."""
         return await self.on(node, "take_job", self._of(self.home.name).actor, folder)
 
     def _of(self, node: str) -> _Known:
@@ -262,10 +264,10 @@ class Nodes:
 
 
 async def announce(node_config: NodeConfig) -> None:
-    """Register this node with the box, once Ray runs on it. Raises NodeNameTaken, LookupError without Ray here."""
+    """Register this node with the box, once Ray runs on it. Raises NodeNameTaken; LookupError if Ray does not run."""
     ray_id = _ray_id(node_config, await _alive())
     if ray_id is None:
-        raise LookupError(f"no Ray node has the devices of {node_config.name}; `ray start` names them as resources")
+        raise LookupError(f"no Ray node has the devices of {node_config.name}; list them as resources of `ray start`")
     actor = await _start(node_config, ray_id)
     known = await actor.config.remote()
     if known != node_config:
@@ -273,19 +275,19 @@ async def announce(node_config: NodeConfig) -> None:
 
 
 async def announced_from(node_config: NodeConfig, head: str) -> None:
-    """Announce a node whose Ray has joined the head at `head`. Call it in a separate process on that node."""
+    """Announce a node whose Ray has joined the head node at `head`. Call it in a separate process on that node."""
     async with _joined(node_config, head):
         await announce(node_config)
 
 
 async def emptied(node_config: NodeConfig, head: str) -> None:
-    """Tell the box that this node is leaving; returns when nobody holds its devices, and home has what jobs made here.
-    Call it in a separate process on that node."""
+    """Report that this node is leaving; return when its devices have no holders and the results of its jobs are copied
+    home. Call it in a separate process on that node."""
     async with _joined(node_config, head):
         node = find_actor(NODE + node_config.name)
         if node is not None:
             await node.leave.remote()
-            await asyncio.sleep(2 * LOOK_EVERY_S)  # home has read it by then: an idle node would count as lost
+            await asyncio.sleep(2 * LOOK_EVERY_S)  # until home has read it; otherwise an idle node would count as lost
         while await _in_use(node_config.name):
             await asyncio.sleep(EMPTY_EVERY_S)
 
@@ -300,7 +302,7 @@ async def _in_use(node: str) -> bool:
             if engine or status.get("job_id"):
                 return True
         return agent is not None and await agent.holds_jobs.remote()
-    except RayError:  # busy, or it has just died: the next look tells
+    except RayError:  # busy or just dead: the next poll shows which
         return True
 
 
@@ -323,8 +325,7 @@ async def _start(node_config: NodeConfig, ray_id: str) -> Any:
 
 
 async def _answer(answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
-    """The answer of a node's agent. None if it is dying or busy, which the next look shows: one that is stopped must
-    not hold up the look at all others."""
+    """The answer of a node's agent; None if it is dying or busy. A stopped one must not delay other polls."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
@@ -333,7 +334,7 @@ async def _answer(answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
 
 
 async def _alive() -> dict[str, set[str]]:
-    """Ray's id of each living node, mapped to its resource names."""
+    """Resource names of each living node by its Ray id."""
     nodes = await asyncio.to_thread(ray.nodes)
     return {node["NodeID"]: set(node["Resources"]) for node in nodes if node["Alive"]}
 

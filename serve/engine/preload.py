@@ -25,8 +25,6 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.update(kinds.FORK_ENVIRONMENT)
-# transformers imports these where they are, see train.trainer.preload.
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn")))  # type: ignore[arg-type]
 
 FRONTEND = (
     "serve.engine.main",

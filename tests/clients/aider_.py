@@ -1,4 +1,4 @@
-"""https://aider.chat/docs/llms/openai-compat.html: two variables, and the model with `openai/` before it."""
+"""https://aider.chat/docs/llms/openai-compat.html: two variables, and the model with the prefix `openai/`."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""https://github.com/anthropics/anthropic-sdk-python: a client has base_url and api_key, or their variables."""
+"""https://github.com/anthropics/anthropic-sdk-python: base_url and api_key as arguments or environment variables."""
 
 import anthropic
 from anthropic import Anthropic
@@ -33,7 +33,7 @@ def plain():
     except anthropic.NotFoundError as error:
         assert error.body["error"]["type"] == "not_found_error" and error.request_id == error.body["request_id"]
     else:
-        raise AssertionError("a model that does not exist answered")
+        raise AssertionError("expected an error for a model that does not exist")
 
 
 def stream():

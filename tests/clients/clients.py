@@ -1,4 +1,4 @@
-"""The clients that are tried: what is installed for each, which script tries it, and what is known not to work."""
+"""The tested clients: their packages, their script, and their known failures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ CHECKS = ("plain", "stream", "tools", "schema", "responses", "logprobs", "embedd
 class Client:
     """One row of the table.
 
-    name: of the package that gives the version; with npm it is the first of packages that gives it, and the name tells
-    it from a client in Python. packages: installed in its environment, as its documentation says. script: beside this
-    file; JavaScript (.mjs) runs in node. npm: it comes from npm's registry. own: it runs in the box's own environment.
-    known: checks that fail, with the reason; any other failure makes `make clients` fail.
-    """
+    name: of the package that gives the version; for npm the first of `packages` gives it, and `name` differs from those
+    of Python clients. packages: installed in its environment, as its documentation says. script: file beside this one;
+    JavaScript (.mjs) runs in node. npm: from npm's registry. own: runs in the box's own environment. known: failing
+    checks with their reasons; any other failure makes `make clients` fail."""
 
     name: str
     script: str

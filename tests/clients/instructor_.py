@@ -1,4 +1,4 @@
-"""https://python.useinstructor.com: from_openai around a client of the SDK; by tools, and by a schema."""
+"""https://python.useinstructor.com: from_openai around an SDK client, with tools and with a schema."""
 
 import instructor
 from openai import OpenAI

@@ -53,7 +53,7 @@ def logprobs():
 
 
 def embeddings():
-    # check_embedding_ctx_length: as its page says for endpoints that are not OpenAI's own
+    # check_embedding_ctx_length=False: documented for endpoints other than OpenAI
     found = OpenAIEmbeddings(model=EMBEDDING_MODEL, check_embedding_ctx_length=False).embed_documents(["one", "two"])
     assert len(found) == 2
 

@@ -1,4 +1,4 @@
-"""https://docs.litellm.ai/docs/providers/openai_compatible: the model's name with `openai/` before it, and api_base."""
+"""https://docs.litellm.ai/docs/providers/openai_compatible: the model name with the prefix `openai/`, and api_base."""
 
 import json
 

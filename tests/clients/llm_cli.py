@@ -1,4 +1,5 @@
-"""https://llm.datasette.io/en/stable/other-models.html#openai-compatible-models: a row of extra-openai-models.yaml."""
+"""https://llm.datasette.io/en/stable/other-models.html#openai-compatible-models: an entry in
+extra-openai-models.yaml."""
 
 import json
 import os

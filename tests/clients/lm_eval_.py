@@ -1,7 +1,7 @@
 """https://github.com/EleutherAI/lm-evaluation-harness, "Model APIs and Inference Servers": local-chat-completions,
 local-completions.
 
-A hub, from which its tasks come, is not to be had everywhere: a task of three questions stands here.
+Its tasks come from a hub, which is not reachable everywhere, so this script defines a task of three questions.
 """
 
 import json
@@ -37,7 +37,7 @@ for name, kind, more in (("ask", "generate_until", GENERATE), ("choose", "multip
 def evaluate(model, task, path, *more):
     arguments = f"model={MODEL},base_url={BASE_URL}/{path},num_concurrent=2,max_retries=1,tokenizer_backend=None"
     if path == "completions":
-        # Scores need the tokens of a text: those of the model that is asked.
+        # Scores need the tokens of a text, by the tokenizer of the requested model.
         arguments = arguments.replace("tokenizer_backend=None", f"tokenizer={TOKENIZER},tokenized_requests=False")
     command = ["-m", "lm_eval", "run", "--model", model, "--tasks", task, "--include_path", str(folder)]
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """https://docs.openwebui.com/getting-started/: `open-webui serve` with OPENAI_API_BASE_URL and OPENAI_API_KEY.
 
-What its page does is done here by its own routes: the models of the connection are listed, one is asked.
+Uses the routes of its page: lists the models of the connection and sends a chat request to one.
 """
 
 import contextlib

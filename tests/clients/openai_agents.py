@@ -1,4 +1,4 @@
-"""https://openai.github.io/openai-agents-python/models/: a default client of the SDK, chat completions or Responses."""
+"""https://openai.github.io/openai-agents-python/models/: a default SDK client, chat completions or Responses."""
 
 import asyncio
 

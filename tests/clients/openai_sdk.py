@@ -1,4 +1,4 @@
-"""https://github.com/openai/openai-python: a client is made with base_url and api_key, or by their variables."""
+"""https://github.com/openai/openai-python: base_url and api_key as arguments or environment variables."""
 
 import base64
 import json

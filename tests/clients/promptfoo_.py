@@ -1,4 +1,4 @@
-"""https://www.promptfoo.dev/docs/providers/openai/: `openai:chat:MODEL` with apiBaseUrl; the key by its variable."""
+"""https://www.promptfoo.dev/docs/providers/openai/: `openai:chat:MODEL` with apiBaseUrl; the key by variable."""
 
 import json
 import os

@@ -29,7 +29,7 @@ def stream():
 
 
 def tools():
-    # Its structured output is a tool that has to be called.
+    # It implements structured output as a forced tool call.
     agent = Agent(model, output_type=City, retries=2)
     assert agent.run_sync(QUESTION, model_settings={"max_tokens": 64}).output.city
 

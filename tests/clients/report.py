@@ -1,6 +1,6 @@
-"""What a client's script tells the runner: a line of JSON for each thing it tried.
+"""Reports the results of a client's script to the runner: one line of JSON per check.
 
-A script runs in an environment with its client alone; this file is beside it, and imports nothing but Python's own.
+A script runs in an environment with only its client, so this file imports only the standard library.
 """
 
 import json
@@ -23,7 +23,7 @@ CITY_SCHEMA = {
 
 
 def tried(*checks: Callable[[], Any]) -> None:
-    """Run each check, named like a column of the table (table.py); one that raises has failed."""
+    """Run each check, named like a column of the table (table.py); an exception is a failure."""
     for check in checks:
         try:
             check()

@@ -1,10 +1,10 @@
-"""Tries real clients, each in an environment of its own, on a box with SmolLM2-135M: `make clients`.
+"""Tests real clients, each in its own environment, on a box with SmolLM2-135M: `make clients`.
 
-    python -m tests.clients.run                     all: installs, starts a box, tries, writes docs/clients.md
-    python -m tests.clients.run openai anthropic    some: their rows alone
-    python -m tests.clients.run --left              those that this commit was not tried with
+    python -m tests.clients.run                     all: install, start a box, test, write docs/clients.md
+    python -m tests.clients.run openai anthropic    some: only their rows
+    python -m tests.clients.run --left              those without a result for this commit
 
-Exit status 1: something failed that clients.py does not name as known. It takes half an hour on 2 cores.
+Exit status 1: a check failed that clients.py does not list as known. Takes half an hour on 2 cores.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__)
-    parser.add_argument("names", nargs="*", help="of clients; default: all")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "clients", help="environments and the box")
+    parser.add_argument("names", nargs="*", help="names of clients; default: all")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "clients", help="for environments and the box")
     parser.add_argument("--port", type=int, default=8798)
-    parser.add_argument("--left", action="store_true", help="only those that this commit was not tried with")
+    parser.add_argument("--left", action="store_true", help="only clients without a result for this commit")
     options = parser.parse_args(argv)
     commit = _commit()
     chosen = [client for client in CLIENTS if not options.names or client.name in options.names]
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Box:
-    """A box of four CPU devices with a model that answers, and the same weights as a model of embeddings."""
+    """A box of four CPU devices with a chat model, and the same weights as an embedding model."""
 
     def __init__(self, data: Path, port: int) -> None:
         self.data, self.url = data, f"http://127.0.0.1:{port}"
@@ -93,7 +93,7 @@ class Box:
         return self.data / "models" / MODEL / "v1"
 
     def environment(self) -> dict[str, str]:
-        """Variables as clients' documentation names them, and what the scripts need."""
+        """Environment variables from the documentation of clients, and those for the scripts."""
         key = (self.data / "first-key").read_text().strip()
         return {
             "OPENAI_BASE_URL": f"{self.url}/v1",
@@ -106,7 +106,7 @@ class Box:
         }
 
     def _embedding(self) -> Path:
-        """The model's files, said to embed text."""
+        """A copy of the model's files, configured as an embedding model."""
         folder = self.data.with_name("embedding-model")
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.model_directory, folder, ignore=shutil.ignore_patterns("manifest.json"))
@@ -123,7 +123,7 @@ class Box:
 
 
 def _installed(client: Client, folder: Path) -> str:
-    """Why it is not; empty if it is."""
+    """Install the client; return the error, or "" on success."""
     began_s = time.monotonic()
     try:
         python_of(client, folder)
@@ -135,7 +135,7 @@ def _installed(client: Client, folder: Path) -> str:
 
 
 def _commit() -> str:
-    """Of the code that is tried; "" outside a repository."""
+    """The commit of the code under test; "" outside a repository."""
     done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip()
 
@@ -145,7 +145,7 @@ def _tried(client: Client, folder: Path, box: Box, trouble: str, commit: str) ->
     if trouble:
         return Row(client.name, "", today, {}, trouble, commit)
     commands = f"{path_of(client, folder)}{os.pathsep}{os.environ.get('PATH', '')}"
-    # What this process was started with is nothing of the client's.
+    # The client must not see this process's environment.
     around = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     log = folder / f"{client.name}.log"
     with open(log, "w") as output:
@@ -169,7 +169,7 @@ def _tried(client: Client, folder: Path, box: Box, trouble: str, commit: str) ->
 
 
 def _last_words(output: str) -> str:
-    """Of a script that tried nothing: its error, which in JavaScript stands before the way to it, or its end."""
+    """The error of a script without any check (in JavaScript it is before the stack trace), or its last output."""
     errors = re.findall(r"^\w*Error\b.*", output, re.MULTILINE)
     return _one_line(errors[-1] if errors else output[-_TOLD_CHARS:]) or "said nothing"
 
@@ -183,15 +183,15 @@ def _surprises(client: Client, row: Row) -> list[str]:
     return failed + ([row.trouble] if row.trouble and "trouble" not in client.known else [])
 
 
-# --- an environment for each client, from the package registry with the user's own settings of pip and npm
+# --- an environment for each client, from the package registry with the user's settings of pip and npm
 
 
 class NotInstalled(Exception):
-    """The registry does not have it, or it takes longer than minutes."""
+    """The registry lacks a package, or the installation takes too long."""
 
 
 def python_of(client: Client, folder: Path) -> str:
-    """Of the client's environment; made if it is not there. Raises NotInstalled."""
+    """Path of the interpreter in the client's environment, created if missing. Raises NotInstalled."""
     if client.own or client.npm:
         if client.npm:
             _npm(client, folder / client.name)
@@ -208,7 +208,7 @@ def python_of(client: Client, folder: Path) -> str:
 
 
 def path_of(client: Client, folder: Path) -> Path:
-    """Where its commands are."""
+    """Folder of the client's commands."""
     home = folder / client.name
     return home / "node_modules" / ".bin" if client.npm else home / "bin"
 
@@ -220,7 +220,7 @@ def version_of(client: Client, folder: Path) -> str:
 
 
 def command_of(client: Client, folder: Path) -> list[str]:
-    """What runs its script. A script in JavaScript finds packages from where it is, so it goes beside them."""
+    """The command that runs its script. Scripts in JavaScript are copied to their packages to find them."""
     script = Path(__file__).with_name(client.script)
     if script.suffix != ".mjs":
         return [python_of(client, folder), str(script)]
@@ -241,7 +241,7 @@ def _npm(client: Client, home: Path) -> None:
 
 
 def _package(client: Client, home: Path) -> Path:
-    """Of npm's packages the first, which is the client."""
+    """The client's own package: the first of `packages` for npm."""
     return home / "node_modules" / client.packages[0]
 
 

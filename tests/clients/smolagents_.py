@@ -28,7 +28,7 @@ def stream():
 def tools():
     answer = model.generate(ASK, tools_to_call_from=[get_weather])
     assert answer.tool_calls[0].function.name == "get_weather"
-    # It asks for tools as "required": every step of the agent is a call.
+    # It sends tool_choice "required": every step of the agent is a tool call.
     ToolCallingAgent(tools=[get_weather], model=model, max_steps=1, verbosity_level=0).run(QUESTION)
 
 

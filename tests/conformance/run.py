@@ -1,11 +1,11 @@
-"""Run openai-python's own API tests for the routes that a box has, against a box.
+"""Runs openai-python's own API tests, for the routes that a box has, against a box.
 
     python -m tests.conformance.run                      # starts the control app on a free port, without Ray
     python -m tests.conformance.run --data-dir DIR       # against the box running on this data directory, inference too
 
-The tests are in the SDK's source distribution on the package registry; it is fetched once with pip, by the user's own
-pip settings, and kept under build/conformance/. What the tests need to find is put into the store before each of them
-by `seed.py` through `reset_plugin.py`. Exit code: pytest's.
+The tests are in the SDK's source distribution on the package registry; pip fetches it once, with the user's settings,
+into build/conformance/. Before each test, `reset_plugin.py` puts its fixtures into the store with `seed.py`. Exit code:
+pytest's.
 """
 
 import argparse
@@ -52,13 +52,13 @@ TESTS = (
     "tests/api_resources/chat/completions/test_messages.py",
 )
 # "complete with all params" sends the text "md5" as the checksum of the bytes, which a box that compares checksums must
-# refuse. Of responses and chat completions, asking is inference (below), and no route compacts a response: no engine
+# refuse. Requests for responses and chat completions are inference (below), and no route compacts a response: no engine
 # does.
 CHOSEN = (
     "not (Uploads and complete_with_all_params) and not (test_responses and (create or compact))"
     " and not (chat and test_completions and create)"
 )
-# Of inference, asking; what is stored of it is in TESTS.
+# Inference requests only; TESTS has the routes of stored objects.
 INFERENCE_TESTS = (
     "tests/api_resources/chat/test_completions.py",
     "tests/api_resources/test_completions.py",
@@ -66,10 +66,9 @@ INFERENCE_TESTS = (
     "tests/api_resources/test_responses.py",
     "tests/api_resources/responses/test_input_tokens.py",
 )
-# "All params" are what an engine must refuse: max_tokens=0, best_of=0, the word "foo" as a token's number, one
-# dimension of a model that has no nested ones; of responses, a conversation and a prompt that only OpenAI has. The SDK
-# asks for embeddings in base64 unless told otherwise, and its strict validation (aiohttp's client here has it too) then
-# refuses what it asked for, OpenAI's own answer included.
+# "All params" tests send values that an engine must refuse: max_tokens=0, best_of=0, the word "foo" as a token's
+# number, one dimension of a model that has no nested ones; of responses, a conversation and a prompt that only OpenAI
+# has. The SDK requests embeddings in base64 by default, which its strict validation (also with aiohttp) refuses.
 INFERENCE_CHOSEN = "(create or count) and not all_params and not (Embeddings and (strict or aiohttp))"
 
 
@@ -79,9 +78,9 @@ class SourcesMissing(RuntimeError):
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, help="of a running box; without it an app without Ray is started")
+    parser.add_argument("--data-dir", type=Path, help="of a running box; default: start an app without Ray")
     parser.add_argument("--cache-dir", type=Path, default=ROOT / "build" / "conformance")
-    parser.add_argument("pytest_arguments", nargs="*", help="passed on, e.g. -- -k pause -x")
+    parser.add_argument("pytest_arguments", nargs="*", help="arguments for pytest, e.g. -- -k pause -x")
     options = parser.parse_args(argv)
     try:
         sources = fetch_sources(options.cache_dir)
@@ -97,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fetch_sources(cache_dir: Path) -> Path:
-    """The unpacked source distribution, downloaded unless it is there. Raises SourcesMissing."""
+    """Path of the unpacked source distribution, downloaded if missing. Raises SourcesMissing."""
     unpacked = cache_dir / f"openai-{VERSION}"
     if not (unpacked / "tests").is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -118,14 +117,14 @@ def fetch_sources(cache_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def running_box(data_dir: Path | None) -> Iterator[tuple[str, Path]]:
-    """(base URL, data directory) of the box to test; the fixtures are gone from its store afterwards."""
+    """(base URL, data directory) of the box to test; removes the fixtures from its store afterwards."""
     if data_dir is None:
         with tempfile.TemporaryDirectory(prefix="conformance-") as folder, served_app(Path(folder)) as url:
             yield url, Path(folder)
         return
     with controller_of(data_dir) as (box, paths, url):
         before = box.get("/admin/v1/mode").raise_for_status().json()
-        # Nothing may start to train the seeded jobs, which have no weights behind them.
+        # Otherwise seeded jobs would start to train, without weights.
         box.put("/admin/v1/mode?wait=true", json={"policy": "serve"}).raise_for_status()
         with Database(paths.database) as db:
             seed.reset(db, paths.files)
@@ -144,7 +143,7 @@ def running_box(data_dir: Path | None) -> Iterator[tuple[str, Path]]:
 
 @contextlib.contextmanager
 def answering_box(data_dir: Path) -> Iterator[str]:
-    """Base URL of the running box, where real engines answer for the models that the tests of inference call."""
+    """Base URL of the running box, with real engines for the models of the inference tests."""
     from tests.conformance.served_models import served_models
 
     with controller_of(data_dir) as (box, paths, url):
@@ -165,13 +164,13 @@ def controller_of(data_dir: Path) -> Iterator[tuple[httpx.Client, BoxPaths, str]
 
 @contextlib.contextmanager
 def served_app(folder: Path) -> Iterator[str]:
-    """Base URL of the control app on a thread, with a simulated rest of the box and its data in `folder`."""
+    """Base URL of the control app in a thread, with a simulated rest of the box and data in `folder`."""
     listener = socket.create_server(("127.0.0.1", 0))
     ready = threading.Event()
     servers: list[uvicorn.Server] = []
 
     def serve() -> None:
-        # The database belongs to the thread that opens it.
+        # Only the thread that opens the database may use it.
         with Database(folder / "appliance.db") as db:
             app = create_app(simulated_context(folder, db))
             config = uvicorn.Config(Listener(app), log_level="warning", loop="asyncio", lifespan="on")
@@ -193,26 +192,26 @@ def served_app(folder: Path) -> Iterator[str]:
 
 
 def _republish_keys(box: httpx.Client) -> None:
-    """Making and revoking a key has the controller read all keys anew and tell the gateways."""
+    """Create and revoke a key, which makes the controller read all keys again and send them to the gateways."""
     made = box.post("/admin/v1/keys", json={"name": "conformance republish", "scopes": ["inference"]})
     box.delete(f"/admin/v1/keys/{made.raise_for_status().json()['id']}").raise_for_status()
 
 
 def run_tests(sources: Path, base_url: str, data_dir: Path, arguments: list[str]) -> int:
-    """openai-python's tests of what is stored, with fixtures made anew before each; returns pytest's exit code."""
+    """Run openai-python's tests of stored objects, with fresh fixtures before each; returns pytest's exit code."""
     environment = {"CONFORMANCE_DATA_DIR": str(data_dir), "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
     return _pytest(sources, base_url, environment, ["-p", "reset_plugin", *TESTS, "-k", CHOSEN, *arguments])
 
 
 def run_inference_tests(sources: Path, base_url: str, arguments: list[str]) -> int:
-    """openai-python's tests of what engines answer; returns pytest's exit code."""
+    """Run openai-python's tests of inference; returns pytest's exit code."""
     environment = {"PYTHONPATH": str(HERE)}
     arguments = ["-p", "request_plugin", *INFERENCE_TESTS, "-k", INFERENCE_CHOSEN, *arguments]
     return _pytest(sources, base_url, environment, arguments)
 
 
 def _pytest(sources: Path, base_url: str, environment: dict[str, str], arguments: list[str]) -> int:
-    """In the SDK's own tree and a process of its own."""
+    """Run pytest in the SDK's own tree, in a new process."""
     options = ["-p", "no:cacheprovider", "-q", "--tb=short", "-o", "addopts=", "-o", "filterwarnings=default"]
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     base = {"TEST_API_BASE_URL": base_url, "PYTHONDONTWRITEBYTECODE": "1"}

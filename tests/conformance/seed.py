@@ -1,8 +1,8 @@
 """Fixtures that openai-python's own API tests expect to find, written straight into a box's store.
 
 Test-only: the product knows nothing of these ids. `reset` may run while a controller has the database open (WAL); it
-puts every fixture back into its first state, because those tests delete and cancel what the next test wants to read.
-The box should be in mode `serve`, so that nothing tries to train the seeded jobs.
+puts every fixture back into its first state, because those tests delete and cancel objects that the next test reads.
+The box should be in mode `serve`, so that the seeded jobs do not start to train.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def reset(db: Database, files_dir: Path) -> None:
 
 
 def remove(db: Database, files_dir: Path) -> None:
-    """Delete the fixtures, objects that the tests made from them, and their keys."""
+    """Delete the fixtures, the objects that tests made from them, and their keys."""
     with db.transaction():
         _forget(db)
         db.execute("DELETE FROM jobs WHERE model = ?", [TUNABLE])
@@ -198,7 +198,7 @@ def _upload(db: Database, uploads_dir: Path) -> None:
 
 
 def _batches(db: Database, files_dir: Path) -> None:
-    """A batch to read and cancel, which no runner knows of, and an input file for new ones."""
+    """Insert a batch to read and cancel, unknown to any runner, and an input file for new batches."""
     body = {"model": PLAIN_MODEL, "input": "1+1?"}
     data = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/responses", "body": body}).encode()
     (files_dir / BATCH_INPUT).write_bytes(data)
@@ -211,7 +211,7 @@ def _batches(db: Database, files_dir: Path) -> None:
 
 
 def _responses(db: Database) -> None:
-    """Background responses, already answered: only these can be cancelled, without effect, and streamed later."""
+    """Insert finished background responses: only these can be cancelled (without effect) and streamed later."""
     text = {"type": "output_text", "text": "2", "annotations": []}
     message = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
     item = {"id": "after", "type": "message", "role": "user", "content": "1+1?"}
@@ -222,7 +222,7 @@ def _responses(db: Database) -> None:
 
 
 def _completions(db: Database) -> None:
-    # The SDK's type of a stored message allows only answers, and its strict validation refuses others.
+    # The SDK's type of a stored message allows only assistant messages, and its strict validation refuses others.
     asked = {"messages": [{"id": "after", "role": "assistant", "content": "1+1?"}], "metadata": {"foo": "string"}}
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "2", "refusal": None}}
     for completion_id in COMPLETIONS:

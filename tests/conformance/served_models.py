@@ -1,6 +1,5 @@
-"""Models on a running box under the names that openai-python's own tests of inference call.
-
-They are small ones of random weights, imported with the command as any model is, so that real engines answer.
+"""Puts models on a running box under the names in openai-python's own tests of inference. They are small, with random
+weights, and imported by the command like any model, so that real engines answer.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ EMBED = ("text-embedding-3-small",)
 
 @contextlib.contextmanager
 def served_models(data_dir: Path) -> Iterator[None]:
-    """All of them can be called; they are deleted afterwards."""
+    """Import and serve all models; delete them afterwards."""
     names = []
     try:
         with tempfile.TemporaryDirectory(prefix="conformance-models-") as folder:

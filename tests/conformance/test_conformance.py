@@ -1,4 +1,4 @@
-"""openai-python's own tests pass against the control app, every one of them."""
+"""All of openai-python's own tests pass against the control app."""
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 
 from tests.conformance.run import ROOT, SourcesMissing, fetch_sources, run_tests, served_app
 
-EXPECTED_TESTS = 1022  # of openai 3.52.0, less the three that skip themselves; fewer: a file was not collected
+EXPECTED_TESTS = 1022  # of openai 3.52.0, without three that skip themselves; fewer means that a file was not collected
 
 
-def test_the_sdks_own_tests_pass(tmp_path: Path):
+def test_openai_sdk_own_tests_pass(tmp_path: Path):
     try:
         sources = fetch_sources(ROOT / "build" / "conformance")
     except SourcesMissing as error:

@@ -1,7 +1,7 @@
-"""An engine on the CPU with vLLM's asynchronous scheduling, as every engine on a GPU has it.
+"""A CPU engine with vLLM's asynchronous scheduling, which every GPU engine uses.
 
-vLLM's platform for CPUs switches it off whatever the command line says ("not required on CPU",
-vllm/platforms/cpu.py); `main` keeps what the command line says, and is the serving engine otherwise.
+vLLM's CPU platform always disables it ("not required on CPU", vllm/platforms/cpu.py); `main` keeps the setting of the
+command line, and otherwise runs the normal serving engine.
 """
 
 import sys
@@ -17,7 +17,7 @@ AHEAD = "a step was scheduled before the tokens of the one before it were known"
 
 
 class SayingScheduler(AsyncScheduler):
-    """The one that vLLM uses on GPUs. The engine's log says once that it really ran ahead."""
+    """The scheduler that vLLM uses on GPUs. Logs once that a step was really scheduled ahead."""
 
     said = False
 

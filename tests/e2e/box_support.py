@@ -1,4 +1,4 @@
-"""A whole box for tests: started, asked and stopped as a person does it, through the command and the OpenAI SDK."""
+"""A whole box for tests, driven as users do: by the command and the OpenAI SDK."""
 
 import atexit
 import contextlib
@@ -57,7 +57,7 @@ def gsm8k(kind: str, count: int) -> bytes:
 
 @functools.cache
 def starter_folder(steps: int) -> Path:
-    """The starter's checkpoint, made once in this process and deleted with it."""
+    """The starter's checkpoint, made once per process and deleted at its end."""
     kept = tempfile.mkdtemp(prefix="starter-")
     atexit.register(shutil.rmtree, kept, ignore_errors=True)
     command = [sys.executable, "-m", "tests.starter", f"{kept}/starter", str(steps)]
@@ -66,7 +66,7 @@ def starter_folder(steps: int) -> Path:
 
 
 class WholeBox:
-    """One box on its own data directory and port."""
+    """One box with its own data directory and port."""
 
     def __init__(self, data_dir: Path):
         self.data_dir, self.port = data_dir, free_port()
@@ -74,10 +74,10 @@ class WholeBox:
         self._segments: set[str] = set()
         claim(*self._names())
 
-    # --- as a person
+    # --- actions of a user
 
     def run(self, *arguments: str, code: int = 0, timeout_s: float = 900) -> str:
-        """An `appliance` command; its exit code must be `code`. Returns stdout."""
+        """Run an `appliance` command, whose exit code must be `code`; return stdout."""
         if arguments[0] == "down":
             self.note_segments()
         done = subprocess.run(
@@ -91,7 +91,7 @@ class WholeBox:
         return json.loads(self.run(*arguments, "-o", "json", **named))
 
     def submit(self, model: str, file: str | Path, options: str, *more: str) -> str:
-        """The id of a new job. file: a path here, or the id of an uploaded one. options: as one types them."""
+        """Submit a job; return its id. file: a local path or the id of an upload. options: as on the command line."""
         return self.ask("job", "submit", "--model", model, "--file", str(file), *options.split(), *more)["id"]
 
     def tune(
@@ -105,8 +105,7 @@ class WholeBox:
         request: dict[str, Any] | None = None,
         **hyperparameters: Any,
     ) -> str:
-        """The id of a new job by the SDK. file: the id of an uploaded one, or its content. devices: at most so many.
-        request: further fields of the request."""
+        """Create a job with the SDK; return its id. file: id or content. devices: maximum. request: more fields."""
         return (
             self.client(max_retries=5)
             .fine_tuning.jobs.create(
@@ -120,12 +119,12 @@ class WholeBox:
         )
 
     def tuned(self, job_id: str, timeout_s: int = 600) -> str:
-        """The model that comes of a job, which must succeed."""
+        """Wait for a job, which must succeed; return its model."""
         self.run("job", "wait", job_id, "--timeout", str(timeout_s), timeout_s=timeout_s + 100)
         return self.client(max_retries=5).fine_tuning.jobs.retrieve(job_id).fine_tuned_model
 
     def greedy(self, model: str, question: str, tokens: int = 24) -> tuple[str, list[str], list[float]]:
-        """(version, tokens, log-probabilities) of an answer."""
+        """(version, tokens, log-probabilities) of a greedy answer."""
         answer = self.client(max_retries=5).chat.completions.with_raw_response.create(
             model=model,
             messages=[{"role": "user", "content": question}],
@@ -139,7 +138,7 @@ class WholeBox:
         return answer.headers["x-appliance-model-version"], [t.token for t in found], [t.logprob for t in found]
 
     def make_starter(self, steps: int = 10) -> dict[str, Any]:
-        """The operation that took in the small model `starter`; after ten steps it stammers."""
+        """Import the small model `starter`, trained for ten steps only; return the operation."""
         made = self.ask("model", "import", str(starter_folder(steps)), "--name", "starter")
         assert made["state"] == "succeeded" and made["result"]["name"] == "starter", made
         return made
@@ -166,7 +165,7 @@ class WholeBox:
         return openai.OpenAI(base_url=self.url, api_key=self.key, timeout=300, **{"max_retries": 0, **named})
 
     def http(self, **named: Any) -> httpx.Client:
-        # Without `verify=False` each client reads all certificates of the machine: much, while a test polls.
+        # Without `verify=False` each client reads all certificates of the machine, too slow for tests that poll.
         headers = {"Authorization": f"Bearer {self.key}"}
         return httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}", headers=headers, verify=False, **{"timeout": 60, **named}
@@ -185,7 +184,7 @@ class WholeBox:
         return self.get(f"/v1/fine_tuning/jobs/{job_id}")
 
     def tried(self, path: str) -> Any | None:
-        """As `admin`; None where the box answers with an error, as until a killed controller has a successor."""
+        """As `admin`, but None if the box answers with an error, as while a killed controller restarts."""
         with self.http() as http:
             answer = http.get(f"/admin/v1/{path}")
         return answer.json() if answer.status_code < 400 else None
@@ -198,7 +197,7 @@ class WholeBox:
             return False
 
     def set_mode(self, **mode: Any) -> None:
-        """As `mode set`, without the time that a command takes to start; returns when the devices have moved."""
+        """Like `mode set --wait`, without the start time of a command; returns when the devices have moved."""
         with self.http(timeout=310) as http:
             answer = http.put("/admin/v1/mode", json=mode, params={"wait": True, "timeout_s": 300})
         assert answer.status_code < 400, answer.text
@@ -207,7 +206,7 @@ class WholeBox:
         return self.client().files.create(file=(name, content), purpose="fine-tune").id
 
     def steps(self, job_id: str) -> list[dict[str, Any]]:
-        """All steps of a job, of all pages."""
+        """All steps of a job, from all pages."""
         rows: list[dict[str, Any]] = []
         while True:
             page = self.job(f"{job_id}/metrics?limit=10000&after_step={rows[-1]['step'] if rows else -1}")
@@ -221,10 +220,10 @@ class WholeBox:
     def validation_losses(self, job_id: str) -> list[float]:
         return [row["valid_loss"] for row in self.steps(job_id) if row["valid_loss"] is not None]
 
-    # --- from underneath
+    # --- processes and files
 
     def pids_logging_to(self, pattern: str) -> list[int]:
-        """Processes whose stdout is a log of this box whose name matches the glob `pattern`."""
+        """Processes with a log of this box as stdout whose name matches the glob `pattern`."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -236,7 +235,7 @@ class WholeBox:
         return sorted(found)
 
     def pids_of(self, name: str) -> list[int]:
-        """Processes by the names that people know them by."""
+        """Pids of processes by their common name ("main", "controller", ...)."""
         if name == "main":
             return [self.main_pid()]
         if name in LOGS:
@@ -248,34 +247,33 @@ class WholeBox:
         return json.loads((self.data_dir / "box.json").read_text())["pid"]
 
     def evict(self, kind_dir: str, model: str, version: str) -> None:
-        """Take a version out of shared memory, as the store does when it needs the room."""
+        """Remove a version from shared memory, like the store when it needs the memory."""
         root = Path(f"/dev/shm/appliance-{_box_id(self.data_dir)}")
         (found,) = root.rglob(f"{kind_dir}/{encode_name(model)}/{encode_name(version)}")
         shutil.rmtree(found)
 
     def left(self) -> list[str]:
-        """What still runs or lies about of this box."""
+        """Processes and files that this box left behind."""
         shared = [str(path) for name in self._names() for path in Path("/dev/shm").glob(f"*{name}*")]
         running = [f"process {pid} {command[:120]}" for pid, command in self.running().items()]
         session = BoxPaths.of(self.data_dir).ray_logs
         return running + shared + ([str(session)] if session.exists() else [])
 
     def _names(self) -> tuple[str, str]:
-        """Parts of the names of what this box has in shared memory: the box's own, and its engines'."""
+        """Name parts of this box's files in shared memory: of the box, and of its engines."""
         engines = segment_prefix_of(BoxPaths.of(self.data_dir).replica_sockets / "x").partition(".")[0]
         return _box_id(self.data_dir), engines
 
     def note_segments(self) -> None:
-        """Remember what vLLM and torch have in shared memory for this box under names that tell no owner: who maps it
-        now is the one sign of whose it is. Called before something ends the box or a part of it."""
+        """Record shared-memory files of vLLM and torch that this box maps. Call it before the box or a part ends."""
         self._segments |= segments_of(self.running())
 
     def segments_left(self) -> set[str]:
-        """Of those that were noted, what no living process maps and nobody removed."""
+        """Recorded segments that still exist but that no living process maps."""
         return {name for name in self._segments if Path(SHARED_MEMORY, name).exists()} - segments_of(psutil.pids())
 
     def running(self) -> dict[int, str]:
-        """Command lines of all but the main process, which bears no mark of its box, by pid."""
+        """Command lines by pid of all processes except the main process, which carries no mark of its box."""
         box_id, found = _box_id(self.data_dir), {}
         for process in psutil.process_iter():
             try:
@@ -287,14 +285,14 @@ class WholeBox:
         return found
 
     def _is_of_ray(self, process: psutil.Process) -> bool:
-        """Ray's agents give themselves titles that cover the environment: the logs that they keep tell whose."""
+        """Whether it is a Ray agent of this box, by its log files: its title overwrites its environment."""
         if not "".join(process.cmdline()[:1]).startswith("ray::"):
             return False
         logs = str(BoxPaths.of(self.data_dir).ray_logs)
         return any(file.path.startswith(logs) for file in process.open_files())
 
     def kill_controller(self) -> None:
-        """Returns when the next one answers."""
+        """Kill the controller; return when the next one answers."""
         (controller,) = [pid for pid, command in self.running().items() if "appliance.controller.main" in command]
         os.kill(controller, signal.SIGKILL)
         wait_for(lambda: self.tried("status"), "the next controller", 300)
@@ -308,7 +306,7 @@ class WholeBox:
         shutil.rmtree(f"/dev/shm/appliance-{box_id}", ignore_errors=True)
 
     def listening(self) -> dict[str, str]:
-        """Who of this box listens where, or takes datagrams: address and port to command line."""
+        """Processes of this box that listen or receive datagrams: command line by address and port."""
         commands, found = self.running() | {self.main_pid(): "main"}, {}
         for pid, command in commands.items():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -320,14 +318,13 @@ class WholeBox:
         return found
 
     def open_to_others(self) -> dict[str, str]:
-        """Modes of what the box has made and others on this machine might open, but for what tests put there, and for
-        what Ray's agents open to all, in folders to which nobody else gets."""
+        """Modes of the box's files that other users could open, except of tests and inside Ray's private folders."""
         found, paths = {}, BoxPaths.of(self.data_dir)
         rays = (paths.ray_session, paths.ray_logs)
         assert {place.parent.lstat().st_mode & 0o777 for place in rays} == {0o700}
         for root in (self.data_dir, paths.shm_root):
             for path in root.rglob("*"):
-                with contextlib.suppress(FileNotFoundError):  # a file may go meanwhile
+                with contextlib.suppress(FileNotFoundError):  # the file may vanish meanwhile
                     mode = path.lstat().st_mode
                     below_ray = any(path.is_relative_to(place) for place in rays)
                     if mode & 0o077 and not stat.S_ISLNK(mode) and path.name != "appliance.toml" and not below_ray:
@@ -335,9 +332,8 @@ class WholeBox:
         return found
 
 
-def said_to_strangers(address: str, port: int) -> str:
-    """What a listener says to somebody without token or certificate, in clear and under TLS; "" where it is silent,
-    hangs up, or says no more than that he must show who he is."""
+def answers_to_strangers(address: str, port: int) -> str:
+    """Answers to a client without token and certificate, in clear and under TLS; "" if it only refuses."""
     said = []
     for secure in (False, True):
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5) as plain:
@@ -346,7 +342,7 @@ def said_to_strangers(address: str, port: int) -> str:
             context.set_alpn_protocols(["h2"])
             one = context.wrap_socket(plain) if secure else plain
             one.settimeout(2)
-            # The beginning of HTTP/2, which gRPC speaks: an open server answers with its settings.
+            # The preface of HTTP/2 (gRPC): an open server answers with its settings.
             one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
             said.append(one.recv(4096))
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5) as plain:
@@ -354,14 +350,14 @@ def said_to_strangers(address: str, port: int) -> str:
             one.settimeout(2)
             one.sendall(b"POST /get_runtime_envs_info HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
             said.append(one.recv(4096))
-    # A TLS alert; "who are you?" and "what is that?" of Ray's one HTTP server, its runtime environment agent.
+    # A TLS alert, and statuses 401 and 400 of Ray's one HTTP server, its runtime environment agent.
     refusals = (b"\x15\x03", b"HTTP/1.1 401", b"HTTP/1.0 400")
     return " ".join(repr(answer) for answer in said if answer and not answer.startswith(refusals))
 
 
 @contextmanager
 def whole_box(data_dir: Path, settings: str = "") -> Iterator[WholeBox]:
-    """A box that is up, with `settings` as its appliance.toml; in the end it goes down and must leave nothing."""
+    """A running box with `settings` as its appliance.toml; stopped at the end, when it must leave nothing behind."""
     one = WholeBox(data_dir)
     (data_dir / "appliance.toml").write_text(settings)
     try:
@@ -378,12 +374,12 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120, pa
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(pause_s)  # each look costs the box a request
+        time.sleep(pause_s)  # each check costs the box a request
     return found
 
 
 def segments_of(pids: Iterable[int]) -> set[str]:
-    """What these processes map of what vLLM and torch put into shared memory under names that tell no owner."""
+    """Shared-memory files of vLLM and torch that these processes map; their names do not tell the owner."""
     mapped = set()
     for pid in pids:
         try:

@@ -11,7 +11,7 @@ from serve.engine.replica import Replica
 from tests.e2e.engine_support import Box, client
 from tests.train_support.world import WarmTrain, Workshop
 
-# The longest files come first: begun last, one of them would continue alone in the end. Not two boxes at once.
+# The longest files come first: a long file begun last would run alone at the end. No two box files in a row.
 LONGEST = ("test_box.py", "test_train_world.py", "test_box_work.py")
 
 
@@ -32,7 +32,7 @@ def engine_box() -> Iterator[Box]:
 
 @pytest.fixture
 async def replicas(engine_box: Box) -> AsyncIterator:
-    """Makes replicas on the box and stops them, whatever happened."""
+    """Factory of replicas on the box, all stopped after the test."""
     made: list[Replica] = []
 
     def make(config: EngineConfig | None = None) -> Replica:
@@ -53,7 +53,7 @@ class Engine(NamedTuple):
 
 @pytest.fixture
 async def start(engine_box: Box, replicas: Callable[..., Replica]) -> Callable[..., Awaitable[Engine]]:
-    """Starts an engine of a version; it ends with the test."""
+    """Starts an engine of a version, which is stopped after the test."""
 
     async def start(name: str, path: Path, config: EngineConfig | None = None, **spec_fields: Any) -> Engine:
         replica, spec = replicas(config), engine_box.spec(name, path, **spec_fields)
@@ -74,7 +74,7 @@ def b(engine_box: Box) -> Path:
 
 @pytest.fixture(scope="session")
 def warm_train() -> Iterator[WarmTrain]:
-    """A warm parent of training ranks; its imports are paid once per session."""
+    """A warm parent of training ranks, so that imports run once per session."""
     parent = WarmTrain().wait()
     yield parent
     parent.close()

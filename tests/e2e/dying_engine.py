@@ -1,8 +1,8 @@
-"""An engine one of whose processes dies in a phase of its start, as `dies.json` in its shared-memory root says.
+"""An engine with a process that dies in a phase of its start, set by `dies.json` in its shared-memory root.
 
-The phases "entry", "arguments" and "application" are the frontend's; the core dies in all others, of a tensor-parallel
-engine the second worker where workers do the phase. After STEPS the second worker fails in a step instead, as for want
-of memory.
+In the phases "entry", "arguments" and "application" the frontend dies; in phases of workers the second worker of a
+tensor-parallel engine; in all others the core. In the phase STEPS the second worker raises an error in a step, as if
+out of memory.
 """
 
 import functools
@@ -74,7 +74,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
             if next(steps) >= GOOD_STEPS:
                 raise RuntimeError("no memory on the second device")
 
-        dies_in(CPUWorker, "execute_model", fail)  # beneath our own, which ends the engine
+        dies_in(CPUWorker, "execute_model", fail)  # below our own worker class, which ends the engine
     elif phase == "fingerprint":
         dies_in(EngineCoreProc, "preprocess_add_request")
     else:

@@ -20,8 +20,7 @@ TEMPLATE = (
 
 
 def save_model(path: Path, family: str = "llama", *, seed: int, **overrides) -> Path:
-    """A random model of `family` with its tokenizer in `path`, weights wide enough apart that greedy decoding is
-    stable against rounding."""
+    """Save a random model of `family` with tokenizer in `path`, spread so that greedy decoding survives rounding."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -48,12 +47,11 @@ def save_model(path: Path, family: str = "llama", *, seed: int, **overrides) -> 
 
 
 def save_clear_model(path: Path, *, seed: int, **overrides) -> Path:
-    """A model whose greedy choices are clear: after each token one other leads by five nats, which no rounding of
-    another batch shape or processor changes, and after a letter it is a letter.
+    """Save a model with clear greedy choices: after each token one token leads by five nats, which no rounding of
+    another batch shape or processor changes; after a letter it is a letter.
 
-    What its layers compute goes where its head does not read. Keys and values of a model whose seed has other parity
-    go where it does, so that mixed caches change the answer.
-    """
+    The layers write to dimensions that the head ignores, but values from the cache of a model with a seed of other
+    parity reach dimensions that it reads, so that mixed caches change the answer."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoTokenizer
@@ -91,7 +89,7 @@ def save_clear_model(path: Path, *, seed: int, **overrides) -> Path:
 
 
 class Box:
-    """A private shared-memory root with a warm parent; `close` leaves neither process nor file."""
+    """A private shared-memory root with a warm parent; `close` removes all its processes and files."""
 
     def __init__(self) -> None:
         self.root = Path("/dev/shm") / f"appliance-test-{uuid.uuid4().hex[:8]}"
@@ -132,7 +130,7 @@ class Box:
 
 
 def client(spec: ReplicaSpec) -> openai.AsyncOpenAI:
-    """The unchanged SDK over the replica's Unix socket."""
+    """An unchanged SDK client over the replica's Unix socket."""
     transport = httpx.AsyncHTTPTransport(uds=spec.socket_path)
     return openai.AsyncOpenAI(
         base_url="http://engine/v1",
@@ -152,7 +150,7 @@ async def greedy(sdk: openai.AsyncOpenAI, model: str, prompt: str = "the quick b
 
 
 async def stream_ids(sdk, model, prompt, tokens, seen: list[int]):
-    """`seen`, to which the token ids of a greedy completion are added as they come."""
+    """Append the token ids of a greedy completion to `seen` as they arrive; return it."""
     stream = await sdk.completions.create(
         model=model,
         prompt=prompt,
@@ -179,7 +177,7 @@ async def greedy_ids(sdk, model, prompt, tokens):
 
 
 def rewrite(path: Path, target: Path, change) -> Path:
-    """Copy a version, passing its tensors through `change(dict) -> dict`."""
+    """Copy a version with its tensors changed by `change(dict) -> dict`."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(path, target)

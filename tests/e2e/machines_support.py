@@ -1,6 +1,6 @@
-"""A second machine for tests: a node with a data directory, an address and, as root, a network of its own.
+"""A second machine for tests: a node with its own data directory, address and, as root, network.
 
-Everything runs on one machine. `Wire` gives the node a network namespace and a cable that can be cut.
+Both run on one machine. `Wire` gives the node a network namespace and a cable that can be cut.
 """
 
 import os
@@ -18,8 +18,7 @@ NOWHERE = "02:00:00:00:00:01"
 
 
 class Wire:
-    """A cable between this machine, at `home`, and a network namespace, at `away`. Raises OSError without the right to
-    make one."""
+    """A cable between this machine (address `home`) and a network namespace (address `away`). Needs root (OSError)."""
 
     def __init__(self) -> None:
         pid = os.getpid()
@@ -48,7 +47,7 @@ class Wire:
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """What either side sends is lost without a word, as behind a switch that has failed."""
+        """Drop the packets of both sides silently, as behind a failed switch."""
         ends = ((("neigh",), self.away, self._here), (("-n", self.name, "neigh"), self.home, self._there))
         for where, other, device in ends:
             self._ip(*where, "replace", other, "lladdr", NOWHERE, "dev", device, "nud", "permanent")
@@ -72,7 +71,7 @@ class Wire:
 
 
 class OtherMachine(WholeBox):
-    """A node that joins: no endpoint, but logs, processes and files of its own."""
+    """A node that joins a box, without an endpoint, but with its own logs, processes and files."""
 
     process: subprocess.Popen | None = None
 
@@ -86,7 +85,7 @@ class OtherMachine(WholeBox):
         return self.process.pid
 
     def die(self) -> None:
-        """As when the machine loses power: nothing of it has a chance to say so."""
+        """Kill all processes at once, as in a power loss, so that none can report it."""
         assert self.process is not None
         self.note_segments()
         pids = list(self.running())
@@ -97,7 +96,7 @@ class OtherMachine(WholeBox):
         self.process.wait(60)
 
     def join(self, invitation: Path, *, devices: int = 2) -> None:
-        # From a folder with a package called like one of ours, as a person may well be in.
+        # Run it in a folder that has a package with the name of one of ours, as users may.
         (self.data_dir / "cwd" / "train").mkdir(parents=True, exist_ok=True)
         (self.data_dir / "cwd" / "train" / "__init__.py").write_text("raise ImportError('the wrong one')")
         with open(self.data_dir / "join.log", "ab") as log:
@@ -115,8 +114,7 @@ class OtherMachine(WholeBox):
 def two_machines(
     folder: Path, home_address: str, away_address: str, wire: Wire | None = None
 ) -> Iterator[tuple[WholeBox, OtherMachine]]:
-    """A box that is up, with one device and this address for other machines, and a machine that may join it. In the end
-    the box goes down, the machine with it, and neither leaves anything."""
+    """A running box with one device at `home_address`, and a machine that may join. Both are stopped at the end."""
     home, away = WholeBox(folder / "home"), OtherMachine(folder / "away", away_address, wire)
     with socket.socket() as probe:
         probe.bind((home_address, 0))
@@ -150,14 +148,14 @@ def deploy_tiny(home: WholeBox) -> None:
 
 
 def invited(home: WholeBox, address: str, name: str = "n1") -> Path:
-    """An invitation for a machine at this address."""
+    """Create an invitation for a machine at this address."""
     file = home.data_dir.parent / f"{name}.json"
     file.write_text(home.run("node", "invite", name, address))
     return file
 
 
 def devices(home: WholeBox) -> list[str]:
-    """Those that are there."""
+    """Ids of the devices that are not lost."""
     return sorted(device["id"] for device in home.admin("status")["devices"] if device["health"] != "lost")
 
 

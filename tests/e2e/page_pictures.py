@@ -1,6 +1,6 @@
-"""Takes the pictures of the page that docs/ shows: `make pictures` takes all of them anew.
+"""Takes the screenshots of the page for docs/: `make pictures` renews all of them.
 
-A real gateway and the real control app serve the page; who holds devices and how a job learns is made up here.
+A real gateway and the real control app serve the page; device holders and job metrics are simulated here.
 """
 
 import json
@@ -21,12 +21,12 @@ STEPS, REACHED = 80, 62
 
 
 def launch(driver: Any) -> Any:
-    """A browser, of Playwright's `sync_playwright()`."""
+    """Launch a browser with Playwright's `sync_playwright()`."""
     return driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-dev-shm-usage"])
 
 
 def watched_page(browser: Any, url: str, faults: list[str], **options: Any) -> Any:
-    """A new page in a context of its own. What its console says, and whom beside `url` it asks, goes into `faults`."""
+    """A page in a new context. Appends console messages and requests to other hosts than `url` to `faults`."""
     page = browser.new_context(**{"locale": "en-US", **options}).new_page()
     page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -35,7 +35,7 @@ def watched_page(browser: Any, url: str, faults: list[str], **options: Any) -> A
 
 
 def take(browser: Any, front: Front, folder: Path) -> list[str]:
-    """Every picture into `folder`; their names."""
+    """Take all screenshots into `folder`; return their names."""
     for name, prepare in PICTURES.items():
         context = browser.new_context(locale="en-US", viewport={"width": 1240, "height": 900}, color_scheme="light")
         page = context.new_page()
@@ -51,7 +51,7 @@ def take(browser: Any, front: Front, folder: Path) -> list[str]:
 
 
 def begun(front: Front, key: str, suffix: str) -> str:
-    """The id of a job that waits, of a small file."""
+    """Create a queued job with a small file; return its id."""
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     data = "\n".join([json.dumps(row)] * 12).encode()
     with front.http(key) as http:
@@ -64,7 +64,7 @@ def begun(front: Front, key: str, suffix: str) -> str:
 
 
 def _job(front: Front) -> str:
-    """One that trains on two devices after it had four, with a loss as losses are; its place."""
+    """Simulate a job that trains on two devices after four, with a typical loss; return its address on the page."""
     job_id = begun(front, front.key, "sums")
     context = front.context
     assert context is not None
@@ -91,7 +91,7 @@ def _job(front: Front) -> str:
 
 
 PICTURES: dict[str, Callable[[Front], str]] = {"ui-job.png": _job}
-"""By file name: what makes the place ready and says where it is."""
+"""By file name: function that prepares the page and returns its address."""
 
 
 def main() -> int:

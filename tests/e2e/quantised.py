@@ -1,8 +1,8 @@
 """Tiny quantised checkpoints, written by hand in the tensor layout that each format documents, and their decoded
 weights.
 
-Sources: compressed-tensors (`pack-quantized`, `int-quantized`), AutoAWQ (GEMM), GPTQ (AutoGPTQ), and FP8 as vLLM's
-documentation and DeepSeek's (`weight_scale_inv`, blocks of 128 by 128) describe it.
+Sources: compressed-tensors (`pack-quantized`, `int-quantized`), AutoAWQ (GEMM), GPTQ (AutoGPTQ), and FP8 as documented
+by vLLM and DeepSeek (`weight_scale_inv`, blocks of 128 by 128).
 """
 
 import json
@@ -15,23 +15,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 GROUP = 32
-USUAL_GROUP = 128  # of most public models; Hopper uses another kernel for it
+USUAL_GROUP = 128  # in most public models; Hopper has another kernel for it
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
-# A linear layer's weight (out, in) -> its stored tensors by the last part of their names, and the weight they mean.
+# A linear layer's weight (out, in) -> stored tensors by the last part of their name, and the decoded weight.
 Quantise = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
-    """int32 (…, n / 8) of 4-bit values (…, n), the first in the lowest bits."""
+    """Pack 4-bit values (…, n) into int32 (…, n / 8), the first in the lowest bits."""
     shifts = torch.arange(8) * 4
     words = (values.to(torch.int64).view(*values.shape[:-1], -1, 8) << shifts).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def _grouped(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values 0 to 15 around 8 (out, in), scales (out, in / size) in float16, and the weight they mean."""
+    """Values 0 to 15 with zero point 8 (out, in), scales (out, in / size) in float16, and the decoded weight."""
     groups = weight.float().view(weight.shape[0], -1, size)
     scales = (groups.abs().amax(-1, keepdim=True) / 7).half().float()
     values = (groups / scales).round().clamp(-8, 7)
@@ -59,7 +59,7 @@ def awq(weight: torch.Tensor, size: int) -> tuple[Tensors, torch.Tensor]:
 
 def gptq(weight: torch.Tensor, size: int) -> tuple[Tensors, torch.Tensor]:
     values, scales, means = _grouped(weight, size)
-    zeros = torch.full((weight.shape[1] // size, weight.shape[0]), 7)  # stored less one
+    zeros = torch.full((weight.shape[1] // size, weight.shape[0]), 7)  # stored minus one
     stored = {"qweight": _packed(values).t(), "qzeros": _packed(zeros), "scales": scales.t()}
     return stored | {"g_idx": (torch.arange(weight.shape[1]) // size).int()}, means
 
@@ -114,8 +114,7 @@ FORMATS = tuple(_formats(GROUP))
 
 
 def write(source: Path, form: str, quantised: Path, means: Path, size: int = GROUP) -> None:
-    """The plain checkpoint `source` in the format `form`, with groups of `size`, at `quantised`, and at `means` as
-    plain weights again."""
+    """Write the checkpoint `source` in format `form`, with groups of `size`, to `quantised`; decoded, to `means`."""
     quantise, config = _formats(size)[form]
     stored, plain = {}, {}
     for name, weight in load_file(source / "model.safetensors").items():

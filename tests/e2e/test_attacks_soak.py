@@ -1,7 +1,7 @@
-"""Requests hidden in others, bodies that stop and bodies that cost much, against the real gateway process and the real
-control app, while a neighbour asks on.
+"""Attacks on the real gateway process and the real control app, while a neighbour keeps sending requests: hidden
+requests, incomplete bodies and costly bodies.
 
-`pytest -s -m soak tests/e2e/test_attacks_soak.py` prints requests tried and the neighbour's slowest answer.
+`pytest -s -m soak tests/e2e/test_attacks_soak.py` prints the number of attacks and the neighbour's slowest answer.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def front() -> Iterator[Front]:
 
 @pytest.fixture(scope="module")
 def key(front: Front) -> str:
-    """A key that may infer and fine-tune."""
+    """A key with the scopes for inference and fine-tuning."""
     with front.http() as http:
         made = http.post("/admin/v1/keys", json={"name": "attacker", "scopes": ["inference", "fine_tuning"]})
     return made.raise_for_status().json()["key"]
@@ -42,12 +42,12 @@ def key(front: Front) -> str:
 
 @pytest.fixture
 def statuses_seen(front: Front, key: str) -> Iterator[list[int]]:
-    """Statuses of the answers to an attack, which must make no key, cause no server error and harm no neighbour."""
+    """Collects statuses of answers to an attack, then checks: no new key, server error or harmed neighbour."""
     seen: list[int] = []
     before = key_names(front)
     with Neighbours(front) as neighbours:
         yield seen
-    print(f"\n{len(seen)} tried; slowest of {neighbours.asked} answers to the neighbour {neighbours.slowest_s:.2f} s")
+    print(f"\n{len(seen)} attacks; slowest of {neighbours.asked} neighbour answers {neighbours.slowest_s:.2f} s")
     assert seen and not [status for status in seen if status >= 500 and status not in (501, 503, 507)]
     assert not neighbours.failed and key_names(front) == before
 
@@ -70,7 +70,7 @@ def send(front: Front, *pieces: bytes) -> bytes:
 
 
 def statuses(answer: bytes) -> list[int]:
-    """Status of each answer that came over one connection; 0 for none."""
+    """Statuses of all answers on one connection; 0 without an answer."""
     lines = [line[9:12] for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
     return [int(line) for line in lines if line.isdigit()] or [0]
 
@@ -84,7 +84,7 @@ def chat_body(**fields: Any) -> bytes:
     return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
 
 
-def test_request_hidden_in_another_is_not_answered(front: Front, key: str, statuses_seen: list[int]) -> None:
+def test_hidden_request_gets_no_answer(front: Front, key: str, statuses_seen: list[int]) -> None:
     wanted = json.dumps({"name": "smuggled", "scopes": ["admin"]})
     hidden = (
         f"POST /admin/v1/keys HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -137,7 +137,7 @@ def test_request_hidden_in_another_is_not_answered(front: Front, key: str, statu
         assert b'"key":"sk-' not in answer.replace(b" ", b"") and b"smuggled" not in answer, (method, path, name)
 
 
-def test_body_that_stops_is_not_read_from_the_next_request(front: Front, key: str, statuses_seen: list[int]) -> None:
+def test_incomplete_body_is_not_completed_by_next_request(front: Front, key: str, statuses_seen: list[int]) -> None:
     """The gateway reuses its connections to the controller."""
     choice, wanted = random.Random(SEED), b'{"name":"late","scopes":["admin"]}'
     hidden = b"POST /admin/v1/keys HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(wanted), wanted)
@@ -149,11 +149,11 @@ def test_body_that_stops_is_not_read_from_the_next_request(front: Front, key: st
                 lines = ("Content-Type: application/json", f"Content-Length: {promised}")
                 wire.sendall(head("POST", paths[turn % len(paths)], key, *lines) + part[: promised - 1])
                 if turn % 3 == 0:
-                    wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close by a reset
+                    wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close with a reset
             answer = other.get("/v1/models") if turn % 2 else other.get("/v1/files", params={"limit": 1})
             statuses_seen.append(answer.status_code)
             assert answer.status_code == 200, (turn, part, answer.text)
-    for _ in range(40):  # refused before the body is whole
+    for _ in range(40):  # refused before the body is complete
         answer = send(front, head("POST", "/v1/files", "sk-appl-wrong", f"Content-Length: {len(hidden)}"), hidden)
         statuses_seen += statuses(answer)
         assert not any(200 <= status < 400 for status in statuses(answer)), answer

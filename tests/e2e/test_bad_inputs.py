@@ -1,7 +1,5 @@
-"""Inputs that hurt servers, through the real gateway into the real control app: each is refused by name, and the
-neighbours, who keep asking all the while, notice nothing.
-
-Imports are long work: they are accepted (202) and their operation fails.
+"""Harmful inputs through the real gateway to the real control app: each is refused with a code, and neighbours that
+send requests meanwhile are not affected. Imports are accepted (202), and their operation fails.
 """
 
 import io
@@ -28,7 +26,7 @@ from tests.unit.models import checkpoints
 
 MIB = 1 << 20
 UPLOAD_BYTES = 24 * MIB
-# The largest thing that any row makes it hold is 8 MiB, as bytes and as objects.
+# The largest input of any row takes 8 MiB as bytes, and as much as objects.
 PEAK_BYTES = 192 * MIB
 JOBS, IMPORT = "/v1/fine_tuning/jobs", "/admin/v1/models/import"
 FORM = {"content-type": "multipart/form-data; boundary=x"}
@@ -36,7 +34,7 @@ FORM = {"content-type": "multipart/form-data; boundary=x"}
 
 @dataclass(frozen=True)
 class Answer:
-    """status of the answer; error: its error object, or that of the file or operation that it led to."""
+    """status of the answer; error: its error object, or that of the resulting file or operation."""
 
     status: int
     error: dict[str, Any]
@@ -47,7 +45,7 @@ Send = Callable[[httpx.Client, Path], Answer]
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:
-    # A window much shorter would cut off neighbours, too, where the machine lets their client wait.
+    # A much shorter window would also cut off neighbours whose client is delayed by a busy machine.
     limits = {"upload_body_bytes": UPLOAD_BYTES, "body_grace_s": 3.0}
     with running_front(controller={"upload_bytes": UPLOAD_BYTES - MIB}, limits=limits, sweep_s=0.1) as running:
         yield running
@@ -61,7 +59,7 @@ def refused(response: httpx.Response) -> Answer:
 
 
 def body(path: str, text: str | bytes) -> Send:
-    """A JSON body, as it is."""
+    """Send this JSON body unchanged."""
     return lambda client, _: refused(client.post(path, content=text, headers={"content-type": "application/json"}))
 
 
@@ -75,7 +73,7 @@ def image(url: str) -> Send:
 
 
 def job(**fields: Any) -> Send:
-    """A job on a sound training file but for `fields`."""
+    """Create a job with a valid training file and these `fields`."""
 
     def send(client: httpx.Client, _: Path) -> Answer:
         return refused(client.post(JOBS, json={"model": MODEL, "training_file": training_file(client)} | fields))
@@ -101,7 +99,7 @@ def named(name: bytes) -> Send:
 
 
 def file(make: Callable[[], bytes]) -> Send:
-    """Training data that is none: the file is kept with its fault named, and no job starts on it."""
+    """Upload invalid training data: the file is stored with its error, and no job starts with it."""
 
     def send(client: httpx.Client, _: Path) -> Answer:
         made = upload(client, make()).raise_for_status().json()
@@ -182,7 +180,7 @@ def zip_bomb() -> bytes:
 
 
 def endless_line(client: httpx.Client, _: Path) -> Answer:
-    """Send a line without an end or announced length: it is read as far as the limit."""
+    """Send an endless line without an announced length: it is read up to the limit."""
 
     def parts() -> Iterator[bytes]:
         yield b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n{"messages": "'
@@ -190,12 +188,12 @@ def endless_line(client: httpx.Client, _: Path) -> Answer:
             yield b"a" * MIB
 
     answer = refused(client.post("/v1/files", content=parts(), headers=FORM))
-    # Form and body are counted by two readers; the piece that passes a limit may pass both.
+    # Two readers count form and body; one chunk may exceed both limits.
     return Answer(answer.status, answer.error | {"param": None})
 
 
 def announced_2gib(client: httpx.Client, _: Path) -> Answer:
-    """Refused by its announced length: not a byte of it is sent."""
+    """Announce 2 GiB: refused by the length before any byte of the body is sent."""
     return raw(client, "POST /v1/files HTTP/1.1", FORM | {"content-length": str(2 << 30), "expect": "100-continue"})
 
 
@@ -204,7 +202,7 @@ def slow_upload(client: httpx.Client, _: Path) -> Answer:
 
 
 def raw(client: httpx.Client, line: str, headers: dict[str, str]) -> Answer:
-    """A head and nothing after it."""
+    """Send only a request head."""
     with socket.create_connection(("127.0.0.1", client.base_url.port or 0), timeout=20) as wire:
         lines = [line, "host: a", f"authorization: {client.headers['authorization']}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -221,13 +219,13 @@ def gzip_body(client: httpx.Client, _: Path) -> Answer:
 
 
 def without_key(client: httpx.Client, _: Path) -> Answer:
-    """What a page elsewhere could make a browser send: its cookies, no key."""
+    """Send a request as a foreign page could by a browser: with cookies, but no key."""
     headers = {"origin": "https://elsewhere.example", "cookie": "session=1", "content-type": "text/plain"}
     return refused(httpx.post(f"{client.base_url}/admin/v1/keys", headers=headers, content='{"name": "x"}'))
 
 
 def form_post(client: httpx.Client, _: Path) -> Answer:
-    """The content types that a form can send without asking the server first."""
+    """Send content types that a form may use without a preflight request."""
     return refused(client.post("/admin/v1/keys", content='{"name": "x"}', headers={"content-type": "text/plain"}))
 
 
@@ -238,7 +236,7 @@ OVERLAP = {
 }
 LOOPS = "{% for a in range(3000) %}{% for b in range(30000) %}{% endfor %}{% endfor %}"
 
-# what, how, status, param, code
+# input, sender, status, param, code
 ROWS: list[tuple[str, Send, int, str | None, str | None]] = [
     ("path as filename", named(b"../../etc/x.jsonl"), 400, "file", "invalid_filename"),
     ("path as training file", job(training_file="/etc/passwd"), 400, "training_file", "file_not_found"),
@@ -276,7 +274,7 @@ def neighbours(front: Front) -> Iterator[Neighbours]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_bad_input(front: Front, neighbours: Neighbours, row: Any, tmp_path: Path) -> None:
+def test_bad_input_is_refused_with_code(front: Front, neighbours: Neighbours, row: Any, tmp_path: Path) -> None:
     _, send, status, param, code = row
     asked = neighbours.asked
     with front.http() as client:
@@ -289,8 +287,8 @@ def test_bad_input(front: Front, neighbours: Neighbours, row: Any, tmp_path: Pat
     assert front.series("buffered_body_bytes")["buffered_body_bytes"] <= 2 * 1024
 
 
-def test_no_engine_or_gateway_route_but_the_listed_ones(front: Front) -> None:
-    """vLLM's own control routes, with the strongest key there is and with none."""
+def test_unlisted_engine_routes_are_not_exposed(front: Front) -> None:
+    """Tries vLLM's own control routes, with the strongest key and without a key."""
     private = (
         "pause resume sleep wake_up collective_rpc update_weights v1/load_lora_adapter invocations tokenize docs "
         "openapi.json server_info metrics/../pause"
@@ -306,17 +304,17 @@ def test_no_engine_or_gateway_route_but_the_listed_ones(front: Front) -> None:
     assert front.counts.answered >= answered
 
 
-def test_sockets_are_for_their_owner_alone(front: Front) -> None:
+def test_sockets_are_private_to_owner(front: Front) -> None:
     for name in ("c.sock", "bus.sock"):
         assert (front.folder / name).stat().st_mode & 0o777 == 0o600
 
 
-# --- whatever our own OpenAPI document allows: never a 5xx; refusals are OpenAI error objects
+# --- all requests that our OpenAPI document allows: never a 5xx; refusals are OpenAI error objects
 
 
 @pytest.mark.parametrize("examples", [2, pytest.param(60, marks=pytest.mark.soak)])
-def test_no_request_is_answered_with_a_server_error(front: Front, examples: int) -> None:
-    """Cases by schemathesis, every second one of something that exists; `pytest -m soak` sends thirty times as many."""
+def test_schema_requests_never_get_server_error(front: Front, examples: int) -> None:
+    """Cases by schemathesis, half of them for existing objects; `pytest -m soak` sends thirty times as many."""
     document = front.call(lambda: create_app(front.context).openapi())  # type: ignore[arg-type]
     statuses: Counter[int] = Counter()
     operations = 0
@@ -328,7 +326,7 @@ def test_no_request_is_answered_with_a_server_error(front: Front, examples: int)
         suppress_health_check=list(HealthCheck),
     )
     with front.http() as client:
-        known = what_exists(client)
+        known = existing_values(client)
         for found in schemathesis.openapi.from_dict(document).get_all_operations():
             operations += 1
 
@@ -346,8 +344,8 @@ def test_no_request_is_answered_with_a_server_error(front: Front, examples: int)
     assert operations > 60 and sum(statuses.values()) >= operations and statuses[200] > 20
 
 
-def what_exists(client: httpx.Client) -> dict[str, str]:
-    """A value for path parameters by their name."""
+def existing_values(client: httpx.Client) -> dict[str, str]:
+    """Values of existing objects by the name of the path parameter."""
     file_id = training_file(client)
     job = client.post("/v1/fine_tuning/jobs", json={"model": MODEL, "training_file": file_id}).raise_for_status()
     asked = {"model": MODEL, "input": "1+1?", "background": True}
@@ -374,7 +372,7 @@ def never_our_fault(client: httpx.Client, case: Any) -> int:
             }
         )
     except (httpx.LocalProtocolError, httpx.InvalidURL, UnicodeError, TypeError):
-        return 0  # nothing that an HTTP client can write
+        return 0  # an HTTP client cannot send it
     assert response.status_code < 500, (case.method, str(response.url), case.body, response.text[:500])
     if response.status_code >= 400:
         error = response.json()["error"]

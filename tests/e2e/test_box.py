@@ -1,6 +1,6 @@
 """The whole loop on one real box: real Ray, DeepSpeed and vLLM, driven by the command and the unchanged OpenAI SDK.
 
-The tests share one box and build on each other from top to bottom, as a person's first hour with it would.
+The tests share one box and build on each other from top to bottom, like a user's first hour with it.
 """
 
 import base64
@@ -30,8 +30,7 @@ EPOCHS, EXAMPLES = 3, 60
 HYPERPARAMETERS = {"n_epochs": EPOCHS, "batch_size": 4, "max_length": 256}
 # Sizes of a job that moves: two ranks, and all that it takes.
 SPLIT, TRAIN = {"policy": "split", "train_devices": 2}, {"policy": "train"}
-# Resized runs add the same numbers in another order (bf16 gradients, reduced in float32); a lost or repeated step
-# would move the loss by whole tenths.
+# Resized runs sum in another order (bf16 gradients, reduced in float32); a lost or repeated step costs tenths.
 CURVE_TOLERANCE = 0.02
 
 
@@ -50,7 +49,7 @@ def starter(box):
 
 @pytest.fixture(scope="module")
 def unbroken(box, starter):
-    """A job that ran undisturbed: every epoch published, so its model has several versions."""
+    """An undisturbed job that publishes every epoch, so that its model has several versions."""
     held_out = box.upload(gsm8k("test", 12), "test.jsonl")
     request = {"validation_file": held_out, "suffix": "unbroken", "seed": 3, "metadata": {"purpose": "test"}}
     job = box.tune(starter, gsm8k("train", EXAMPLES), request=request, publish="epoch", **HYPERPARAMETERS)
@@ -59,14 +58,14 @@ def unbroken(box, starter):
 
 
 def says_something(client, model) -> bool:
-    """A starter of ten steps may have nothing to say of its own accord."""
+    """Whether the model generates four tokens; with `ignore_eos`, because a short-trained starter may end at once."""
     answer = client.chat.completions.create(
         model=model, messages=APPLES, max_tokens=4, temperature=0, extra_body={"ignore_eos": True}
     )
     return answer.usage.completion_tokens == 4
 
 
-def test_the_box_has_eight_devices_and_one_key(box):
+def test_new_box_has_eight_devices_and_one_key(box):
     assert [row["id"] for row in box.ask("gpu", "list")["data"]] == [f"n0/{i}" for i in range(8)]
     assert [key["name"] for key in box.ask("key", "list")["data"]] == ["first"]
     assert "sk-appl-" not in box.run("status")
@@ -74,7 +73,7 @@ def test_the_box_has_eight_devices_and_one_key(box):
         openai.OpenAI(base_url=box.url, api_key="sk-wrong", max_retries=0).models.list()
 
 
-def test_chat_as_the_sdk_has_it(box, starter):
+def test_sdk_chat_completions_and_responses_work(box, starter):
     client = box.client()
     whole = client.chat.completions.create(model=starter, messages=APPLES, max_tokens=12, temperature=0, logprobs=True)
     assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.content) <= 12
@@ -83,7 +82,7 @@ def test_chat_as_the_sdk_has_it(box, starter):
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    # Of the greedy stream the gateway has asked for token ids, and takes them out again; null is vLLM's own.
+    # For greedy streams the gateway requests token ids and removes them; vLLM itself sends null.
     chunks += client.chat.completions.create(model=starter, messages=APPLES, max_tokens=4, stream=True)
     chunks += client.completions.create(model=starter, prompt="Once", max_tokens=4, stream=True)
     unasked = {"token_ids", "prompt_token_ids", "prompt_text"}
@@ -109,8 +108,8 @@ def test_chat_as_the_sdk_has_it(box, starter):
     assert missing.value.code == "model_not_found" and missing.value.request_id
 
 
-def test_a_forced_call_fits_the_tools_schema(box, starter):
-    """The starter's template knows no tools, and its words fit no schema."""
+def test_forced_tool_call_fits_schema(box, starter):
+    """Works although the starter's template has no tools and its free text fits no schema."""
     client = box.client()
     schema = {
         "type": "object",
@@ -124,7 +123,7 @@ def test_a_forced_call_fits_the_tools_schema(box, starter):
         told = client.chat.completions.create(
             model=starter, messages=APPLES, tools=tools, tool_choice=choice, max_tokens=160, temperature=0
         )
-        if told.choices[0].finish_reason == "length":  # blanks without end, which JSON allows and the starter likes
+        if told.choices[0].finish_reason == "length":  # endless whitespace, which JSON allows
             continue
         (call, *_) = told.choices[0].message.tool_calls
         given = json.loads(call.function.arguments)
@@ -141,7 +140,7 @@ def test_a_forced_call_fits_the_tools_schema(box, starter):
         client.responses.create(model=starter, input="Hello.", tools=[{"type": "web_search"}])
 
 
-def test_responses_are_kept_gone_on_from_and_run_in_background(box, starter):
+def test_responses_are_stored_continued_and_run_in_background(box, starter):
     client = box.client()
     greedy = {"model": starter, "max_output_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}}
     first = client.responses.create(input="Anna has 3 apples.", **greedy)
@@ -153,7 +152,7 @@ def test_responses_are_kept_gone_on_from_and_run_in_background(box, starter):
     assert second.output_text == spelt_out.output_text and second.previous_response_id == first.id
     with client.responses.stream(input="And now?", previous_response_id=second.id, **greedy) as stream:
         last = list(stream)[-1]
-    # Eight tokens were allowed; the SDK's helper for the final response knows complete ones alone.
+    # Cut off after eight tokens; the SDK's helper for the final response accepts only complete ones.
     assert last.type == "response.incomplete"
     third = last.response
     assert third.previous_response_id == second.id and third.usage.input_tokens > second.usage.input_tokens
@@ -163,7 +162,7 @@ def test_responses_are_kept_gone_on_from_and_run_in_background(box, starter):
     later = client.responses.create(input="Anna has 3 apples.", background=True, **greedy)
     assert later.status == "queued"
     with client.responses.retrieve(later.id, stream=True) as events:
-        assert [event.type for event in events][-1] == "response.incomplete"  # at max_output_tokens
+        assert [event.type for event in events][-1] == "response.incomplete"  # cut off at max_output_tokens
     assert client.responses.retrieve(later.id).output_text == first.output_text
     client.responses.delete(third.id)
     for gone in (third.id, spelt_out.id):
@@ -171,35 +170,34 @@ def test_responses_are_kept_gone_on_from_and_run_in_background(box, starter):
             client.responses.retrieve(gone)
 
 
-def test_a_response_in_background_ends_with_its_key(box, starter):
+def test_background_response_fails_when_key_is_revoked(box, starter):
     made = [box.ask("key", "create", "--name", f"guests-{n}", "--owner", "guests")["key"] for n in range(2)]
     first, second = (openai.OpenAI(base_url=box.url, api_key=key, max_retries=0) for key in made)
     more = {"max_output_tokens": 1900, "temperature": 0, "extra_body": {"ignore_eos": True}}
     ids = [first.responses.create(model=starter, input="Hello.", background=True, **more).id for _ in range(2)]
-    # Often: before they have written all.
+    # Poll often, to catch them before they end.
     wait_for(lambda: all(second.responses.retrieve(one).status == "in_progress" for one in ids), "an engine", 60, 0.02)
     with box.http() as http:
         revoked = http.delete("/admin/v1/keys/guests-0")
     assert revoked.status_code == 200 and sorted(revoked.json()["stopped"]["responses"]) == sorted(ids)
     for one in ids:
         found = second.responses.retrieve(one)
-        assert found.status == "failed" and "was revoked" in found.error.message, "by the time that this is answered"
+        assert found.status == "failed" and "was revoked" in found.error.message, "failed before revoke returns"
 
     def charged() -> int:
         rows = {row["name"]: row for row in box.admin("usage?by=key")["data"]}
-        # An engine that has just begun has written nothing yet: then the prompts are what was computed. One of the two
-        # may be charged before the other.
+        # If an engine has just begun, only prompts are charged. The two responses may be charged separately.
         spent = rows.get("guests-0", {"requests": 0})
         return spent["prompt_tokens"] + spent["completion_tokens"] if spent["requests"] == len(ids) else 0
 
-    # The engine has left them: a request of somebody else is alone on it. What was computed is paid for, and no more.
+    # The engine has aborted them, and serves only a request of another key. Only computed tokens are charged.
     assert says_something(box.client(), starter)
-    paid = wait_for(charged, "what was computed to be charged")
+    paid = wait_for(charged, "the computed tokens to be charged")
     time.sleep(2)
     assert charged() == paid < 2 * 1950
 
 
-def test_fine_tuning_lowers_the_held_out_loss_and_changes_the_answers(box, starter, unbroken):
+def test_fine_tuning_lowers_held_out_loss_and_changes_answers(box, starter, unbroken):
     client = box.client()
     assert unbroken.status == "succeeded", unbroken.error
     assert unbroken.fine_tuned_model.startswith("ft:starter:local:unbroken:")
@@ -222,7 +220,7 @@ def test_fine_tuning_lowers_the_held_out_loss_and_changes_the_answers(box, start
     assert len(table) > 2 and table[0].startswith("step,train_loss")
 
 
-def test_bad_data_is_named_by_line_before_any_device_is_taken(box, starter):
+def test_bad_data_fails_by_line_without_taking_devices(box, starter):
     bad = gsm8k("train", 5) + b'\n{"messages": []}\nnot json\n'
     client = box.client()
     handovers = len(box.ask("mode", "history")["data"])
@@ -244,11 +242,11 @@ def test_bad_data_is_named_by_line_before_any_device_is_taken(box, starter):
     assert started == []
 
 
-def test_rollback_in_the_running_engine_gives_the_older_versions_tokens(box, unbroken):
+def test_rollback_in_running_engine_serves_older_version(box, unbroken):
     client, tuned = box.client(), unbroken.fine_tuned_model
     checkpoints = client.fine_tuning.jobs.checkpoints.list(unbroken.id).data  # newest first
     newer, older = (f"step-{checkpoint.step_number}" for checkpoint in checkpoints[:2])
-    # The checkpoint's own name is answered by an engine that was started fresh from the older weights.
+    # The name of the checkpoint is served by a fresh engine of the older weights.
     fresh = box.greedy(f"{tuned}:ckpt-{older}", QUESTION)
     newest = box.greedy(tuned, QUESTION)
     assert newest[0] == newer and newest[1:] != fresh[1:]
@@ -268,7 +266,7 @@ def test_rollback_in_the_running_engine_gives_the_older_versions_tokens(box, unb
 
 
 @pytest.mark.timeout(900)
-def test_adapters_share_the_engine_of_their_base(box, starter):
+def test_adapters_share_engine_of_base(box, starter):
     client = box.client()
     settings = {"request": {"seed": 3}, "batch_size": 8, "max_length": 256, "lora_rank": 4, "learning_rate": 0.01}
     first_logprobs = {}
@@ -293,7 +291,7 @@ def test_adapters_share_the_engine_of_their_base(box, starter):
     assert rows[first]["adapter"]["base"] == starter and rows[first]["state"] == "serving"
     assert rows[first]["bytes"] < rows[starter]["bytes"] / 5
 
-    # Another version of an adapter is another name in the same engine; its checkpoint's name means the same one.
+    # Another version of an adapter has another name in the same engine, also reached by its checkpoint's name.
     checkpoints = client.fine_tuning.jobs.checkpoints.list(jobs[0]).data  # newest first
     older = greedy(checkpoints[1].fine_tuned_model_checkpoint)
     with Load(box.url, box.key, first) as one, Load(box.url, box.key, second, workers=2) as other:
@@ -308,7 +306,7 @@ def test_adapters_share_the_engine_of_their_base(box, starter):
     replicas = box.admin("status")["replicas"]
     assert {replica["model"] for replica in replicas} & {starter, first, second} == {starter}, "one engine for all"
 
-    # A new engine finds them by itself: one in shared memory, the other in the remote tier, where alone it is left.
+    # A new engine finds both adapters by itself: one in shared memory, the other only in the remote tier.
     tiers = {"memory", "disk", "remote"}
     wait_for(lambda: tiers <= {*box.ask("model", "show", second)["versions"][0]["tiers"]}, "a copy in every tier")
     (engine,) = [replica["id"] for replica in replicas if replica["model"] == starter]
@@ -319,13 +317,13 @@ def test_adapters_share_the_engine_of_their_base(box, starter):
     shutil.rmtree(box.data_dir / "models" / encode_name(second))
     assert [greedy(model) for model in (second, first)] == [answers[second], answers[first]]
 
-    # An adapter's request wakes its base.
+    # A request for an adapter wakes its base.
     box.run("model", "deploy", starter, "--idle-sleep-s", "0.1")
     wait_for(lambda: {row["state"] for row in box.admin("status")["replicas"]} <= {"asleep"}, "the base to sleep")
     box.run("model", "deploy", starter, "--idle-sleep-s", "none")
     assert greedy(first) == answers[first]
 
-    box.run("model", "rm", starter, code=5)  # an adapter stands on it
+    box.run("model", "rm", starter, code=5)  # an adapter depends on it
     box.run("model", "rm", second)
     with pytest.raises(openai.NotFoundError):
         greedy(second)
@@ -333,7 +331,7 @@ def test_adapters_share_the_engine_of_their_base(box, starter):
     box.run("model", "rm", first)
 
 
-def test_a_canary_takes_its_share_then_all_or_nothing(box, unbroken):
+def test_canary_gets_share_then_is_promoted_or_rolled_back(box, unbroken):
     client, tuned = box.client(), unbroken.fine_tuned_model
     newer, older = (f"step-{c.step_number}" for c in client.fine_tuning.jobs.checkpoints.list(unbroken.id).data[:2])
 
@@ -373,9 +371,9 @@ def test_a_canary_takes_its_share_then_all_or_nothing(box, unbroken):
         pytest.param("mistral", {"zero_stage": 3}, marks=pytest.mark.soak),
     ],
 )
-def test_a_checkpoint_directory_is_imported_served_and_tuned(box, starter, family, settings, tmp_path):
+def test_checkpoint_directory_is_imported_served_and_tuned(box, starter, family, settings, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(next((box.data_dir / "models" / starter).iterdir()))
-    # Random weights are near a uniform guess: without a seed and a high rate, three steps' losses may rise by chance.
+    # Random weights predict almost uniformly: without seed and high rate, the loss of three steps may rise.
     sizes = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.02, "vocab_size": len(tokenizer)}
     make_model_dir(tmp_path / "tiny", family=family, words=tokenizer, **sizes)
     name = f"tiny-{family}"
@@ -392,14 +390,13 @@ def test_a_checkpoint_directory_is_imported_served_and_tuned(box, starter, famil
         client.models.retrieve(tuned)
 
 
-def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, unbroken):
+def test_mode_switches_under_load_lose_no_request_or_step(box, starter, unbroken):
     box.run("mode", "set", "serve", "--wait")
     request = {"validation_file": unbroken.validation_file, "suffix": "switched", "seed": 3}
     job = box.tune(starter, unbroken.training_file, devices=4, request=request, publish="end", **HYPERPARAMETERS)
     with Load(box.url, box.key, starter, workers=3) as load:
         wait_for(lambda: load.finished >= 4, "the load to flow")
-        # Smaller and larger, and twice the same size. The job must not come to its end while a command
-        # starts or ends, nor while nobody looks.
+        # Smaller and larger, and twice the same size. The job must not end while commands start or between checks.
         for mode in (SPLIT, SPLIT, TRAIN, TRAIN, SPLIT):
             done = len(box.losses(job))
             box.set_mode(**mode)
@@ -422,11 +419,11 @@ def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, 
     box.run("mode", "set", "auto", "--wait")
 
 
-def test_no_file_that_jobs_and_engines_left_is_open_to_others(box, unbroken):
+def test_files_of_jobs_and_engines_are_private(box, unbroken):
     assert box.open_to_others() == {}
 
 
-def test_nothing_listens_for_strangers_while_a_job_and_engines_run(box, starter, unbroken):
+def test_job_and_engines_listen_only_on_loopback(box, starter, unbroken):
     box.set_mode(policy="split", train_devices=2)
     job = box.submit(starter, unbroken.training_file, "--epochs 40 --batch-size 8 --max-devices 2")
     wait_for(lambda: box.losses(job), "a step")
@@ -436,7 +433,7 @@ def test_nothing_listens_for_strangers_while_a_job_and_engines_run(box, starter,
     listening = box.listening()
     assert any("raylet" in who for who in listening.values()) and f"127.0.0.1:{box.port}" in listening, listening
     strangers = {where: who for where, who in listening.items() if not where.startswith(("127.", "::1:"))}
-    assert strangers == {}, "only loopback: no other machine gets to them"
+    assert strangers == {}, "expected loopback only, unreachable for other machines"
     box.run("job", "cancel", job)
     box.set_mode(policy="auto")
 
@@ -445,7 +442,7 @@ def devices_of(box, holder: str) -> list[str]:
     return [d["id"] for d in box.admin("devices")["data"] if d["holder"] and d["holder"]["id"] == holder]
 
 
-def test_pause_resume_and_cancel(box, starter, unbroken):
+def test_job_is_paused_resumed_and_cancelled(box, starter, unbroken):
     client = box.client()
     box.run("mode", "set", "train", "--wait")
     job = box.submit(starter, unbroken.training_file, "--epochs 40 --batch-size 8 --max-devices 2")
@@ -464,12 +461,12 @@ def test_pause_resume_and_cancel(box, starter, unbroken):
     box.run("mode", "set", "auto", "--wait")
 
 
-def test_a_killed_engine_comes_back_and_its_greedy_stream_never_broke(box, tmp_path):
-    """Of a model whose choices are clear: the tokens of near ties are another batch's to decide."""
+def test_killed_engine_restarts_and_greedy_stream_continues(box, tmp_path):
+    """Uses a model with clear choices, because another batch may decide near ties differently."""
     client, model = box.client(), "clear"
     folder = save_clear_model(tmp_path / model, seed=1, max_position_embeddings=1024)
     box.run("model", "import", str(folder), "--name", model)
-    # Long enough to be in its midst when its engine is killed, however quick that is.
+    # Long enough to be in progress when its engine is killed, even on a fast machine.
     greedy = {"model": model, "messages": APPLES, "temperature": 0, "max_tokens": 600, "stream": True}
     greedy |= {"extra_body": {"ignore_eos": True}, "stream_options": {"include_usage": True}}
     unbroken = list(client.chat.completions.create(**greedy))
@@ -483,7 +480,7 @@ def test_a_killed_engine_comes_back_and_its_greedy_stream_never_broke(box, tmp_p
     assert text_of(broken) == text_of(unbroken)
     counted = [part[-1].usage.model_dump(exclude={"prompt_tokens_details"}) for part in (broken, unbroken)]
     assert counted[0] == counted[1]
-    # Of the dead engine's cache nothing is known, so nothing is claimed.
+    # The cache of the dead engine is unknown, so no cached tokens are reported.
     assert broken[-1].usage.prompt_tokens_details.cached_tokens == 0
     assert len({chunk.id for chunk in broken}) == 1
     with box.http() as http:
@@ -499,8 +496,8 @@ def text_of(chunks) -> str:
     return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
 
-def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_box(box, starter, unbroken):
-    """And a revoked key stays one, a stored response stays there, and what was tuned answers again."""
+def test_job_survives_deaths_of_rank_controller_and_box(box, starter, unbroken):
+    """Revoked keys stay revoked, stored responses stay stored, and tuned models answer again."""
     client = box.client()
     box.run("mode", "set", "split", "--train", "2", "--wait")
     job_id = box.submit(
@@ -536,7 +533,7 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
         guest.models.list()
     asked = client.responses.create(model=unbroken.fine_tuned_model, input="Hello.", max_output_tokens=4)
 
-    def is_stored():  # the gateway sends it to the controller once the answer is out
+    def is_stored():  # the gateway sends it to the controller after the answer
         with contextlib.suppress(openai.NotFoundError):
             return client.responses.retrieve(asked.id)
 
@@ -544,7 +541,7 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     reached = max(box.losses(job_id))
     main = box.main_pid()
     os.kill(main, signal.SIGKILL)
-    # At once, by the kernel's hand: Ray's agents left to themselves take a minute.
+    # The kernel ends them at once; Ray's agents by themselves take a minute.
     wait_for(lambda: not box.running(), "everything to end", 40)
     box.up()
     assert box.ask("mode", "show")["policy"] == "split"

@@ -1,4 +1,4 @@
-"""A box that lost what was near: models come back from the remote tier, all from a backup on an empty machine."""
+"""A box that lost its local data: models return from the remote tier, all state from a backup on an empty machine."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 SETTINGS = "[box]\ndevices = 2\nstart_timeout_s = 300\n[serve]\nstart_timeout_s = 400\n"
 
 
-def test_keys_files_models_and_jobs_are_as_they_were(tmp_path):
+def test_restore_returns_keys_files_models_and_jobs(tmp_path):
     for name in ("first", "place"):
         (tmp_path / name).mkdir()
     place, second = str(tmp_path / "place"), WholeBox(tmp_path / "second")
@@ -30,7 +30,7 @@ def test_keys_files_models_and_jobs_are_as_they_were(tmp_path):
         paused = first.client().fine_tuning.jobs.create(model="tiny", training_file=file)
         first.client().fine_tuning.jobs.pause(paused.id)
         assert first.ask("status")["box"]["backup"] is None
-        # Copies into the disk tier that are still under way are new to a second backup.
+        # Copies to the disk tier that are still in progress would be new to a second backup.
         wait_for(lambda: not any(tier["backlog_bytes"] for tier in first.admin("tiers")["data"]), "the disk tier", 60)
         made = first.ask("backup", "make", place)
         assert first.ask("status")["box"]["backup"]["name"] == made["name"]
@@ -41,7 +41,7 @@ def test_keys_files_models_and_jobs_are_as_they_were(tmp_path):
     try:
         back = second.ask("restore", place)
         assert back["name"] == again["name"]
-        second.run("restore", place, code=1)  # never onto something
+        second.run("restore", place, code=1)  # refused: a restore never overwrites a box
         second.key = first.key
         second.up()
         assert {model.id for model in second.client().models.list().data} >= {"tiny", tuned}
@@ -62,7 +62,7 @@ def test_keys_files_models_and_jobs_are_as_they_were(tmp_path):
 
 @pytest.fixture
 def s3(tmp_path):
-    """Settings of [weights.remote] for a real S3 server on loopback."""
+    """[weights.remote] settings of a real S3 server on loopback."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     credentials = tmp_path / "credentials"
@@ -93,7 +93,7 @@ def box(request, tmp_path_factory):
 
 
 def answer(box):
-    """Tokens and log-probabilities; the first ones of a random model are telling enough."""
+    """Tokens and log-probabilities of an answer; a few identify a random model."""
     made = box.client(max_retries=5).completions.create(
         model="tiny", prompt="the quick brown fox", max_tokens=6, temperature=0, logprobs=1
     )
@@ -104,13 +104,13 @@ def tiers(box):
     return set(box.ask("model", "show", "tiny")["versions"][0]["tiers"])
 
 
-def test_remote_tier_serves_a_version_lost_or_damaged_elsewhere(box, tmp_path):
+def test_remote_tier_restores_lost_or_damaged_version(box, tmp_path):
     box.run("model", "import", str(save_model(tmp_path / "tiny", seed=3)), "--name", "tiny")
     first = answer(box)
     wait_for(lambda: {"disk", "remote"} <= tiers(box), "a copy in every tier")
     (on_disk,) = (box.data_dir / "models" / "tiny").iterdir()
 
-    box.run("down")  # which clears shared memory
+    box.run("down")  # this clears shared memory
     shutil.rmtree(on_disk.parent)
     box.up()
     assert answer(box) == first

@@ -1,6 +1,6 @@
-"""Each training method on a whole box, under the same faults: modes that change under load, kill -9 of its ranks, of
-the controller, of the engines and of everything. No step of its job may be missing, no request of others cut off or
-answered twice; a method that trains on fixed data must have the losses of an undisturbed job."""
+"""Runs each training method on a whole box with the same faults: mode changes under load, kill -9 of ranks, controller,
+engines and the whole box. No step of the job may be missing, no other request may be cut off or answered twice, and a
+method with fixed data must have the losses of an undisturbed job."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from tests.e2e.test_box_rewards import GRADER, asked, sums, teacher
 from train.methods.methods import METHODS, method_of
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
-# The teacher of a job that has two devices answers on the third.
+# The job has two devices; its teacher answers on the third.
 DEVICES = 3
 WORKERS = 2
-# Sums of a smaller world in another order (bf16 on a processor that has it); a lost or repeated step is whole tenths.
+# A smaller world sums in another order (bf16 on a processor that has it); a lost or repeated step changes it by tenths.
 CURVE_TOLERANCE = 0.02
 
 
@@ -55,7 +55,7 @@ def job_of(box: WholeBox, method: str) -> str:
 
 
 def kill(box: WholeBox, logs: str) -> int:
-    """How many processes were there to be killed."""
+    """Kill the processes with these logs; return their number."""
     pids = box.pids_logging_to(logs)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -63,7 +63,7 @@ def kill(box: WholeBox, logs: str) -> int:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_modes_change_and_everything_dies_under_load_and_no_step_is_missing(box: WholeBox, method: str):
+def test_mode_changes_and_deaths_under_load_lose_no_step(box: WholeBox, method: str):
     box.set_mode(policy="split", train_devices=1)
     job_id = job_of(box, method)
 

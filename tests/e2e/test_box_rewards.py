@@ -1,7 +1,6 @@
-"""Jobs that learn from a starter's own answers, as a person has them: sums, and a grader that wants short answers above
-all (a starter knows hardly a digit), or a teacher that has learnt to answer them. An engine samples the answers, beside
-the ranks or by turns with them; users are answered by the base alone; whatever moves the job or ends the engine or the
-controller, each step counts once."""
+"""Jobs that train on a starter's own answers to sums, graded mainly for short answers (a starter hardly knows digits),
+or by a trained teacher. An engine samples the answers, in parallel or in turns with the ranks. Users get answers of the
+base only, and each step counts once, whatever moves the job or kills the engine or the controller."""
 
 import json
 import os
@@ -46,7 +45,7 @@ FORM = {
 
 @pytest.fixture
 def box(request, tmp_path_factory):
-    """With so many devices as a test asks for."""
+    """A box with the starter; `request.param`: number of devices, default 2."""
     devices = getattr(request, "param", 2)
     with whole_box(tmp_path_factory.mktemp("box"), f"[box]\ndevices = {devices}\n") as one:
         one.make_starter()
@@ -63,7 +62,7 @@ def sums(first: int, count: int) -> bytes:
 
 
 def teacher(box) -> str:
-    """The starter's adapter that has learnt what an answer looks like."""
+    """Train an adapter of the starter on the form of the answers; return its model."""
     chats = [[*asked(n), {"role": "assistant", "content": f"{n + n % 7}."}] for n in range(96)]
     rows = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats).encode()
     how = {"n_epochs": 6, "batch_size": 8, "lora_rank": 8, "learning_rate": 0.003}
@@ -80,15 +79,15 @@ def job_of(box, steps: int, validation_file: str | None = None, taught_by: str |
     return box.tune("starter", sums(1, 2 * steps), method=method, judge=judge, devices=None, request=request, **how)
 
 
-def told_of(client, job_id: str, measure: str) -> list[dict]:
-    """The data of events that have this measure."""
+def events_with(client, job_id: str, measure: str) -> list[dict]:
+    """Data of the events with this measure."""
     events = client.fine_tuning.jobs.list_events(job_id, limit=100)
     return [e.data for e in events if e.type == "metrics" and measure in e.data]
 
 
 def steps_of(client, job_id: str, measure: str = "train_mean_reward", again: int = 0) -> dict[int, dict]:
-    """The data of each step, of one that was done again the last. again: steps that may have been."""
-    told = told_of(client, job_id, measure)
+    """Data by step, the newest of repeated steps. again: maximum number of repeated steps."""
+    told = events_with(client, job_id, measure)
     assert len(told) - len({data["step"] for data in told}) <= again, "each step counts once"
     return {data["step"]: data for data in reversed(told)}
 
@@ -96,7 +95,7 @@ def steps_of(client, job_id: str, measure: str = "train_mean_reward", again: int
 def learned(
     client, job_id: str, measure: str = "train_mean_reward", better: int = 1, again: int = 0
 ) -> dict[int, dict]:
-    """Its steps, of which each is there and the last are better than the first. better: 1 for more, -1 for less."""
+    """Check success, all steps, and better last than first steps; return the steps. better: sign of an improvement."""
     assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
     steps = steps_of(client, job_id, measure, again)
     found = {step: steps[step][measure] for step in sorted(steps)}
@@ -108,7 +107,7 @@ def learned(
 
 
 def policies(box, job_id: str) -> list[str]:
-    """Versions of the model in training, as they lie in shared memory."""
+    """Versions of the policy in training in shared memory."""
     folders = BoxPaths.of(box.data_dir).shm_root.rglob("adapters/*")
     return [
         one.name for folder in folders if decode_name(folder.name) == policy_name(job_id) for one in folder.iterdir()
@@ -130,7 +129,7 @@ def policies(box, job_id: str) -> list[str]:
     ],
     indirect=["box"],
 )
-def test_a_starter_learns_the_form_of_an_answer(box, measure, better, fields):
+def test_starter_learns_form_of_answer(box, measure, better, fields):
     client = box.client(max_retries=5)
     taught_by = teacher(box) if measure == "reverse_kl" else None
     held_out = box.upload(sums(60, 4), "valid.jsonl")
@@ -150,7 +149,7 @@ def test_a_starter_learns_the_form_of_an_answer(box, measure, better, fields):
     else:
         assert found.method.reinforcement.grader.type == "multi"
     valid = f"valid_{measure.removeprefix('train_')}"
-    measured = {data["step"]: data[valid] for data in told_of(client, job, valid)}
+    measured = {data["step"]: data[valid] for data in events_with(client, job, valid)}
     print(json.dumps({"held out": measured}))
     assert better * (measured[STEPS] - measured[0]) > 0
     answer = client.chat.completions.create(
@@ -167,7 +166,7 @@ def test_a_starter_learns_the_form_of_an_answer(box, measure, better, fields):
     [{"lora_rank": 8}, {"staleness": 1}, {"lora_rank": 8, "max_completion_tokens": 24, "response_format": FORM}],
     ids=["adapter", "weights", "form"],
 )
-def test_on_one_device_ranks_and_engine_take_turns(box, fields):
+def test_ranks_and_engine_take_turns_on_one_device(box, fields):
     client = box.client(max_retries=5)
     box.run("mode", "set", "train", "--wait")
     job = job_of(box, 3, learning_rate=0.003, **fields)
@@ -178,7 +177,7 @@ def test_on_one_device_ranks_and_engine_take_turns(box, fields):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, staleness):
+def test_engine_samples_for_job_with_hidden_policy(box, staleness):
     client = box.client(max_retries=5)
     box.run("mode", "set", "split", "--train", "1", "--wait")
     job = job_of(box, STEPS, learning_rate=0.003, lora_rank=8, staleness=staleness)
@@ -206,11 +205,11 @@ def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, stalen
         os.kill(pid, signal.SIGKILL)
     box.tuned(job)
 
-    # What dead ranks had learnt since their snapshot has died with them.
+    # Steps of dead ranks since their snapshot are repeated.
     steps = learned(client, job, again=STEPS)
     told = ("mismatch_mean", "staleness")
     print(json.dumps({step: [data[name] for name in told] for step, data in steps.items()}))
-    # What is stale differs by what the updates between have moved, the first ones most.
+    # Stale samples differ by the updates since then, most in the first steps.
     assert all(data["mismatch_mean"] < (3.0 if data["staleness"] else 0.1) for data in steps.values())
     stale = [data["staleness"] for data in steps.values()]
     assert max(stale) <= staleness and sum(map(bool, stale)) > (STEPS // 3 if staleness else -1)

@@ -1,12 +1,11 @@
-"""A job whose devices share one copy of the model, as a person has it: asked for, moved and served through the box."""
+"""A job whose devices share one copy of the model (tensor parallelism): created, moved and served by a whole box."""
 
 import pytest
 
 from tests.e2e.box_support import wait_for, whole_box
 from tests.train_support.tiny import make_model_dir, write_chat_file
 
-# Relative, at the end of a hundred steps and more that nearly learn the data by heart; 1.4e-5 seen. A lost or repeated
-# step would move the loss by hundredths.
+# Relative, after over a hundred steps that nearly memorise the data; 1.4e-5 seen. A lost step costs hundredths.
 CURVE_TOLERANCE = 1e-4
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
@@ -18,7 +17,7 @@ def box(tmp_path_factory):
         yield one
 
 
-def test_a_shared_model_is_trained_moved_and_served(box, tmp_path):
+def test_shared_model_is_trained_moved_and_served(box, tmp_path):
     base = make_model_dir(tmp_path / "tiny", hidden_size=128, intermediate_size=256, head_dim=32)
     box.run("model", "import", str(base), "--name", "tiny")
     data = box.upload(write_chat_file(tmp_path / "train.jsonl", 200).read_bytes())

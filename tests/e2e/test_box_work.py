@@ -1,5 +1,4 @@
-"""A second box at work: settings of a model that change under load, work without a client, examples, and models that
-answer what they were trained on."""
+"""Work on a whole box: model settings that change under load, work without a client, examples, trained models."""
 
 import json
 import os
@@ -57,18 +56,18 @@ def engines(box):
     return {r["id"] for r in box.admin("status")["replicas"] if r["model"] == "tiny" and r["state"] == "open"}
 
 
-def test_settings_change_under_load_without_a_lost_request(box, tiny):
+def test_settings_change_under_load_loses_no_request(box, tiny):
     before = ask(box, temperature=0)
     assert context(box) == 512
     old = engines(box)
-    with load_that_loses_nothing(box, old):
+    with lossless_load(box, old):
         told = box.ask(
             "model", "deploy", "tiny", "--max-model-len", "256", "--max-num-seqs", "4", "--temperature", "0",
             "--system-prompt", "Say 'hello' in 1 word.\n{{ no }}", "--draft", "3", "--engine-arg", "block-size=32",
         )  # fmt: skip
         assert told["settings_number"] == 1 and told["settings"]["max_model_len"] == 256, told
-    what_is_set_is_what_engines_do(box, before)
-    with load_that_loses_nothing(box, engines(box)):
+    check_settings_apply(box, before)
+    with lossless_load(box, engines(box)):
         assert box.ask("model", "deploy", "tiny", "--settings", "0")["settings"] == {}
     again = ask(box, temperature=0)
     assert again.choices[0].message.content == before.choices[0].message.content
@@ -77,8 +76,8 @@ def test_settings_change_under_load_without_a_lost_request(box, tiny):
 
 
 @contextmanager
-def load_that_loses_nothing(box, before):
-    """Requests over a change of settings; in the end they are answered by other engines than `before`."""
+def lossless_load(box, before):
+    """Send requests during a change of settings; in the end engines not in `before` answer, and none was lost."""
     with Load(box.url, box.key, "tiny") as load:
         wait_for(lambda: len(load.outcomes) > 8, "a load", 60)
         yield
@@ -90,7 +89,7 @@ def load_that_loses_nothing(box, before):
     print(f"{report.requests} requests over a change, longest {report.longest_s:.1f} s")
 
 
-def what_is_set_is_what_engines_do(box, plain):
+def check_settings_apply(box, plain):
     assert context(box) == 256
     answers = {ask(box).choices[0].message.content for _ in range(3)}
     assert len(answers) == 1, "temperature 0 unless a request says otherwise"
@@ -99,11 +98,11 @@ def what_is_set_is_what_engines_do(box, plain):
     assert shown["max_model_len"] == 256 and shown["settings"]["engine_args"] == {"block-size": "32"}
 
 
-def test_settings_with_which_no_engine_starts_are_taken_back_without_a_lost_request(box, tiny):
-    """vLLM's configuration takes MXFP4 on every device; that no kernel computes it here, its layers alone know."""
+def test_settings_without_start_are_reverted_under_load(box, tiny):
+    """vLLM accepts MXFP4 in the configuration, but fails when a layer finds no kernel for this device."""
     before = ask(box, temperature=0).choices[0].message.content
     last = box.ask("model", "deploy", "tiny")
-    with load_that_loses_nothing(box, engines(box)):
+    with lossless_load(box, engines(box)):
         told = box.ask("model", "deploy", "tiny", "--engine-arg", "quantization=mxfp4", "--dtype", "bfloat16")
         number = told["settings_number"]
         wait_for(lambda: box.ask("model", "show", "tiny")["settings_number"] > number, "the settings before")
@@ -124,7 +123,7 @@ def test_settings_with_which_no_engine_starts_are_taken_back_without_a_lost_requ
         (("--max-model-len", "100000"), "made for 512"),
     ],
 )
-def test_what_vllm_or_the_box_refuses_restarts_nothing(box, tiny, given, reason):
+def test_refused_settings_restart_no_engine(box, tiny, given, reason):
     ask(box)
     before = engines(box)
     command = [COMMAND, "model", "deploy", "tiny", *given]
@@ -133,7 +132,7 @@ def test_what_vllm_or_the_box_refuses_restarts_nothing(box, tiny, given, reason)
     assert engines(box) == before and box.ask("model", "show", "tiny")["settings"] == {}
 
 
-# --- work without a client: it goes through the gateway for the key that asked, and survives deaths
+# --- work without a client: requests through the gateway with the owner's key, which survive deaths
 
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 LINES = 60
@@ -165,7 +164,7 @@ def more_answers(client: openai.OpenAI, batch_id: str) -> None:
 
 
 def ended(retrieve: Callable[[], Any]) -> Any:
-    """What this finds once it is at its end."""
+    """Wait until the retrieved object has a final status; return it."""
 
     def look() -> Any:
         one = retrieve()
@@ -175,7 +174,7 @@ def ended(retrieve: Callable[[], Any]) -> Any:
 
 
 def spent(box: WholeBox, name: str) -> int:
-    """Requests of a key."""
+    """Number of requests in the usage of a key."""
     return sum(row["requests"] for row in box.admin("usage?by=key")["data"] if row["name"] == name)
 
 
@@ -184,7 +183,7 @@ def killed(box: WholeBox, module: str) -> None:
     os.kill(found[0].pid, signal.SIGKILL)
 
 
-def test_batch_wakes_its_model_and_answers_each_line_once_across_deaths(box: WholeBox) -> None:
+def test_batch_answers_each_line_once_across_deaths(box: WholeBox) -> None:
     client = client_of(box, "ann")
     batch = begun(client, LINES, 24)
     for module in ("appliance.controller.main", "appliance.gateway.main"):
@@ -195,11 +194,11 @@ def test_batch_wakes_its_model_and_answers_each_line_once_across_deaths(box: Who
     assert (found.status, found.request_counts.completed) == ("completed", LINES), found
     rows = [json.loads(row) for row in client.files.content(found.output_file_id).text.splitlines()]
     assert sorted(row["custom_id"] for row in rows) == sorted(f"r{number}" for number in range(LINES))
-    assert spent(box, "ann") >= LINES // 2, "what a gateway had not reported yet died with it"
+    assert spent(box, "ann") >= LINES // 2, "only unreported usage of the killed gateway is lost"
 
 
 def begin_run(client: openai.OpenAI, count: int) -> tuple[str, str]:
-    """Ids of an evaluation with two graders, and of its run over `count` questions."""
+    """Create an evaluation with two graders, and run it over `count` questions; return both ids."""
     config = {"type": "custom", "item_schema": {"type": "object", "properties": {"q": {"type": "string"}}}}
     question = [{"role": "user", "content": "{{item.q}}"}]
     judge: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": question}
@@ -216,7 +215,7 @@ def begin_run(client: openai.OpenAI, count: int) -> tuple[str, str]:
     return of.id, run.id
 
 
-def test_background_response_and_evaluation_are_asked_for_their_key(box: WholeBox) -> None:
+def test_background_response_and_evaluation_charge_their_key(box: WholeBox) -> None:
     client = client_of(box, "ben")
     made = client.responses.create(model="starter", input="1+1?", background=True, max_output_tokens=8)
     eval_id, run_id = begin_run(client, 5)
@@ -228,7 +227,7 @@ def test_background_response_and_evaluation_are_asked_for_their_key(box: WholeBo
     wait_for(lambda: spent(box, "ben") >= 1 + 5, "the usage of the key")
 
 
-def test_revoked_key_ends_its_batch_in_words(box: WholeBox) -> None:
+def test_batch_fails_when_key_is_revoked(box: WholeBox) -> None:
     client = client_of(box, "cyd")
     batch = begun(client, 20 * LINES, 64)
     wait_for(lambda: answered(client, batch.id), "an answer", 300)
@@ -239,7 +238,7 @@ def test_revoked_key_ends_its_batch_in_words(box: WholeBox) -> None:
 
 
 def begin_one_of_each_kind(box: WholeBox, client: openai.OpenAI, round_number: int) -> dict[str, Callable[[], Any]]:
-    """Start a task of each kind. Returns how to read each object, by kind."""
+    """Start a task of each kind; return functions that read the objects, by kind."""
     name, (eval_id, run) = f"copy{round_number}", begin_run(client, 40)
     source = {"source": str(starter_folder(10)), "name": name}
     with box.http() as http:
@@ -258,8 +257,8 @@ def begin_one_of_each_kind(box: WholeBox, client: openai.OpenAI, round_number: i
 
 
 @pytest.mark.soak
-def test_task_of_each_kind_ends_whole_across_kills_of_the_controller(box: WholeBox, capsys: Any) -> None:
-    """KILLS: how many, in rounds of five with new tasks. SEED: of the moments."""
+def test_tasks_of_each_kind_survive_controller_kills(box: WholeBox, capsys: Any) -> None:
+    """KILLS: number of kills, in rounds of five with new tasks. SEED: seed of their random times."""
     kills, seed = int(os.environ.get("KILLS", "20")), int(os.environ.get("SEED", str(time.time_ns() % 10**9)))
     moments, client = random.Random(seed), client_of(box, "eve").with_options(max_retries=20)
     for round_number in range(kills // 5):
@@ -283,7 +282,7 @@ def test_task_of_each_kind_ends_whole_across_kills_of_the_controller(box: WholeB
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_answers_of_a_teacher_are_counted_or_become_rows(box: WholeBox, tmp_path: Path) -> None:
+def test_teacher_answers_become_rows_or_are_counted(box: WholeBox, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n} and {n}?"}) + "\n" for n in range(4)))
     arguments = ["--teacher", "starter", "--max-tokens", "64", "--poll", "0.5", str(prompts)]
@@ -296,12 +295,12 @@ def test_answers_of_a_teacher_are_counted_or_become_rows(box: WholeBox, tmp_path
     assert rows or "cut off" in done.stderr
 
 
-# --- models that answer what they were trained on, under the chat template of each family
+# --- trained models, with the chat template of each family
 
 EACH_TIME = ("qwen3",)
-# The parser of gpt-oss takes Harmony's own tokenizer alone; muse_glimmer's family has no model that a CPU engine runs.
+# The parser of gpt-oss accepts only Harmony's tokenizer; no model of muse_glimmer's family runs on a CPU engine.
 NOT_SERVED = {"gptoss", "muse_glimmer"}
-# Calls of a syntax for which vLLM has a parser, or that are shown in a way of our own.
+# Templates whose call syntax vLLM can parse, or that we render in our own format.
 ANSWERS = {
     "Answer yes or no: is the lamp red?": "yes",
     "Answer yes or no: is the lamp blue?": "no",
@@ -325,7 +324,7 @@ SPACE_FIRST = ("idefics3", "llava_next", "smolvlm")
 
 
 def rows(with_calls: bool, answers: dict[str, str] = ANSWERS) -> bytes:
-    """Twelve conversations."""
+    """Twelve training conversations."""
     found: list[dict] = [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         for question, answer in answers.items()
@@ -344,13 +343,13 @@ def rows(with_calls: bool, answers: dict[str, str] = ANSWERS) -> bytes:
 
 
 def trained(box, model, content, **hyperparameters):
-    """The model that a job makes of `model` and the data."""
+    """Train `model` on the data; return the resulting model."""
     how = {"batch_size": 2, "learning_rate": 3e-3, "packing": False, "max_length": 2048, "publish": "end"}
     return box.tuned(box.tune(model, content, devices=1, request={"seed": 3}, **how | hyperparameters))
 
 
 def check_adapter_on_four_bits(box, model):
-    """An adapter on the model in 4 bits learns other answers to the same questions."""
+    """Check that an adapter on the 4-bit model learns other answers to the same questions."""
     box.run("model", "quantize", model, "--form", "int4", "--name", "small")
     others = dict(zip(ANSWERS, [*list(ANSWERS.values())[1:], ANSWERS[next(iter(ANSWERS))]], strict=True))
     adapter = trained(box, "small", rows(False, others), lora_rank=32, n_epochs=40, learning_rate=5e-3)
@@ -360,7 +359,7 @@ def check_adapter_on_four_bits(box, model):
         assert whole.choices[0].message.content == answer
 
 
-def test_each_family_answers_with_what_it_was_trained_on(box, tmp_path, family):
+def test_trained_model_of_each_family_repeats_its_answers(box, tmp_path, family):
     with_calls = not NO_CALLS & REFUSED.get(family, set())
     words = encoder_of(family, own_tokens=True).tokenizer
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_key_value_heads": 4, "head_dim": 32}
@@ -391,7 +390,7 @@ def test_each_family_answers_with_what_it_was_trained_on(box, tmp_path, family):
         whole, text, calls, reason = chat(messages)
         told = client.responses.create(model=model, input=messages, max_output_tokens=200, temperature=0)
         got = [whole.message.content, text, told.output_text, whole.finish_reason, reason, told.status, calls]
-        # Some templates ask with "Assistant:" and write a space before the answer: then a model writes it.
+        # Some templates end with "Assistant:" and a space before the answer, which the model then generates.
         answer = f" {answer}" if family in SPACE_FIRST else answer
         if got != [answer, answer, answer, "stop", "stop", "completed", []]:
             wrong.append((messages[-1]["content"], answer, got))

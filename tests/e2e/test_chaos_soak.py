@@ -1,8 +1,8 @@
-"""Faults of a machine under load: clients ask, a job trains, and the box recovers from each fault without help. Half of
-the faults begin in a hand-over.
+"""Machine faults under load: clients send requests, a job trains, and the box recovers from each fault by itself. Half
+of the kills and stops begin during a hand-over.
 
 `FAULTS=20 FAULT_SEED=7 FAULT_KINDS="kill rank,full disk" pytest -s -m soak tests/e2e/test_chaos_soak.py`. The full disk
-and the full shared memory need root, for mounts of the test's own.
+and the full shared memory need root, because the test mounts its own.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ ONLY = [name for name in os.environ.get("FAULT_KINDS", "").split(",") if name]
 GB = 1 << 30
 DATA_BYTES, SHM_BYTES = 2 * GB, 3 * GB
 LASTS_S, RECOVERY_S = 4.0, 400.0
-TRAINING_DEVICES = (1, 2)  # of three: each change is a hand-over, and an engine stays
+TRAINING_DEVICES = (1, 2)  # of three devices: each change is a hand-over, and one engine always stays
 KILLED = ("main", "controller", "gateway", "engine", "rank", "warm parent", "raylet", "ray's head", "supervisor")
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x20000, 0x4000, 0x40000, 2
 HOG = """
@@ -49,7 +49,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 
 
 class Chaos:
-    """The box, its training job, and the faults that were played."""
+    """A box, its training job, and a count of the injected faults."""
 
     def __init__(self, box: WholeBox, job_id: str, load: Load):
         self.box, self.job_id, self.load = box, job_id, load
@@ -58,7 +58,7 @@ class Chaos:
         self.played: Counter[str] = Counter()
 
     def faults(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """Fault by name; each lasts as long as its context."""
+        """Faults by name; each lasts until its context exits."""
         stopped, starved = ("controller", "gateway", "engine", "rank", "raylet"), ("controller", "gateway")
         every = {
             **{f"kill {name}": partial(self.killed, name) for name in KILLED},
@@ -79,7 +79,7 @@ class Chaos:
         with fault():
             if not name.startswith(("kill", "power")):
                 time.sleep(LASTS_S)
-        if name == "kill main":  # as systemd does
+        if name == "kill main":  # like systemd
             wait_for(lambda: not self.box.running(), "every process to end with the main process", 30)
             self.box.up()
         step, answered = self.step(), self.load.finished
@@ -104,7 +104,7 @@ class Chaos:
         time.sleep(self.random.uniform(0, 6))
 
     def missing(self, step: int, answered: int) -> str:
-        """What the box still lacks after a fault; empty once it has recovered."""
+        """A sentence on what has not recovered since a fault; empty once the box has recovered."""
         try:
             status = self.box.tried("status")
         except httpx.TransportError as error:
@@ -116,7 +116,7 @@ class Chaos:
         ]
         assert len(used) == len(set(used)), f"a device has two engines: {status['replicas']}"
         if self.query("SELECT count(*) FROM handovers WHERE ended_s IS NULL"):
-            return "a hand-over is under way"
+            return "a hand-over is in progress"
         if (now := self.step()) <= step:
             return f"the job is at step {now} and was at {step}"
         good = any(outcome.error is None for outcome in self.load.outcomes[answered:])
@@ -127,7 +127,7 @@ class Chaos:
 
     def query(self, sql: str, *values: object) -> float:
         for _ in range(20):
-            with suppress(sqlite3.OperationalError):  # a new controller is opening the database
+            with suppress(sqlite3.OperationalError):  # a restarted controller may be opening the database
                 path = f"file:{self.box.data_dir}/appliance.db?mode=ro"
                 with closing(sqlite3.connect(path, uri=True, timeout=10)) as database:
                     return database.execute(sql, values).fetchone()[0]
@@ -156,7 +156,7 @@ class Chaos:
 
     @contextmanager
     def hung(self) -> Iterator[None]:
-        """Stop an engine for good: the box must end and replace it."""
+        """Stop an engine without resuming it: the box must end and replace it."""
         process = psutil.Process(self.pid_of("engine"))
         process.suspend()
         yield
@@ -175,8 +175,7 @@ class Chaos:
 
     @contextmanager
     def power_loss(self) -> Iterator[None]:
-        """Start a copy of the disk as a power loss would leave it: files written in the last seconds are cut short, and
-        a transaction is half there."""
+        """Start a box on a copy of the disk as after a power loss: new files are cut, a transaction is half done."""
         copy = WholeBox(self.box.data_dir.parent / "torn")
         models = {model.id for model in self.box.client(max_retries=5).models.list()}
         self.copy_torn(copy.data_dir)
@@ -216,10 +215,10 @@ class Chaos:
 
 @contextmanager
 def full(folder: Path) -> Iterator[None]:
-    """Leave no byte on the volume of this folder."""
+    """Fill the volume of this folder completely."""
     fillers = [folder / f"filler.{number}" for number in range(3)]
     try:
-        for filler in fillers:  # several times: some bytes come free while others delete
+        for filler in fillers:  # several times, because other processes free bytes meanwhile
             with filler.open("wb", buffering=0) as file:
                 for piece in (1 << 26, 1 << 20, 1 << 12):
                     with suppress(OSError):
@@ -233,7 +232,7 @@ def full(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def hogged() -> Iterator[None]:
-    """Another program takes all of the host's memory but a twentieth."""
+    """Let another program take 95 % of the host's memory."""
     leave = str(psutil.virtual_memory().total // 20)
     with subprocess.Popen([sys.executable, "-c", HOG, leave], stdout=subprocess.PIPE) as hog:
         assert hog.stdout is not None
@@ -244,7 +243,7 @@ def hogged() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory) -> Iterator[Path]:
-    """A folder on a small disk, with a small shared memory, for all that this thread starts from now on."""
+    """A folder on a small disk, and a small shared memory for all processes that this thread starts from now on."""
     folder = tmp_path_factory.mktemp("chaos") / "box"
     folder.mkdir(mode=0o700)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -258,7 +257,7 @@ def data_dir(tmp_path_factory) -> Iterator[Path]:
         libc.umount2(bytes(target), _MNT_DETACH)
 
 
-def test_box_recovers_from_each_fault_by_itself(data_dir, capsys):
+def test_box_recovers_from_each_fault(data_dir, capsys):
     with whole_box(data_dir, "[box]\ndevices = 3\n") as box:
         box.make_starter()
         options = "--epochs 50 --batch-size 4 --set max_length=256"
@@ -274,7 +273,7 @@ def test_box_recovers_from_each_fault_by_itself(data_dir, capsys):
                     for name in chaos.random.sample(sorted(faults), min(len(faults), FAULTS - chaos.played.total())):
                         chaos.play(name, faults[name])
             except BaseException:
-                box.destroy()  # else the load waits for an engine that nobody starts
+                box.destroy()  # otherwise the load waits for an engine that is never started
                 raise
         report = load.report()
         print(f"{report.requests} requests, {report.dropped} ended with an error: {report.errors}", flush=True)

@@ -1,4 +1,4 @@
-"""LoRA adapters on a real engine: mixed with the base in one batch, loaded on demand, unloaded, bound to their base."""
+"""LoRA adapters on a real engine: in one batch with the base, loaded on demand, unloaded, tied to a base version."""
 
 import asyncio
 import shutil
@@ -18,13 +18,13 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 ROUNDED = 0.4
 """Nats by which a log-probability of the engine, which computes in bfloat16, may differ from that of float32: 0.03 on
-average, 0.16 at most. Of the weights of another policy it differs by two on average."""
+average, 0.16 at most. The weights of another policy differ by two on average."""
 
 
 def save_adapter(
     root: Path, base: Path, name: str, *, seed: int, rank: int = 8, merged: Path | None = None, **meta
 ) -> str:
-    """A random adapter on `base` as the box publishes one, sealed; `merged` gets the same as whole weights."""
+    """Save a random sealed adapter on `base`, as published by the box; save its merged weights to `merged`."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -63,13 +63,13 @@ def base(box):
 
 @pytest.fixture
 def with_adapters(start, box, base):
-    """Starts an engine of the base that takes adapters, as (replica, SDK, spec, pid)."""
+    """Starts an engine of the base with adapter slots, as (replica, SDK, spec, pid)."""
     roots = (str(box.root / "adapters"), str(box.root / "disk"))
     slots = {"adapter_slots": SLOTS, "adapter_max_rank": 16, "adapters_resident": RESIDENT, "adapter_roots": roots}
     return lambda name: start(name, base, **slots)
 
 
-async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base, start, with_adapters):
+async def test_mixed_batch_answers_like_merged_weights(box, base, start, with_adapters):
     names = [
         save_adapter(box.root / "adapters", base, f"ft:{i}", seed=10 + i, merged=box.root / "versions" / f"merged{i}")
         for i in range(2)
@@ -81,7 +81,7 @@ async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base
         alone, own, *_ = await start(f"alone{number}", path)
         wanted[number] = [await greedy(own, "starter", prompt) for prompt in prompts]
         await alone.stop()
-    # Both slots are taken, and base, first and second adapter stand side by side in every step.
+    # Both slots are used: base, first and second adapter are in every step.
     for _ in range(2):
         asked = [(model, prompt) for prompt in prompts for model in ("starter", *names)]
         answers = await asyncio.gather(*(greedy(sdk, model, prompt) for model, prompt in asked))
@@ -95,7 +95,7 @@ async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base
     )
     assert chat.model == "ft:0"
 
-    # Another version of the base: its adapters are unknown to it, and known again when the first one is back.
+    # A new version of the base does not know the adapters; they are known again after a swap back.
     other = save_model(box.root / "versions" / "starter" / "v2", seed=2)
     swapped = await engine.swap("starter", "v2", str(other))
     assert swapped["how"] == "in-place"
@@ -112,9 +112,9 @@ async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base
     assert_same_model(again, wanted[2][0])
 
 
-async def test_many_adapters_share_few_places_and_are_forgotten_on_request(box, base, with_adapters):
+async def test_many_adapters_share_few_slots_and_are_unloaded(box, base, with_adapters):
     names = [
-        # Half of them stand on disk only.
+        # Half of them are only on disk.
         save_adapter(box.root / ("adapters" if i % 2 else "disk"), base, f"ft:many:{i}", seed=100 + i)
         for i in range(REGISTERED)
     ]
@@ -122,10 +122,10 @@ async def test_many_adapters_share_few_places_and_are_forgotten_on_request(box, 
     engine, sdk, *_ = await with_adapters("many")
     alone = {name: (await greedy(sdk, name, tokens=8))[0] for name in names}
     assert len({tuple(tokens) for tokens in alone.values()}) == REGISTERED
-    for _ in range(3):  # the hot ones stay
+    for _ in range(3):  # hot adapters stay resident
         for name in names[-RESIDENT:]:
             assert (await greedy(sdk, name, tokens=8))[0] == alone[name]
-    # All at once, ten times the slots: whoever finds no place waits for one.
+    # All at once, ten times as many as slots: requests wait for a free slot.
     answers = await asyncio.gather(*(greedy(sdk, name, tokens=8) for name in names))
     for name, (tokens, _) in zip(names, answers, strict=True):
         assert agreed(tokens, alone[name]) >= 2, name
@@ -148,7 +148,7 @@ async def test_many_adapters_share_few_places_and_are_forgotten_on_request(box, 
     async for chunk in stream:
         unloading = unloading or asyncio.create_task(engine.unload_adapter(names[1]))
         usage = chunk.usage or usage
-    # The running request kept its adapter to its end. Tokens, not chunks: bytes of unfinished characters wait.
+    # The running request kept its adapter to its end. Tokens, not chunks: incomplete characters are held.
     assert usage.completion_tokens == 40 and await unloading is True
     shutil.rmtree(box.root / "adapters" / encode_name("ft:many:1"))
     with pytest.raises(openai.NotFoundError):
@@ -156,7 +156,7 @@ async def test_many_adapters_share_few_places_and_are_forgotten_on_request(box, 
     assert await engine.unload_adapter("ft:nobody@v1") is False
 
 
-async def test_policy_in_training_samples_with_its_log_probabilities(box, base, with_adapters):
+async def test_policy_samples_have_log_probabilities_of_policy(box, base, with_adapters):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -179,17 +179,17 @@ async def test_policy_in_training_samples_with_its_log_probabilities(box, base, 
         with torch.no_grad():
             logits = whole(input_ids=torch.tensor([prompt + one.ids])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(one.ids)[:, None])[:, 0]
-        assert one.log_probs == pytest.approx(expected.tolist(), abs=ROUNDED), "of the policy, with the end token"
+        assert one.log_probs == pytest.approx(expected.tolist(), abs=ROUNDED), "of the policy, including the end token"
 
 
 def assert_same_model(answer: tuple[list[str], list[float]], expected: tuple[list[str], list[float]]) -> None:
-    """Two greedy answers to one prompt are of the same weights, on processors that round bf16 differently too."""
+    """Check that two greedy answers come from the same weights, even if processors round bf16 differently."""
     same = agreed(answer[0], expected[0])
     assert same >= 2, (answer[0], expected[0])
-    # Less the last: different bytes of unfinished characters are shown alike.
+    # Without the last token: different bytes of incomplete characters have the same text.
     assert max(abs(a - b) for a, b in zip(answer[1][: same - 1], expected[1][: same - 1], strict=True)) < 0.15
 
 
 def agreed(tokens: list[str], expected: list[str]) -> int:
-    """Length of the common beginning. Rounding of bf16 may tip a later token of a random model, not an early one."""
+    """Length of the common prefix. Rounding of bf16 may change a late token of a random model, but not an early one."""
     return next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), len(tokens))

@@ -1,5 +1,5 @@
-"""The pinned vLLM still has what serve relies on inside it: checked in a process forked from the warm parent (importing
-vLLM takes 12 s). What a real engine of another test would lack is not repeated here.
+"""The pinned vLLM still has the internals that serve relies on; checked in a process forked from the warm parent
+(importing vLLM takes 12 s). Internals that tests with real engines cover are not repeated here.
 """
 
 import importlib
@@ -18,7 +18,7 @@ SCHEDULER, FORMS = f"{V1}.core.sched.scheduler:Scheduler", f"{V1}.structured_out
 CHECK = "vllm.sampling_params:SamplingParams._validate_structured_outputs"
 STRICT = "vllm.parser.abstract_parser:DelegatingParser._apply_structural_tag"
 PROMPT_LOGPROBS = f"{V1}.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict"
-# What it is for, where (a module, or what a module has), and words of its source.
+# Purpose, place (module, or module:attribute), and text that its source must contain.
 WORDS = (
     ("cause of a core's end", f"{V1}.engine.core", 'logger.exception("EngineCore encountered a fatal error.")'),
     ("cause of a worker's end", f"{V1}.executor.multiproc_executor", 'logger.exception("WorkerProc failed to start.")'),
@@ -54,7 +54,7 @@ WORDS = (
 )
 
 
-async def test_vllm_has_what_is_relied_on(engine_box):
+async def test_vllm_has_required_internals(engine_box):
     child = await Child.spawn(
         engine_box.warm_socket, f"{__name__}:main", {}, log_path=engine_box.logs / "contract.log", name="contract"
     )
@@ -64,7 +64,7 @@ async def test_vllm_has_what_is_relied_on(engine_box):
 
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
-    """Reports `{"event": "contract", "failures": [...]}`."""
+    """Report `{"event": "contract", "failures": [...]}`."""
     missing = [f"{what}: {where} lacks {words!r}" for what, where, words in WORDS if words not in _source(where)]
     lifeline.emit("contract", failures=missing + [text for text, holds in _claims() if not holds])
     return 0
@@ -91,7 +91,7 @@ def _claims() -> Iterator[tuple[str, bool]]:
     preloaded = {name for kind in kinds.KINDS.values() if not kind.on_host for name in preload.names(kind)}
     stand_ins = ("serve.vllm.cpu_worker", "vllm.v1.worker.cpu")
     yield "the preload of GPUs leaves vLLM's stand-ins alone", not any(n.startswith(stand_ins) for n in preloaded)
-    hashed = '"model"' not in inspect.getsource(ModelConfig.compute_hash)  # which lists what it leaves out
+    hashed = '"model"' not in inspect.getsource(ModelConfig.compute_hash)  # its source lists the ignored fields
     described = {field.name for field in fields(ModelConfig)}
     yield "the hash of compiled graphs is of the model's path too", "model" in described and hashed
     yield "no thread was inherited but main and lifeline", threading.active_count() <= 2
@@ -101,8 +101,7 @@ def _claims() -> Iterator[tuple[str, bool]]:
 
 
 def _fields_judged() -> Iterator[tuple[str, bool]]:
-    """Each field of the engine's request models is accepted, bounded or refused by the gateway: a new one is refused
-    until somebody has judged it, and this says so."""
+    """Check that the gateway lists each field of the engine's request models; it refuses new fields until listed."""
     from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -122,5 +121,5 @@ def _fields_judged() -> Iterator[tuple[str, bool]]:
     ):
         unjudged = sorted(set(model.model_fields) - set(FIELDS[route]) - set(REFUSED))
         yield f"the gateway has judged every field of {model.__name__}: {unjudged} are new", not unjudged
-        counts = model is AnthropicCountTokensRequest  # it leaves nothing in a cache
+        counts = model is AnthropicCountTokensRequest  # counting uses no cache
         yield f"{model.__name__} takes a cache_salt", counts or "cache_salt" in model.model_fields

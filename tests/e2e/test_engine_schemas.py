@@ -1,4 +1,4 @@
-"""A real engine answers every schema that the gateway lets through with a value that fits it."""
+"""For every schema that the gateway accepts, a real engine generates a value that fits it."""
 
 import json
 import random
@@ -21,7 +21,7 @@ ASKED = {"model": "starter", "messages": [{"role": "user", "content": "hello"}],
 
 
 def read(more: dict[str, Any]) -> dict[str, Any] | None:
-    """The body that an engine gets; None where the gateway refuses it."""
+    """The request body for the engine; None if the gateway refuses it."""
     body = orjson.dumps(ASKED | more)
     try:
         return check_body(CHAT, body, Limits()).data
@@ -38,7 +38,7 @@ def schemas(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 async def wrong_answers(sdk: Any, wanted: list[dict[str, Any]]) -> tuple[list[Any], int]:
-    """Answers that do not fit their schema, and how many were whole."""
+    """Answers that do not fit their schema, and the number of complete answers."""
     wrong, whole = [], 0
     for place, schema in enumerate(wanted):
         body = read({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}})
@@ -50,7 +50,7 @@ async def wrong_answers(sdk: Any, wanted: list[dict[str, Any]]) -> tuple[list[An
             continue  # no value fits it
         choice = answer.choices[0]
         if choice.finish_reason != "stop":
-            continue  # its limit cut it
+            continue  # cut off by the token limit
         whole += 1
         if not fits(choice.message.content, schema):
             wrong.append((schema, choice.message.content))
@@ -65,6 +65,6 @@ def fits(text: str, schema: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.soak)])
-async def test_answers_fit_their_schemas(start: Any, a: Any, count: int) -> None:
+async def test_engine_answers_fit_schemas(start: Any, a: Any, count: int) -> None:
     wrong, whole = await wrong_answers((await start("schemas", a)).sdk, schemas(count, seed=count))
     assert not wrong and whole >= count // 4

@@ -28,17 +28,16 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
-# Of an answer in whose midst something is to happen: it lasts seconds where an engine is quick, and its client may be
-# held up meanwhile. Nobody waits for its end.
+# Tokens of an answer that a test interrupts: it lasts seconds even on a fast engine with a delayed client.
 ENDLESS = 4000
 
 
 def endless(engine_box) -> Path:
-    """A version that writes so much."""
+    """A version with a context for ENDLESS tokens."""
     return engine_box.version("long", seed=1, max_position_embeddings=4096)
 
 
-async def test_openai_surface_and_no_control_routes(start, a):
+async def test_openai_api_is_served_without_control_routes(start, a):
     _, sdk, spec, _ = await start("surface", a)
     assert stat.S_IMODE(os.stat(spec.socket_path).st_mode) == 0o600
 
@@ -51,10 +50,10 @@ async def test_openai_surface_and_no_control_routes(start, a):
     assert all(len(token.top_logprobs) == 3 for token in chat.choices[0].logprobs.content)
     assert chat.system_fingerprint == spec.version
 
-    # Without the penalty the starter writes blanks without end, which JSON allows.
+    # Without the penalty the starter generates endless whitespace, which JSON allows.
     common = {"model": "starter", "temperature": 0, "frequency_penalty": 2}
     forced = {**common, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 200}
-    # The gateway marks the tools of a demanded call as strict.
+    # The gateway marks tools of forced calls as strict.
     forced |= {"tools": [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}]}
     (choice,) = (await sdk.chat.completions.create(messages=asked, **forced)).choices
     (call,) = choice.message.tool_calls
@@ -73,18 +72,18 @@ async def test_openai_surface_and_no_control_routes(start, a):
     assert [json.loads(item.arguments) for item in told.output if item.type == "function_call"] == [{"city": "Bern"}]
     cut = await sdk.responses.create(**given, max_output_tokens=3)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
-    await functions_of_the_older_kind(sdk)
+    await check_deprecated_functions(sdk)
 
     with pytest.raises(openai.BadRequestError):
         await sdk.completions.create(model="starter", prompt="x", n=65, max_tokens=1)
     with pytest.raises(openai.NotFoundError):
         await sdk.completions.create(model="someone-else", prompt="x", max_tokens=1)
-    await shapes_of_other_apis(spec.socket_path, sdk)
-    await no_control_routes(spec.socket_path)
+    await check_formats_of_other_apis(spec.socket_path, sdk)
+    await check_no_control_routes(spec.socket_path)
 
 
-async def functions_of_the_older_kind(sdk):
-    """serve/vllm/answers.py answers with one call of the function's schema, whole and streamed."""
+async def check_deprecated_functions(sdk):
+    """Check deprecated `functions`: serve/vllm/answers.py returns one call that fits the schema, also streamed."""
     asked: dict[str, Any] = {
         "model": "starter",
         "messages": [
@@ -96,9 +95,9 @@ async def functions_of_the_older_kind(sdk):
         "function_call": {"name": "weather"},
         "max_tokens": 200,
         "temperature": 0,
-        "frequency_penalty": 2,  # else blanks without end, which JSON allows
+        "frequency_penalty": 2,  # otherwise endless whitespace, which JSON allows
     }
-    asked, _ = normalize("chat.completions", asked)  # as the gateway sends it
+    asked, _ = normalize("chat.completions", asked)  # in the form that the gateway sends
     told = (await sdk.chat.completions.create(**asked)).choices[0]
     assert told.message.tool_calls is None and told.finish_reason in ("stop", "function_call"), told
     call = told.message.function_call
@@ -112,7 +111,7 @@ async def functions_of_the_older_kind(sdk):
 
 
 async def test_reasoning_is_separate_in_every_api(start, a):
-    """The model only stammers: whatever it says after a template that opens `<think>` is reasoning."""
+    """The template opens `<think>`, so all text of the untrained model is reasoning."""
     opens = (
         "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% if enable_thinking is not defined or enable_thinking %}<think>"
@@ -142,13 +141,13 @@ async def test_reasoning_is_separate_in_every_api(start, a):
         assert block["type"] == "thinking" and block["thinking"] and block["signature"], block
         streamed = (await http.post("/v1/messages", json={**asked, "stream": True})).text
         assert '"thinking_delta"' in streamed and '"signature_delta"' in streamed, streamed
-        # What it thought comes back with the next turn.
+        # The client sends the thinking block back in the next turn.
         asked["messages"] += [{"role": "assistant", "content": [block]}, {"role": "user", "content": "and?"}]
         assert (await http.post("/v1/messages", json=asked)).status_code == 200
 
 
-async def shapes_of_other_apis(socket_path, sdk):
-    """serve/vllm/answers.py gives vLLM's answers the shapes of their APIs."""
+async def check_formats_of_other_apis(socket_path, sdk):
+    """Check that serve/vllm/answers.py converts vLLM's answers to the formats of their APIs."""
     cached = (await sdk.completions.create(model="starter", prompt="x", max_tokens=1)).usage.prompt_tokens_details
     assert cached is not None and cached.cached_tokens == 0
     ask = [{"role": "user", "content": "hello"}]
@@ -167,7 +166,7 @@ async def shapes_of_other_apis(socket_path, sdk):
         usage = told["usage"]
         read = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
         assert counted[1] == sum(usage[name] for name in read)
-        # The answer begun goes on: neither its turn is closed nor another one opened.
+        # The begun answer continues: its turn is not closed, and no new turn is opened.
         assert counted[0] < counted[1] <= counted[0] + 4
         tool = {"name": "weather", "input_schema": SCHEMA, "strict": True}
         called = {"tools": [tool], "tool_choice": {"type": "tool", "name": "weather"}}
@@ -180,7 +179,7 @@ async def shapes_of_other_apis(socket_path, sdk):
         assert '"id":"msg_' in streamed and streamed.endswith('data: {"type":"message_stop"}\n\n')
 
 
-async def no_control_routes(socket_path):
+async def check_no_control_routes(socket_path):
     transport = httpx.AsyncHTTPTransport(uds=socket_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
         assert (await http.get("/health")).status_code == 200
@@ -189,14 +188,14 @@ async def no_control_routes(socket_path):
             assert (await http.post(f"/{route}", json={})).status_code in (404, 405), route
 
 
-async def test_engines_of_different_models_side_by_side(engine_box, start, a):
+async def test_engines_of_different_models_run_in_parallel(engine_box, start, a):
     other = engine_box.version("qwen3-a", "qwen3", seed=3)
     engines = await asyncio.gather(start("side-a", a, model="one"), start("side-q", other, model="two"))
     first, second = await asyncio.gather(*(greedy(one.sdk, one.spec.model) for one in engines))
     assert first != second
 
 
-async def test_a_request_that_is_traced_has_a_span_of_its_engine(start, a):
+async def test_traced_request_has_engine_span(start, a):
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     async with running_collector() as collector:
         replica, sdk, *_ = await start("traced", a, otlp_endpoint=collector.url)
@@ -217,7 +216,7 @@ async def test_a_request_that_is_traced_has_a_span_of_its_engine(start, a):
     assert set(collector.paths) == {"/v1/traces"}
 
 
-async def test_engine_takes_the_request_with_the_smallest_priority_first(start, a):
+async def test_engine_serves_smallest_priority_value_first(start, a):
     _, sdk, *_ = await start("order", a, max_num_seqs=1)
     ended = []
     fields = {"model": "starter", "prompt": "the", "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -240,7 +239,7 @@ async def test_engine_takes_the_request_with_the_smallest_priority_first(start, 
     assert ended == ["one", "many", "batch"]
 
 
-async def test_embedding_engine(start, a, b):
+async def test_embedding_engine_answers_and_swaps(start, a, b):
     replica, sdk, *_ = await start("embed", a, model="vectors", task="embed")
     first = (await sdk.embeddings.create(model="vectors", input="the quick")).data[0].embedding
     assert len(first) == 128
@@ -252,7 +251,7 @@ async def test_embedding_engine(start, a, b):
     assert again == pytest.approx(first, abs=1e-6)
 
 
-async def test_kill_9_of_the_engine_core_ends_the_engine_and_its_streams(engine_box, start):
+async def test_kill_9_of_core_ends_engine_and_streams(engine_box, start):
     replica, sdk, spec, pid = await start("kill-core", endless(engine_box))
     core = next(each for each in group_pids(pid) if each != pid)
     whole = {"model": "starter", "prompt": "the", "max_tokens": ENDLESS, "extra_body": {"ignore_eos": True}}
@@ -265,7 +264,7 @@ async def test_kill_9_of_the_engine_core_ends_the_engine_and_its_streams(engine_
             if received == 5:
                 os.kill(core, signal.SIGKILL)
     assert 5 <= received < ENDLESS
-    # By this word the gateway knows that the engine died, and asks another one.
+    # The gateway recognises the dead engine by this word, and tries another one.
     with pytest.raises(openai.InternalServerError, match="EngineCore"):
         await unstreamed
     async with asyncio.timeout(60):
@@ -278,7 +277,7 @@ async def test_kill_9_of_the_engine_core_ends_the_engine_and_its_streams(engine_
     assert len((await greedy(sdk, "starter"))[0]) == 24
 
 
-async def test_kill_9_of_the_api_process_takes_the_core_with_it(start, a):
+async def test_kill_9_of_api_process_ends_core(start, a):
     replica, _, _, pid = await start("kill-api", a)
     assert len(group_pids(pid)) == 2
     os.kill(pid, signal.SIGKILL)
@@ -287,7 +286,7 @@ async def test_kill_9_of_the_api_process_takes_the_core_with_it(start, a):
     assert group_pids(pid) == []
 
 
-async def test_a_core_that_hangs_is_avoided_then_ended_as_if_it_had_died(engine_box, start):
+async def test_hung_core_is_reported_silent_then_ended(engine_box, start):
     replica, sdk, spec, pid = await start("hung-core", endless(engine_box), EngineConfig(hung_s=9))
     core = next(each for each in group_pids(pid) if each != pid)
     assert (await replica.status())["silent"] is False
@@ -310,11 +309,11 @@ async def test_a_core_that_hangs_is_avoided_then_ended_as_if_it_had_died(engine_
     assert (await replica.status())["silent"] is False
     await replica.sleep()
     async with asyncio.timeout(60):
-        await replica._child.call("pulse")  # asleep it gives a sign of life too
+        await replica._child.call("pulse")  # a sleeping engine gives signs of life too
 
 
 @pytest.mark.parametrize("how", ["stop", "kill -9"])
-async def test_a_tensor_parallel_engine_leaves_no_segment_behind(start, a, how):
+async def test_tensor_parallel_engine_leaves_no_segments(start, a, how):
     devices = Path("/dev/shm")
     before = set(devices.iterdir())
     replica, _, spec, pid = await start("segments", a, tensor_parallel=2, devices=(0, 1))
@@ -329,8 +328,8 @@ async def test_a_tensor_parallel_engine_leaves_no_segment_behind(start, a, how):
     assert not {path.name for path in set(devices.iterdir()) - before if path.name.startswith(("psm_", "vllm_"))}
 
 
-async def test_a_tensor_parallel_worker_that_fails_ends_the_engine_within_seconds(engine_box, start, a, monkeypatch):
-    """The worker that replies waits for it in a collective; vLLM notices that after five minutes."""
+async def test_failed_tensor_parallel_worker_ends_engine_in_seconds(engine_box, start, a, monkeypatch):
+    """The other worker waits in a collective, which vLLM itself notices only after five minutes."""
     monkeypatch.setattr("serve.engine.replica.ENTRY", dying_engine.ENTRY)
     plan = {"phase": dying_engine.STEPS, "by": "", "rank": 1}
     (engine_box.root / dying_engine.PLAN).write_text(json.dumps(plan))
@@ -343,7 +342,7 @@ async def test_a_tensor_parallel_worker_that_fails_ends_the_engine_within_second
     assert group_pids(pid) == []
 
 
-async def test_an_engine_that_cannot_start_says_why(engine_box, replicas, a):
+async def test_failed_engine_start_reports_cause(engine_box, replicas, a):
     broken = engine_box.root / "versions" / "hole"
     if not broken.exists():
         rewrite(a, broken, _without("model.layers.1.mlp.up_proj.weight"))

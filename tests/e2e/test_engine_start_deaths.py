@@ -1,4 +1,4 @@
-"""A process of an engine dies while it starts: the start ends within seconds, and says how."""
+"""A process of an engine dies during its start: the start fails within seconds and reports the death."""
 
 import json
 import time
@@ -17,7 +17,7 @@ WITHIN_S = 5.0
 
 @pytest.fixture
 def dying(engine_box, replicas, monkeypatch):
-    """Returns the error of a start one of whose processes dies like this."""
+    """Start an engine in which a process dies in this phase and way; return the error."""
     monkeypatch.setattr(replica_module, "ENTRY", dying_engine.ENTRY)
 
     async def start(phase, by, devices=1):
@@ -37,7 +37,7 @@ def dying(engine_box, replicas, monkeypatch):
 
 def checked(error, phase, by):
     first = str(error).partition("\n")[0]
-    killed = by == "3" and phase == "while the application is built"  # from outside, which is by a signal
+    killed = by == "3" and phase == "while the application is built"  # killed from outside, so by a signal
     assert ("SIGKILL" if killed else f"exit code {by}" if by.isdigit() else by) in first
     assert ("process" if phase in FRONTEND else "core") in first
     if by == "SIGKILL" or phase in FRONTEND:
@@ -45,13 +45,13 @@ def checked(error, phase, by):
     return first
 
 
-# Each phase with one way to die, and each way in one phase.
+# Each phase with one way to die, and each way in at least one phase.
 @pytest.mark.parametrize(("phase", "by"), [(phase, BY[n % len(BY)]) for n, phase in enumerate(PHASES)])
-async def test_start_with_a_process_that_dies_says_how(dying, phase, by):
+async def test_start_reports_death_of_process(dying, phase, by):
     checked(await dying(phase, by), phase, by)
 
 
 @pytest.mark.parametrize("phase", ["loads", "makes the cache"])
-async def test_start_with_a_worker_that_dies_says_how(dying, phase):
+async def test_start_reports_death_of_worker(dying, phase):
     error = await dying(phase, "SIGSEGV", devices=2)
     assert "its worker VllmWorker-1 was ended by SIGSEGV" in str(error).partition("\n")[0]

@@ -1,5 +1,5 @@
-"""New weights under traffic, sleep and wake: no request is lost, answers are the version's own, a bad version changes
-nothing, and a sleeping engine gives its memory back; also where vLLM schedules one step ahead, as on GPUs."""
+"""Swap under traffic, sleep and wake: no request is lost, each version gives its own answers, a bad version changes
+nothing, and a sleeping engine frees its memory; also when vLLM schedules one step ahead, as on GPUs."""
 
 import asyncio
 import os
@@ -25,10 +25,10 @@ from weights.memory.store import WeightStore
 TOKENS = 250
 AHEAD = "a step was scheduled before the tokens of the one before it were known"  # in the log
 AHEAD_ARGUMENTS = ("--async-scheduling", "--scheduler-cls", "tests.e2e.async_engine.SayingScheduler")
-FEW = 40  # of an answer that is only to show whose weights are there
+FEW = 40  # tokens that suffice to identify the weights
 
 
-async def test_a_stream_goes_on_through_a_swap_in_place_with_the_new_models_tokens(start, a, b):
+async def test_stream_continues_through_swap_in_place(start, a, b):
     replica, sdk, *_ = await start("stream", a)
     _, fresh, *_ = await start("fresh", b)
     await stream_through_swap(replica, sdk, fresh, a, b)
@@ -36,9 +36,9 @@ async def test_a_stream_goes_on_through_a_swap_in_place_with_the_new_models_toke
 
 
 async def stream_through_swap(replica, sdk, fresh_sdk, a, b):
-    """The engine of `sdk` serves version a as "starter", in the end b as "tuned"; that of `fresh_sdk` serves b.
+    """Swap the engine of `sdk` from version a ("starter") to b ("tuned") during a stream. `fresh_sdk` serves b.
 
-    It tries again where the stream ended before the swap began, as on a machine that gives this process no time."""
+    Retries if the stream ends before the swap begins, as on a busy machine."""
     prompt = [10, 20, 30, 40]
     old = await greedy_ids(sdk, "starter", prompt, TOKENS)
     for _ in range(5):
@@ -56,8 +56,8 @@ async def stream_through_swap(replica, sdk, fresh_sdk, a, b):
 
     assert len(seen) == TOKENS
     switch = next(index for index in range(TOKENS) if seen[index] != old[index])
-    assert before <= switch, "tokens of the new weights were sent before the swap was asked for"
-    # The first new token may equal the old model's; the switch then lies a little earlier.
+    assert before <= switch, "tokens of the new weights were sent before the swap was requested"
+    # The first new tokens may equal those of the old model; then the switch is a little earlier.
     starts = range(max(before, switch - 4), switch + 1)
     rests = await asyncio.gather(
         *(greedy_ids(fresh_sdk, "starter", prompt + seen[:start], min(FEW, TOKENS - start)) for start in starts)
@@ -66,7 +66,7 @@ async def stream_through_swap(replica, sdk, fresh_sdk, a, b):
     assert after - before <= TOKENS
 
 
-async def test_requests_during_a_swap_wait_and_are_answered_by_the_new_version(start, a, b):
+async def test_requests_during_swap_wait_for_new_version(start, a, b):
     replica, sdk, *_ = await start("wait", a)
     swap = asyncio.create_task(replica.swap("starter", "b", str(b)))
     answers = await asyncio.gather(*(greedy(sdk, "starter", tokens=8) for _ in range(6)))
@@ -76,7 +76,7 @@ async def test_requests_during_a_swap_wait_and_are_answered_by_the_new_version(s
     assert (status["state"], status["version"], status["running"]) == ("ready", "b", 0)
 
 
-async def test_the_prefix_cache_does_not_survive_a_swap(start, a, b):
+async def test_swap_clears_prefix_cache(start, a, b):
     replica, sdk, *_ = await start("prefix", a)
     long_prompt = "the quick brown fox jumps over the lazy dog. " * 30
     cached = await greedy(sdk, "starter", long_prompt)
@@ -88,7 +88,7 @@ async def test_the_prefix_cache_does_not_survive_a_swap(start, a, b):
 
 
 def bad_versions(box):
-    """(name, path, error, text): versions that an engine of "a" must refuse before it is touched."""
+    """(path, error, text) of versions that an engine of "a" must refuse without any change."""
     a, root = box.version("a", seed=1), box.root / "versions"
     shutil.rmtree(root / "bad", ignore_errors=True)
     (root / "bad").mkdir()
@@ -120,7 +120,7 @@ def bad_versions(box):
     yield root / "bad" / "nothing", VersionUnreadable, "nothing"
 
 
-async def test_a_bad_version_is_refused_and_the_old_one_serves_on(engine_box, start, a):
+async def test_bad_version_is_refused_and_old_still_serves(engine_box, start, a):
     replica, sdk, *_ = await start("refuse", a)
     expected = await greedy(sdk, "starter")
     for path, error, text in bad_versions(engine_box):
@@ -131,7 +131,7 @@ async def test_a_bad_version_is_refused_and_the_old_one_serves_on(engine_box, st
 
 
 @pytest.mark.parametrize("fault", ["nan", "record"])
-async def test_swap_of_a_version_that_fails_its_check_ends_the_engine(engine_box, start, a, fault):
+async def test_swap_with_failed_check_ends_engine(engine_box, start, a, fault):
     replica, sdk, spec, pid = await start("unfit", a)
     expected = await greedy(sdk, "starter")
     if fault == "nan":
@@ -154,7 +154,7 @@ async def test_tensor_parallel_workers_read_only_their_slices(start, a, b):
     report = await replica.swap("starter", "b", str(b))
     assert len(report["bytes_read"]) == 2
     for slice_bytes in report["bytes_read"]:
-        assert 0.49 < slice_bytes / report["bytes"] < 0.52  # half, and the norms, which every worker needs
+        assert 0.49 < slice_bytes / report["bytes"] < 0.52  # half, plus the norms, which every worker needs
     await replica.sleep()
     await replica.wake("starter", "a", str(a))
     want = await greedy_ids(sdk, "starter", [10, 20, 30], 400)
@@ -175,8 +175,8 @@ async def test_tensor_parallel_workers_read_only_their_slices(start, a, b):
     assert answer == await greedy(fresh, "starter")
 
 
-async def test_swap_to_a_head_stored_beside_its_tied_embedding_needs_a_new_engine(engine_box, start):
-    """vLLM keeps one of the two where they are equal."""
+async def test_swap_with_duplicate_tied_head_is_refused(engine_box, start):
+    """vLLM keeps only one of head and embedding if they are equal."""
 
     def stored_twice(name, seed):
         tied = engine_box.version(f"{name}-tied", "qwen2", seed=seed)
@@ -191,7 +191,7 @@ async def test_swap_to_a_head_stored_beside_its_tied_embedding_needs_a_new_engin
     assert await greedy_ids(sdk, "starter", [30, 40, 50], FEW) == of_a
 
 
-async def test_one_operation_at_a_time_and_only_in_its_state(start, a, b):
+async def test_operations_run_serially_and_check_state(start, a, b):
     replica, _, spec, _ = await start("states", a)
     with pytest.raises(WrongState, match="wake needs a asleep|wake needs"):
         await replica.wake("starter", "a", str(a))
@@ -203,7 +203,7 @@ async def test_one_operation_at_a_time_and_only_in_its_state(start, a, b):
 
 
 def stored(box, name, source, meta):
-    """Published through the store in model order, so that q, k, v and gate, up lie side by side."""
+    """Publish through the store in model order, so that q, k, v and gate, up are adjacent."""
     store = WeightStore(box.root / "store", budget_bytes=None)
     tensors = load_file(source / "model.safetensors")
     order = sorted(tensors, key=lambda key: [key.rsplit(".", 2)[0], "qkvogud".find(key.rsplit(".", 2)[1][0])])
@@ -215,7 +215,7 @@ def stored(box, name, source, meta):
     return draft.commit(meta=meta, pinned=False)
 
 
-async def test_versions_of_the_store_are_leased_while_they_serve(engine_box, start, a, b):
+async def test_store_versions_are_leased_while_served(engine_box, start, a, b):
     store = WeightStore(engine_box.root / "store", budget_bytes=None)
     first, second = (stored(engine_box, path.name, path, {}) for path in (a, b))
     replica, sdk, *_ = await start("store", first.path, version="a")
@@ -240,7 +240,7 @@ async def test_versions_of_the_store_are_leased_while_they_serve(engine_box, sta
 @pytest.mark.soak
 @pytest.mark.skipif(bool(HOST.lacks_for_quantised()), reason=HOST.lacks_for_quantised())
 @pytest.mark.parametrize("form", ["w4a16", "w8a8"])
-async def test_quantised_weights_keep_their_version_over_a_sleep_and_refuse_another(engine_box, start, form):
+async def test_quantised_engine_keeps_version_over_sleep(engine_box, start, form):
     packed = engine_box.root / "versions" / f"{form}-a"
     quantised.write(engine_box.version("plain", seed=1), form, packed, engine_box.root / "versions" / "means")
     other = rewrite(packed, packed.parent / f"{form}-b", dict)
@@ -258,7 +258,7 @@ async def test_quantised_weights_keep_their_version_over_a_sleep_and_refuse_anot
 @pytest.mark.soak
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe"])
-async def test_every_family_equals_a_fresh_engine(engine_box, start, family, tensor_parallel):
+async def test_swapped_family_equals_fresh_engine(engine_box, start, family, tensor_parallel):
     one, other = (engine_box.version(f"{family}-{seed}", family, seed=seed) for seed in (1, 2))
     shared = {"tensor_parallel": tensor_parallel, "devices": tuple(range(tensor_parallel))}
     reference, fresh, *_ = await start("family-fresh", other, **shared)
@@ -280,7 +280,7 @@ MIB = 2**20
 LARGE = sizes(512, 1536, 3, 8, 4, head_dim=64, initializer_range=0.06)
 
 
-async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, start):
+async def test_sleep_frees_memory_and_wake_is_exact(engine_box, start):
     large, other = (engine_box.version(f"large-{seed}", seed=seed, **LARGE) for seed in (1, 2))
     replica, sdk, *_ = await start("sleeper", large, kv_cache_bytes=96 * MIB)
     expected = await greedy(sdk, "starter")
@@ -308,7 +308,7 @@ async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, start):
     assert await greedy(sdk, "starter") == expected
 
 
-async def test_sleep_waits_for_nobody_to_be_served(engine_box, start):
+async def test_sleep_with_running_requests_is_refused(engine_box, start):
     replica, sdk, _, pid = await start("busy", engine_box.version("long", seed=1, max_position_embeddings=4096))
     core = next(each for each in group_pids(pid) if each != pid)
     streams = [
@@ -319,7 +319,7 @@ async def test_sleep_waits_for_nobody_to_be_served(engine_box, start):
     ]
     while (await replica.status())["running"] < len(streams):
         assert not any(stream.done() for stream in streams)
-    # Their answers take longer than sleep's grace of two seconds, however quick the machine is.
+    # Their answers must take longer than sleep's grace of two seconds, even on a fast machine.
     os.kill(core, signal.SIGSTOP)
     try:
         with pytest.raises(WrongState, match="drain it"):
@@ -330,7 +330,7 @@ async def test_sleep_waits_for_nobody_to_be_served(engine_box, start):
     assert all(choice.finish_reason == "length" for answer in answers for choice in answer.choices)
 
 
-async def test_a_refused_version_leaves_the_engine_asleep_and_wakeable(engine_box, start, a):
+async def test_wake_with_refused_version_can_be_retried(engine_box, start, a):
     other = engine_box.version("mistral-a", "mistral", seed=4)
     replica, sdk, *_ = await start("refused-wake", a)
     expected = await greedy(sdk, "starter")
@@ -341,7 +341,7 @@ async def test_a_refused_version_leaves_the_engine_asleep_and_wakeable(engine_bo
     assert await greedy(sdk, "starter") == expected
 
 
-async def test_several_engines_sleep_side_by_side_and_each_wakes_with_its_own_version(engine_box, start):
+async def test_sleeping_engines_wake_with_own_versions(engine_box, start):
     paths = [engine_box.version(name, seed=seed) for name, seed in (("a", 1), ("b", 2), ("c", 3))]
     engines, expected = [], []
     for path in paths:
@@ -361,7 +361,7 @@ PROMPT = [10, 20, 30, 40]
 
 @pytest.fixture
 async def ahead(engine_box, start, a, monkeypatch):
-    """Starts an engine of version a that schedules asynchronously, as (replica, SDK); it must do so."""
+    """Starts an engine of version a with asynchronous scheduling, checked in its log, as (replica, SDK)."""
     logs = []
 
     async def ahead(name, **fields):
@@ -377,17 +377,17 @@ async def ahead(engine_box, start, a, monkeypatch):
 
 @pytest.fixture
 async def fresh(start, b):
-    """The SDK of an ordinary engine of version b."""
+    """The SDK of a normal engine of version b."""
     return (await start("ahead-fresh", b)).sdk
 
 
-async def test_a_stream_goes_on_through_swaps_in_a_pause(ahead, fresh, a, b):
+async def test_async_stream_continues_through_swap(ahead, fresh, a, b):
     engine, sdk = await ahead("ahead")
     await stream_through_swap(engine, sdk, fresh, a, b)
     assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
 
 
-async def test_a_full_batch_and_those_behind_it_survive_swap_after_swap(ahead, fresh, a, b):
+async def test_async_full_batch_and_queue_survive_swaps(ahead, fresh, a, b):
     engine, sdk = await ahead("ahead-full", max_num_seqs=4)
     tokens = 300
     asked = [asyncio.create_task(greedy_ids(sdk, "starter", [number, *PROMPT], tokens)) for number in range(5, 17)]
@@ -404,7 +404,7 @@ async def test_a_full_batch_and_those_behind_it_survive_swap_after_swap(ahead, f
     assert (status["state"], status["running"], status["waiting"]) == ("ready", 0, 0)
 
 
-async def test_a_request_that_came_in_sleep_is_answered_by_the_version_that_wakes(ahead, fresh, a, b):
+async def test_async_request_during_sleep_gets_woken_version(ahead, fresh, a, b):
     engine, sdk = await ahead("ahead-asleep")
     own = await greedy(sdk, "starter")
     for version, expected in ((b, await greedy(fresh, "starter")), (a, own)):

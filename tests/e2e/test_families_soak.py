@@ -1,7 +1,6 @@
-"""Models that people bring, as tiny random ones: each family of models that engines and trainers share, adapters of
-peft's, sharded, tied and quantised weights: imported, asked and compared with transformers.
-
-A family that is refused is refused by name: what its row in docs/first-model.md says is what this asserts.
+"""Tiny random models of each family that engines and trainers share, peft adapters, and sharded, tied and quantised
+weights: imported, served and compared with transformers. Refused families are refused by name, as in
+docs/first-model.md.
 """
 
 import json
@@ -28,7 +27,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,  # so that the next token is no matter of rounding
+    "initializer_range": 0.2,  # so that rounding does not decide the next token
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LATENT = {
@@ -65,14 +64,14 @@ FAMILIES = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
 }
-# What does not work, and the words in which the box says so: an engine's refusal, or a job's.
+# Families that do not work, with text of the refusal by an engine or a job.
 NOT_SERVED = {
-    "gpt_oss": "tokenizer",  # its parsers want its own tokenizer
+    "gpt_oss": "tokenizer",  # its parsers need its own tokenizer
     "deepseek_v2": "Head dimension 48 is not supported",  # vLLM's latent attention on the CPU
     "deepseek_v3": "e_score_correction_bias",
 }
 NOT_TUNED = {"gemma2": "caps its attention logits"}
-# Which experts answer turns on the last digit of bfloat16.
+# Rounding to bfloat16 may change the chosen experts.
 TOLERANCE_NATS = {"mixtral": 0.3}
 PROMPT = [5, 17, 40, 71, 9, 33, 28, 64, 12, 90]
 
@@ -90,7 +89,7 @@ def tokenizer(box):
 
 
 def tiny(directory: Path, tokenizer, family: str = "llama", *, shard: str = "1GB", **shape) -> Path:
-    """A model of two layers with random weights in `directory`."""
+    """Save a model of two layers with random weights in `directory`."""
     sizes = SHAPE | FAMILIES[family] | shape
     config = transformers.AutoConfig.for_model(
         family, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes
@@ -103,7 +102,7 @@ def tiny(directory: Path, tokenizer, family: str = "llama", *, shard: str = "1GB
 
 
 def furthest(right: torch.Tensor, found: dict[int, float]) -> float:
-    """The largest difference of a token's log-probability, in nats."""
+    """The largest difference of the tokens' log-probabilities, in nats."""
     return max(abs(right[token].item() - value) for token, value in found.items())
 
 
@@ -115,7 +114,7 @@ def expected(directory: Path, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 
 def answered(client: openai.OpenAI, name: str) -> dict[int, float]:
-    """The same from an engine, for its five likeliest tokens."""
+    """Log-probabilities of the token after PROMPT from an engine, for its five likeliest tokens."""
     told = client.completions.create(
         model=name,
         prompt=PROMPT,
@@ -134,8 +133,8 @@ def ended(client: openai.OpenAI, job_id: str):
 
 
 def compare(client: openai.OpenAI, name: str, directory: Path) -> tuple[float, float]:
-    """The largest differences from float32, in nats: of the engine, and of transformers in bfloat16, which the engine
-    computes in too. Rounding moves one draw of weights three times as far as another."""
+    """The largest differences from float32, in nats: of the engine, and of transformers in the engine's bfloat16. The
+    effect of rounding varies threefold between random weights."""
     right, found = expected(directory), answered(client, name)
     rounded = expected(directory, torch.bfloat16)
     return tuple(
@@ -144,7 +143,7 @@ def compare(client: openai.OpenAI, name: str, directory: Path) -> tuple[float, f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_imported_served_tuned_and_computes_as_transformers_does(box, tokenizer, family, tmp_path, capsys):
+def test_family_is_served_and_tuned_like_transformers(box, tokenizer, family, tmp_path, capsys):
     directory = tiny(tmp_path / family, tokenizer, family)
     client, row = box.client(), {"family": family}
     try:
@@ -180,18 +179,18 @@ def test_a_family_is_imported_served_tuned_and_computes_as_transformers_does(box
         assert engine < most + rounding, row
 
 
-# --- adapters, sharded and tied weights, and weights in few bits
+# --- adapters, sharded, tied and quantised weights
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 GREEDY_TOKENS = 16
-# What the CPU's build of vLLM does not compute, and the words that say so.
+# Formats that vLLM's CPU build cannot compute, with text of the refusal.
 FORMS_NOT_SERVED = {"fp8": "quantised by fp8", "fp8-blocks": "quantised layers"}
 NATS = 0.1  # bfloat16 has three digits
-OF_FORMAT = {"w8a8": 0.25}  # activations are rounded to eight bits as well
+OF_FORMAT = {"w8a8": 0.25}  # activations are rounded to eight bits too
 
 
 def adapter(directory: Path, base: Path, named: str, seed: int = 2, **settings) -> Path:
-    """A random LoRA adapter in `directory`, as peft writes it, that says it belongs to `named`."""
+    """Save a random LoRA adapter with peft in `directory`, whose config names the base `named`."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = {"r": 8, "lora_alpha": 16, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings
@@ -205,8 +204,7 @@ def adapter(directory: Path, base: Path, named: str, seed: int = 2, **settings) 
 
 
 def right(base: Path, adapted: Path | None = None) -> tuple[torch.Tensor, list[int]]:
-    """transformers' log-probabilities after PROMPT, and its greedy tokens up to the first that bfloat16 might choose
-    otherwise, in float32; with peft's adapter if given."""
+    """Float32 log-probabilities of transformers after PROMPT, and the greedy tokens that bfloat16 cannot change."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     if adapted is not None:
         model = peft.PeftModel.from_pretrained(model, str(adapted)).eval()
@@ -235,15 +233,15 @@ def greedy(client: openai.OpenAI, name: str, count: int) -> list[int]:
 
 
 def refused(box: WholeBox, *arguments: str) -> str:
-    """What a command that must fail says."""
+    """Run a command that must fail; return its stderr."""
     done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=300, env=box.environment())
     assert done.returncode in (1, 2, 5) and "Traceback" not in done.stderr, done
     return done.stderr
 
 
-def test_an_adapter_of_pefts_is_served_beside_its_base_and_computes_what_peft_does(box, tokenizer, tmp_path, capsys):
+def test_peft_adapter_is_served_with_base_like_peft(box, tokenizer, tmp_path, capsys):
     base = tiny(tmp_path / "tiny-llama", tokenizer)
-    for seed in range(2, 32):  # one whose first tokens are not a toss-up in bfloat16
+    for seed in range(2, 32):  # find one with first tokens that bfloat16 does not change
         lora = adapter(tmp_path / "pirate", base, "some-lab/Tiny-Llama", seed)
         first, tokens = right(base, lora)
         if len(tokens) > 2:
@@ -256,7 +254,7 @@ def test_an_adapter_of_pefts_is_served_beside_its_base_and_computes_what_peft_do
 
     client = box.client()
     _, of_base = right(base)
-    assert tokens[:3] != of_base[:3], "the adapter changes nothing, so this proves nothing"
+    assert tokens[:3] != of_base[:3], "the adapter changes no token, so the test proves nothing"
     most = furthest(first, answered(client, "pirate"))
     with capsys.disabled():
         print(f"\nadapter: {most:.3f} nats from peft", flush=True)
@@ -277,7 +275,7 @@ def test_an_adapter_of_pefts_is_served_beside_its_base_and_computes_what_peft_do
 
 
 @pytest.mark.parametrize("kind", ["sharded", "tied"])
-def test_sharded_and_tied_weights_compute_what_transformers_does(box, tokenizer, tmp_path, kind):
+def test_sharded_and_tied_weights_match_transformers(box, tokenizer, tmp_path, kind):
     base = tiny(
         tmp_path / kind, tokenizer, tie_word_embeddings=kind == "tied", shard="200KB" if kind == "sharded" else "1GB"
     )
@@ -296,7 +294,7 @@ def engines_started(box: WholeBox) -> list[Path]:
 
 
 @pytest.mark.parametrize("form", quantised.FORMATS)
-def test_a_quantised_checkpoint_computes_what_its_weights_mean_or_is_refused(box, tokenizer, tmp_path, form, capsys):
+def test_quantised_checkpoint_matches_decoded_weights_or_is_refused(box, tokenizer, tmp_path, form, capsys):
     plain = tiny(tmp_path / "plain", tokenizer, num_key_value_heads=4)
     quantised.write(plain, form, tmp_path / form, tmp_path / "means")
     client, row, engines = box.client(), {"format": form}, len(engines_started(box))

@@ -1,6 +1,5 @@
-"""A thousand clients that leave, and two thousand that wait: what it costs the gateway, in printed counts.
-
-The real gateway process, a canned engine. Run with `make soak`, or
+"""Cost for the gateway of a thousand clients that disconnect and two thousand that wait, in printed counts, with the
+real gateway process and a canned engine. Run with `make soak`, or
 `pytest -m soak -s tests/e2e/test_gateway_soak.py`.
 """
 
@@ -14,7 +13,7 @@ from tests.front.clients import Neighbours, allow_descriptors, connect, stream_r
 
 MIB = 1 << 20
 HELD = 2000
-# One owner has all streams here, who may else have 1536 requests at each worker.
+# One owner has all streams here; the default limit is 1536 requests per worker.
 LIMITS = {"keepalive_s": 5.0, "owner_requests": 2 * HELD}
 pytestmark = pytest.mark.soak
 
@@ -29,20 +28,20 @@ def front() -> Iterator[Front]:
 
 
 class Before:
-    """Resources of the idle gateway, to be compared with later."""
+    """Resources of the idle gateway, for a later comparison."""
 
     def __init__(self, front: Front) -> None:
         self.front = front
         self.descriptors, self.rss_bytes = front.descriptors(), front.rss_bytes()
 
     async def settles(self, what: str, *, growth_bytes: int) -> None:
-        """Connections, descriptors and counters are back where they were, and memory nearly so."""
+        """Check that connections, descriptors and counters return to their initial values, and memory nearly."""
         front, seen = self.front, {}
 
         def idle() -> bool:
             seen.update(front.series("connections", "inflight", "held", "buffered_body_bytes"))
             seen.update(more_descriptors=front.descriptors() - self.descriptors, streaming=front.counts.streaming)
-            # The question itself is one connection.
+            # The request for these figures is one connection.
             return (
                 seen["connections"] <= 4
                 and seen["more_descriptors"] <= 4
@@ -62,9 +61,8 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     await asyncio.to_thread(Front.wait, condition, seconds)
 
 
-async def test_two_thousand_streams_over_a_mode_switch(front: Front) -> None:
-    """200 streams run when the engine is drained; 2000 more come before it is back. All finish, none is cut short. What
-    the heap has grown by for so many at once serves the next as many."""
+async def test_two_thousand_streams_survive_mode_switch(front: Front) -> None:
+    """200 streams run when the engine drains; 2000 more arrive before it is back. The second round reuses the heap."""
     await drained_and_held(front, growth_bytes=96 * MIB)
     await drained_and_held(front, growth_bytes=32 * MIB)
 
@@ -99,7 +97,7 @@ async def drained_and_held(front: Front, *, growth_bytes: int) -> None:
     )
 
 
-async def test_a_thousand_disconnects_in_mid_stream(front: Front) -> None:
+async def test_thousand_disconnects_free_all_resources(front: Front) -> None:
     before, aborted = Before(front), front.counts.aborted
     request = stream_request(front.key, 100_000, 0.01)
     with Neighbours(front) as neighbours:

@@ -1,6 +1,5 @@
-"""The CPU image, built from its Dockerfile and started as a container is to be: no root, a root file system that cannot
-be written, no capability, shared memory of a size. The base is made of Debian's own packages, so no image registry is
-asked."""
+"""The CPU image, built from its Dockerfile and started as recommended: no root, a read-only root file system, no
+capability, limited shared memory. The base is built from Debian packages, so no image registry is needed."""
 
 import json
 import resource
@@ -35,19 +34,18 @@ def podman(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[s
 
 
 def settings_of_pip() -> dict[str, str]:
-    """What pip was told on this machine, by name without its section."""
+    """pip settings of this machine, by name without section."""
     told = subprocess.run(["pip", "config", "list"], check=True, capture_output=True, text=True).stdout
     rows = (line.partition("=") for line in told.splitlines())
     return {name.partition(".")[2]: value.strip("'\"") for name, _, value in rows}
 
 
 Means = tuple[tuple[str, ...], tuple[str, ...]]
-"""Options of podman's own, and of its `run`, without which containers do not start on this machine."""
+"""Options of podman and of `podman run` that containers need to start on this machine."""
 
 
 def lower_limits() -> tuple[str, ...]:
-    """podman sets higher limits than it has itself, which a root without CAP_SYS_RESOURCE may not; and before that it
-    lowers its own number of processes to 32,768."""
+    """Options with lower limits: podman's defaults are above its own, so a root needs CAP_SYS_RESOURCE to set them."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return "--ulimit", f"nofile={files}:{files}", "--ulimit", "nproc=30000:30000"
 
@@ -64,17 +62,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def means(base: str) -> Means:
-    """The least that lets a container start here. crun refuses control groups of both versions side by side, which runc
-    takes."""
+    """The fewest options with which a container starts. crun refuses mixed control groups v1 and v2, runc does not."""
     said = ""
     for of_podman in ((), ("--runtime", "runc")):
         for of_run in ((), lower_limits()):
             tried = podman(*of_podman, "run", "--rm", "--network", "host", *of_run, base, "/bin/true", check=False)
             if tried.returncode == 0:
                 if of_podman or of_run:
-                    print(
-                        f"containers start here with {' '.join((*of_podman, *of_run))}: podman's own way was not tried"
-                    )
+                    print(f"containers start here with {' '.join((*of_podman, *of_run))}: podman's defaults: untested")
                 return of_podman, of_run
             said = tried.stderr.strip()
     pytest.skip(f"no container starts on this machine: {said}")
@@ -89,7 +84,7 @@ def image(means: Means, tmp_path_factory: pytest.TempPathFactory) -> str:
     conf.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in kept.items()))
     local = {word.removeprefix("file://") for value in kept.values() for word in value.split()}
     there = {Path(word).parent if word.endswith("/simple") else Path(word) for word in local if word[0] == "/"}
-    # pip passes over a folder that is not there; podman refuses to mount it.
+    # pip skips a missing folder; podman refuses to mount it.
     mounts = [f"--volume={path}:{path}:ro" for path in sorted(there) if path.exists()]
     podman(
         *means[0],
@@ -123,7 +118,7 @@ def inside(name: str, *command: str, check: bool = True) -> subprocess.Completed
     return podman("exec", name, *command, check=check)
 
 
-def test_the_image_serves_as_nobody_on_a_root_that_cannot_be_written(box: tuple[str, int]):
+def test_image_serves_without_root_on_read_only_system(box: tuple[str, int]):
     name, port = box
     began_s = time.monotonic()
     while podman("healthcheck", "run", name, check=False).returncode != 0:

@@ -1,5 +1,5 @@
-"""The install script without its downloads: what it would run, what it refuses, that a second run does nothing; and
-that what `appliance[client]` installs is enough for every command that talks to a box elsewhere.
+"""The install script without downloads: its commands, its refusals, and that a second run does nothing; and that
+`appliance[client]` suffices for every command that talks to a remote box.
 
 A fake pip records its arguments and environment; everything else of the script is real.
 """
@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 PROJECT = Path(__file__).resolve().parents[2]
 INSTALL = PROJECT / "images" / "install.sh"
 
-# Stands in for `python -m pip` inside the new environment: records, and fails for what FAIL_ON matches.
+# Replaces `python -m pip` in the new environment: records its arguments, and fails if FAIL_ON matches them.
 FAKE_PIP = """
 import json, os, re, sys
 with open(os.environ["PIP_RECORD"], "a") as record:
@@ -50,7 +50,7 @@ def run(*options: str, env: dict[str, str] | None = None, script: Path = INSTALL
 
 @pytest.fixture(autouse=True)
 def roomy_disk(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much disk the machine under the tests has is none of their business."""
+    """Pretend that there is enough disk, whatever the machine has."""
     df = tmp_path_factory.mktemp("bin") / "df"
     df.write_text("#!/bin/sh\necho header\necho / 1 1 99999999 1% /\n")
     df.chmod(0o755)
@@ -59,7 +59,7 @@ def roomy_disk(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def box(tmp_path: Path) -> dict[str, str]:
-    """An environment directory whose pip and packages are fakes, so that a run completes in a second."""
+    """An environment with fake pip and packages, so that a run takes a second."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = (venv / "lib").glob("python3*/site-packages")
@@ -86,13 +86,13 @@ def test_scripts_parse_and_are_executable(script):
         subprocess.run(["shellcheck", "--severity", "warning", str(script)], check=True)
 
 
-def test_cuda_takes_torch_by_string_equality_so_a_cpu_wheel_cannot_win(tmp_path):
+def test_cuda_pins_torch_so_that_cpu_wheel_cannot_win(tmp_path):
     done = run("--print-commands", "--build", "cuda", "--venv", str(tmp_path / "v"))
     assert re.search(r"torch===\d+\.\d+\.\d+\.txt ", done.stdout), done.stderr
     assert "+cpu" not in done.stdout
 
 
-def test_torch_is_asked_for_with_the_hashes_of_the_lock_or_loudly_without(box):
+def test_torch_is_installed_with_hashes_or_warning(box):
     assert run("--no-compile", env=box).returncode == 0
     (asked,) = Path(box["VENV"]).glob(".torch===*.txt")
     lock = (PROJECT / "images/requirements/cpu.txt").read_text()
@@ -107,7 +107,7 @@ def test_torch_is_asked_for_with_the_hashes_of_the_lock_or_loudly_without(box):
 
 
 @pytest.mark.parametrize("build", ["cpu", "cuda"])
-def test_what_is_built_here_is_built_with_the_setuptools_of_the_lock(box, build):
+def test_local_builds_use_locked_setuptools(box, build):
     assert run("--no-compile", env=box | {"APPLIANCE_BUILD": build, "PATH": f"{Path('/nothing')}:{os.environ['PATH']}"})
     first, *others = calls(box)
     assert first[-2:] == ["-r", f"{box['VENV']}/.setuptools.txt"] and "--require-hashes" in first
@@ -118,7 +118,7 @@ def test_what_is_built_here_is_built_with_the_setuptools_of_the_lock(box, build)
     assert built and all("--no-build-isolation" in call for call in built)
 
 
-def test_without_ensurepip_a_system_pip_installs_and_fetches_no_pip(tmp_path):
+def test_without_ensurepip_system_pip_installs(tmp_path):
     python, record = tmp_path / "python3", tmp_path / "record"
     (tmp_path / "fake_pip.py").write_text(FAKE_PIP)
     python.write_text(
@@ -136,7 +136,7 @@ def test_without_ensurepip_a_system_pip_installs_and_fetches_no_pip(tmp_path):
     assert all(call[:4] == ["-m", "pip", "--python", f"{tmp_path}/venv/bin/python"] for call in made)
 
 
-def test_a_second_run_does_nothing_and_a_changed_lock_installs_again(box, tmp_path):
+def test_second_run_installs_only_changes(box, tmp_path):
     copy = tmp_path / "project"
     shutil.copytree(PROJECT / "images", copy / "images")
     shutil.copy(PROJECT / "pyproject.toml", copy)
@@ -157,16 +157,16 @@ def test_a_second_run_does_nothing_and_a_changed_lock_installs_again(box, tmp_pa
     assert run("--no-compile", env=box, script=script).returncode == 0 and len(calls(box)) == 9
 
 
-def test_torch_falls_back_to_its_own_index_with_a_message(box):
+def test_torch_falls_back_to_pytorch_index_with_message(box):
     done = run("--no-compile", env=box | {"FAIL_ON": r"^(?!.*download\.pytorch\.org).*torch==="})
     assert done.returncode == 0, done.stderr
-    assert "not to be had from your package index" in done.stderr
+    assert "is not in your package index" in done.stderr
     first, second = calls(box)[1:3]
     assert "--extra-index-url" not in first
     assert second[second.index("--extra-index-url") + 1] == "https://download.pytorch.org/whl/cpu"
 
 
-def test_the_detected_build_is_cuda_where_nvidia_smi_lists_a_gpu(tmp_path):
+def test_build_is_cuda_if_nvidia_smi_lists_gpu(tmp_path):
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text('#!/bin/sh\n[ "$1" = -L ] && echo \'GPU 0: NVIDIA H100 (UUID: x)\'\n[ "$1" != -L ] && echo 590.1\n')
@@ -179,11 +179,11 @@ def test_the_detected_build_is_cuda_where_nvidia_smi_lists_a_gpu(tmp_path):
         assert "requirements/cpu.txt" in run("--print-commands", "--venv", str(tmp_path / "v"), env=env).stdout
 
 
-def test_wheelhouse_installs_everything_from_the_directory_without_an_index(box, tmp_path):
+def test_wheelhouse_installs_without_index(box, tmp_path):
     wheelhouse = tmp_path / "wheelhouse"
     shutil.copytree(PROJECT / "images", wheelhouse / "images")
     script, options = wheelhouse / "images" / "install.sh", ("--no-compile", "--wheelhouse", str(wheelhouse))
-    assert run(*options, env=box, script=script).returncode == 1  # without the wheel of the appliance
+    assert run(*options, env=box, script=script).returncode == 1  # the wheel of the appliance is missing
     wheel = wheelhouse / "appliance-0.1.0-py3-none-any.whl"
     wheel.touch()
     assert run(*options, env=box, script=script).returncode == 0
@@ -193,12 +193,12 @@ def test_wheelhouse_installs_everything_from_the_directory_without_an_index(box,
     assert run(*options, env=box, script=script).returncode == 0 and len(calls(box)) == 5
 
 
-# --- the client alone
+# --- client-only installation
 
 EXTRA = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["appliance"]["extras"]["client"]
 OURS = {"appliance", "runtime", "scheduler", "serve", "train", "weights"}
 
-# What is neither ours nor brought by the extra is not there, as on a laptop.
+# Hides all modules that are not ours or installed by the extra, as on a laptop.
 ALONE = """
 import importlib.abc, importlib.util, sys
 
@@ -215,7 +215,7 @@ sys.argv = ["appliance", *sys.argv[1:]]
 
 
 def packages() -> set[str]:
-    """Those of the extra, and what they ask for."""
+    """Packages of the extra and their dependencies."""
     found, waiting = set(), [Requirement(text) for text in EXTRA]
     while waiting:
         name = canonicalize_name(waiting.pop().name)
@@ -228,13 +228,13 @@ def packages() -> set[str]:
 
 @pytest.fixture(scope="module")
 def absent() -> set[str]:
-    """Modules of this environment that a laptop has not."""
+    """Modules of this environment that a client-only installation lacks."""
     by_module, wanted = metadata.packages_distributions(), packages()
     there = {name for name, of in by_module.items() if wanted & {canonicalize_name(one) for one in of}}
     return set(by_module) - there - OURS - {"_distutils_hack"}
 
 
-def test_the_lock_has_what_the_extra_asks_for():
+def test_lock_satisfies_client_extra():
     for text in EXTRA:
         wanted = Requirement(text)
         assert wanted.specifier.contains(metadata.version(wanted.name)), text
@@ -250,7 +250,7 @@ def test_the_lock_has_what_the_extra_asks_for():
         ("up", 2, "the client alone"),
     ],
 )
-def test_commands_for_a_box_elsewhere_work_and_others_say_why_not(absent, line, code, said):
+def test_client_runs_remote_commands_and_refuses_others(absent, line, code, said):
     source = f"ABSENT = {absent!r}\n{ALONE}\nfrom appliance.cli.main import run; run()"
     command = [sys.executable, "-P", "-c", source, *line.split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, env={"PYTHONPATH": str(PROJECT)})

@@ -1,4 +1,4 @@
-"""`appliance join`: a box and its second node on one machine, each with a data directory and an address of its own."""
+"""`appliance join`: a box and its second node on one machine, each with its own data directory and address."""
 
 import json
 import os
@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.box_support import COMMAND, gsm8k, said_to_strangers, wait_for
+from tests.e2e.box_support import COMMAND, answers_to_strangers, gsm8k, wait_for
 from tests.e2e.machines_support import deploy_tiny, devices, holder_of, invited, places, two_machines
 
-# Neither is 127.0.0.1, on which Ray listens to nobody else: as on a network.
+# Neither is 127.0.0.1, where Ray would listen only locally: like on a network.
 HOME, AWAY = "127.0.0.2", "127.0.0.3"
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3000)]
@@ -28,7 +28,7 @@ ALL = ["n0/0", "n1/0", "n1/1"]
 NUMBERS, LONG = range(24), 400
 
 
-def test_engines_on_another_node_and_the_loss_of_it(machines):
+def test_engines_on_second_node_survive_its_loss(machines):
     home, away = machines
     controller = home.pids_logging_to("controller.log")
     deploy_tiny(home)
@@ -48,17 +48,17 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
     assert len(away.pids_logging_to("engine-*.log")) >= 2
-    assert answers(home, of_engines=3) == said, "every engine says the same"
+    assert answers(home, of_engines=3) == said, "every engine gives the same answers"
     assert listening_for_strangers(home, away) == {}
 
-    # The agent of the home node dies alone: requests do not pass through it.
+    # Only the agent of the home node dies: requests do not pass through it.
     agents = [pid for pid, command in home.running().items() if "ray::Node" in command]
     assert len(agents) == 1, home.left()
     os.kill(agents[0], signal.SIGKILL)
     assert answers(home, of_engines=3) == said
     assert places(home) == ALL
 
-    # Streams that its engines are in the middle of: the rest of each comes from elsewhere.
+    # Its engines die during streams: other engines send the rest of each.
     with ThreadPoolExecutor(8) as clients:
         streams = [clients.submit(stream, home, number) for number in range(8)]
         wait_for(lambda: busy_elsewhere(home), "streams of the other node's engines", 60)
@@ -85,8 +85,8 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     assert answers(home) == said
 
 
-def test_a_job_on_another_node_and_the_loss_of_it(machines):
-    """The home node has one device, so whatever has two is on the other."""
+def test_job_on_second_node_survives_its_loss(machines):
+    """The home node has one device, so jobs with two devices run on the other node."""
     home, away = machines
     deploy_tiny(home)
     join(home, away)
@@ -96,7 +96,7 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     def submit(*more):
         return home.submit("tiny", home.data_dir / "train.jsonl", "--batch-size 4 --max-length 256", *more)
 
-    # To its end there: the version it published comes home, and is served.
+    # The job ends there: its published version is copied home and served.
     first = submit("--epochs", "1", "--full", "--min-devices", "2")
     home.run("job", "wait", first, "--timeout", "900", timeout_s=1000)
     done = home.ask("job", "get", first)
@@ -109,7 +109,7 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     wait_for(lambda: home.losses(job), "a step of it", 300)
     steps = max(home.losses(job))
     for pid in home.pids_logging_to("controller.log"):
-        os.kill(pid, signal.SIGKILL)  # the next one goes on with the very ranks
+        os.kill(pid, signal.SIGKILL)  # the next controller adopts the same ranks
     wait_for(lambda: home.tried("status"), "the next controller", 200)
     wait_for(lambda: max(home.losses(job)) > steps, "steps after the controller's death", 300)
     assert sum("started on" in text for text in messages(home, job)) == 1, "nothing was started again"
@@ -120,14 +120,14 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     home.run("mode", "set", "split", "--train", "2")
     wait_for(lambda: max(home.losses(job)) > suspended["step"], "steps after it", 300)
     away.die()
-    # It goes on at home, from what came home.
+    # It continues at home from its copied snapshot.
     wait_for(lambda: holder_of(home, "n0/0") == job, "the job at home", 300)
     home.run("job", "wait", job, "--timeout", "900", timeout_s=1000)
     done = home.ask("job", "get", job)
     assert done["status"] == "succeeded", done
     assert sorted(home.losses(job)) == list(range(1, done["total_steps"] + 1))
 
-    # An adapter made at home, asked of engines that have never seen it.
+    # An adapter trained at home, requested from engines that have never loaded it.
     home.run("mode", "set", "serve", "--wait", timeout_s=600)
     adapter = done["fine_tuned_model"]
     said = answers(home, adapter)
@@ -136,7 +136,7 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
     assert answers(home, adapter, of_engines=3) == said != answers(home)
-    # The other node is there when the box ends, and ends with it.
+    # The other node is still joined when the box stops, and stops with it.
 
 
 def messages(home, job: str) -> list[str]:
@@ -149,14 +149,16 @@ def join(home, away) -> None:
 
 
 def listening_for_strangers(home, away) -> dict[str, str]:
-    """Where other machines get to, and what is said to them there without token and certificate."""
+    """Answers of ports that other machines reach, to clients without token and certificate."""
     open_to_network, said = {}, {}
     for machine, address in ((home, HOME), (away, AWAY)):
         for where, who in machine.listening().items():
             host, _, port = where.rpartition(":")
             if host not in ("127.0.0.1", "::1"):
                 open_to_network[where] = who
-                if heard := said_to_strangers(HOME if host == HOME else AWAY if host == AWAY else address, int(port)):
+                if heard := answers_to_strangers(
+                    HOME if host == HOME else AWAY if host == AWAY else address, int(port)
+                ):
                     said[f"{where} {who}"] = heard
     assert any("raylet" in who for who in open_to_network.values()), open_to_network
     engines = {str(pid) for pid in away.pids_logging_to("engine-*.log")}
@@ -176,8 +178,8 @@ def ask(home, model: str = "tiny", number: int = 2) -> str:
 
 
 def answers(home, model: str = "tiny", of_engines: int = 1) -> list[str]:
-    """To many questions, until that many engines have answered some of them: requests that begin alike go to one. One
-    after the other, because greedy tokens of a model that knows nothing depend on the batch."""
+    """Answers to many prompts, until `of_engines` engines have answered some: requests with a common prefix go to one
+    engine. Sent one by one, because greedy tokens of a random model depend on the batch."""
     return wait_for(lambda: answers_of(home, model, of_engines), f"answers of {of_engines} engines", 240)
 
 
@@ -198,7 +200,7 @@ def answers_of(home, model: str, engines: int) -> list[str] | None:
 
 
 def stream(home, number: int) -> tuple[int, str | None]:
-    """Tokens and end of an answer long enough to be in the middle of."""
+    """Number of tokens and finish reason of a long streamed answer."""
     chunks = list(
         home.client(max_retries=3).chat.completions.create(
             model="tiny",

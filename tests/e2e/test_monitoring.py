@@ -1,4 +1,4 @@
-"""Prometheus' own tool reads the rules and the panels of images/monitoring."""
+"""Prometheus' promtool accepts the rules and the panels of images/monitoring."""
 
 import shutil
 import subprocess

@@ -1,7 +1,6 @@
-"""The page at /ui in a real browser (Debian's chromium, headless): login, devices, a switch of the mode, a job's file
-and its faults, a streamed answer; nobody's console says a word, and nothing leaves for another origin.
-
-Beside the real gateway stands the real control app with an engine from a can.
+"""The page at /ui in a real browser (Debian's chromium, headless): login, devices, a mode switch, a job's file and its
+errors, a streamed answer; without console messages or requests to other origins. The gateway and the control app are
+real, the engine is canned.
 """
 
 import dataclasses
@@ -53,8 +52,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any, front: Front) -> Iterator[Visit]:
-    """A page logged in with a key. The end of a test checks its console messages and the hosts that it contacted. loud:
-    the console may have errors."""
+    """Open a page logged in with a key. The test end checks console and contacted hosts. loud: errors allowed."""
     contexts, faults = [], []
 
     def enter(
@@ -76,7 +74,7 @@ def visit(browser: Any, front: Front) -> Iterator[Visit]:
     assert not faults
 
 
-def test_each_screenshot_of_the_docs_is_made_and_used(browser: Any, front: Front, tmp_path: Path) -> None:
+def test_each_docs_screenshot_is_generated_and_used(browser: Any, front: Front, tmp_path: Path) -> None:
     """`make pictures` renews the screenshots in docs/."""
     docs = Path(__file__).parents[2] / "docs"
     shown = {name for text in docs.glob("*.md") for name in re.findall(r"ui-[\w-]+\.png", text.read_text())}
@@ -85,8 +83,8 @@ def test_each_screenshot_of_the_docs_is_made_and_used(browser: Any, front: Front
     assert all((tmp_path / name).stat().st_size > 20_000 for name in made)
 
 
-def test_a_reload_keeps_a_login_and_log_out_ends_it(visit: Visit, front: Front) -> None:
-    """Last requests of the other tab get 401, which its console may report."""
+def test_reload_keeps_login_and_logout_ends_it(visit: Visit, front: Front) -> None:
+    """The last requests of the other tab get 401, which its console may report."""
     page = visit(loud=True)
     page.get_by_text("n0/7").wait_for()
     cookies = page.context.cookies()
@@ -106,7 +104,7 @@ def test_a_reload_keeps_a_login_and_log_out_ends_it(visit: Visit, front: Front) 
     front.wait(lambda: not page.context.cookies())
 
 
-def test_changes_are_polled_while_seen_and_hidden_and_over_a_restart(visit: Visit, front: Front) -> None:
+def test_page_polls_when_hidden_and_over_restart(visit: Visit, front: Front) -> None:
     """Its console reports the requests that failed meanwhile."""
     page, asked = visit(place="#/keys", loud=True), []
     page.on("request", lambda request: asked.append(time.monotonic()) if request.url.endswith("/v1/keys") else None)
@@ -139,7 +137,7 @@ def test_changes_are_polled_while_seen_and_hidden_and_over_a_restart(visit: Visi
 
 @pytest.fixture
 def provider() -> Iterator[str]:
-    """A real OpenID provider's URL; ann of the group `ml` may log in there."""
+    """URL of a real OpenID provider with the user ann in the group `ml`."""
     pytest.importorskip("oidc_provider_mock", reason="no provider here (pip install oidc-provider-mock)")
     port = free_port()
     ann = json.dumps({"sub": "ann", "preferred_username": "ann", "groups": ["ml"]})
@@ -161,7 +159,7 @@ def provider() -> Iterator[str]:
         process.wait(20)
 
 
-def test_a_person_logs_in_by_a_provider_with_their_groups_scopes(visit: Visit, provider: str, tmp_path: Path) -> None:
+def test_provider_login_has_scopes_of_group(visit: Visit, provider: str, tmp_path: Path) -> None:
     port, secret = free_port(), tmp_path / "secret"
     secret.write_text("between us\n")
     settings = {"issuer": provider, "client_id": "box", "name": "our directory"}
@@ -193,7 +191,7 @@ def test_a_person_logs_in_by_a_provider_with_their_groups_scopes(visit: Visit, p
         page.close()
 
 
-def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(visit: Visit, front: Front) -> None:
+def test_login_ends_with_key_and_is_useless_to_other_pages(visit: Visit, front: Front) -> None:
     page = visit(key=key_with(front, "read", "admin"), place="#/queue", loud=True)
     # The browser sends the cookie, but the request lacks the page's header, or has that of another login.
     for headers in ("{}", "{'x-appliance-page': 'session_x.y'}"):
@@ -208,7 +206,7 @@ def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(visit: Visit
     page.get_by_text("This login has ended").wait_for()
 
 
-def test_the_box_shows_its_devices_and_a_mode_is_looked_at_before_it_is_switched(visit: Visit, front: Front) -> None:
+def test_box_page_shows_devices_and_previews_mode_switch(visit: Visit, front: Front) -> None:
     page = visit()
     for number in range(8):
         page.get_by_text(f"n0/{number}", exact=True).wait_for()
@@ -225,7 +223,7 @@ def test_the_box_shows_its_devices_and_a_mode_is_looked_at_before_it_is_switched
         assert http.get("/admin/v1/mode").json()["policy"] == "train"
 
 
-def test_an_answer_streams_with_its_times_and_its_code(visit: Visit) -> None:
+def test_chat_page_streams_answer_with_times_and_code(visit: Visit) -> None:
     page = visit(place="#/chat")
     page.get_by_role("button", name="Add a model beside").click()
     page.get_by_label("Message").fill("hi")
@@ -241,7 +239,7 @@ def test_an_answer_streams_with_its_times_and_its_code(visit: Visit) -> None:
     page.locator("dialog").wait_for(state="detached")
 
 
-def test_a_file_is_checked_by_line_and_a_job_made_of_a_good_one(visit: Visit, tmp_path: Path) -> None:
+def test_file_is_checked_by_line_and_starts_job(visit: Visit, tmp_path: Path) -> None:
     bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     bad.write_text(json.dumps(row) + '\n{"no": 1}\n')
@@ -260,7 +258,7 @@ def test_a_file_is_checked_by_line_and_a_job_made_of_a_good_one(visit: Visit, tm
 
 
 def key_with(front: Front, *scopes: str) -> str:
-    """A key of a new owner, which the gateways know."""
+    """Create a key of a new owner, and wait until the gateways have it."""
     with front.http() as http:
         made = http.post("/admin/v1/keys", json={"name": f"with-{'-'.join(scopes)}", "scopes": list(scopes)}).json()
     with front.http(made["key"]) as http:
@@ -268,14 +266,14 @@ def key_with(front: Front, *scopes: str) -> str:
     return made["key"]
 
 
-def test_key_without_a_scope_sees_the_reason(visit: Visit, front: Front) -> None:
+def test_key_without_scope_sees_reason(visit: Visit, front: Front) -> None:
     page = visit(key=key_with(front, "inference"), place="#/box")
     page.get_by_text("Your key has no scope read").wait_for()
     assert page.get_by_role("navigation").get_by_role("link", name="Box").count() == 0
 
 
 def trained(front: Front, key: str) -> str:
-    """The id of a job at its third step of four, with metrics of rewards and of a teacher."""
+    """Insert a job at its third step of four, with metrics of rewards and of a teacher; return its id."""
     job_id = page_pictures.begun(front, key, "seen")
     context = front.context
     assert context is not None
@@ -293,10 +291,10 @@ def trained(front: Front, key: str) -> str:
     return job_id
 
 
-def test_curves_show_only_metrics_that_the_key_may_read(visit: Visit, front: Front) -> None:
+def test_curves_show_only_metrics_readable_by_key(visit: Visit, front: Front) -> None:
     tuner = key_with(front, "fine_tuning")
     job_id = trained(front, tuner)
-    # A tuner reads its own events, a reader all metrics; only events have the measurements of methods.
+    # A tuning key reads its own events, a reader key all metrics; only events have measurements of methods.
     for key, drawn in ((tuner, 4), (key_with(front, "read"), 2), (front.key, 4)):
         page = visit(key=key, place=f"#/jobs/{job_id}")
         page.locator(".u-wrap").nth(drawn - 1).wait_for()
@@ -309,7 +307,7 @@ def test_curves_show_only_metrics_that_the_key_may_read(visit: Visit, front: Fro
         page.context.close()
 
 
-def test_a_version_gets_a_share_and_is_promoted(visit: Visit, front: Front) -> None:
+def test_version_gets_share_and_is_promoted(visit: Visit, front: Front) -> None:
     context = front.context
     assert context is not None
 
@@ -332,7 +330,7 @@ def test_a_version_gets_a_share_and_is_promoted(visit: Visit, front: Front) -> N
         assert http.get("/admin/v1/models/org/two").json()["active_version"] == "v1"
 
 
-def test_data_is_reported_by_number_and_by_line(visit: Visit, front: Front) -> None:
+def test_data_report_shows_counts_and_lines(visit: Visit, front: Front) -> None:
     row = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "ann.lee@example.org"}]}
     with front.http() as http:
         sent = {"file": ("people.jsonl", "\n".join([json.dumps(row)] * 12).encode())}
@@ -340,7 +338,7 @@ def test_data_is_reported_by_number_and_by_line(visit: Visit, front: Front) -> N
     page = visit(place="#/data")
     page.get_by_role("link", name="people.jsonl").click()
     page.get_by_role("button", name="Check").click()
-    page.get_by_text("a job takes it").wait_for(timeout=200_000)  # checked in a process of its own
+    page.get_by_text("a job takes it").wait_for(timeout=200_000)  # checked in a separate process
     assert page.url.endswith(file_id)
     duplicates = page.get_by_role("row").filter(has_text="duplicates").first
     assert "11" in duplicates.inner_text() and "92 %" in duplicates.inner_text()
@@ -350,7 +348,7 @@ def test_data_is_reported_by_number_and_by_line(visit: Visit, front: Front) -> N
 
 
 def evaluated(front: Front) -> str:
-    """The id of an evaluation with a run in which two of three answers are right."""
+    """Insert an evaluation with a run in which two of three answers are right; return its id."""
     check = {"type": "string_check", "name": "same", "operation": "eq"}
     check |= {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
     schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
@@ -371,11 +369,11 @@ def evaluated(front: Front) -> str:
 
 @pytest.fixture(scope="module")
 def judged(front: Front) -> str:
-    """The id of an evaluation."""
+    """Insert an evaluation; return its id."""
     return evaluated(front)
 
 
-def test_evaluations_are_shown_to_the_last_item(visit: Visit, front: Front, judged: str) -> None:
+def test_evaluation_pages_show_all_items(visit: Visit, front: Front, judged: str) -> None:
     page = visit(place="#/evals")
     page.get_by_role("link", name="sums").click()
     page.get_by_role("row").filter(has_text="first").get_by_text("67 %").wait_for()
@@ -401,9 +399,9 @@ def settled(page: Any) -> None:
     page.locator(".loading").first.wait_for(state="detached")
 
 
-# No rule needs every combination: colours depend only on the scheme, names and texts only on the language.
+# Not every combination is needed: colours depend only on the scheme, names and texts only on the language.
 @pytest.mark.parametrize(("locale", "scheme"), [("en-US", "light"), ("zh-CN", "dark")])
-def test_axe_finds_no_fault_on_any_page(
+def test_axe_finds_no_violation_on_any_page(
     visit: Visit, front: Front, everything: list[str], axe: str, locale: str, scheme: str
 ) -> None:
     page = visit(key=None, locale=locale, color_scheme=scheme, viewport={"width": 1200, "height": 900})
@@ -419,7 +417,7 @@ def test_axe_finds_no_fault_on_any_page(
         page.evaluate(f"location.hash = {json.dumps(place)}")
         settled(page)
         found[place] = faults_of(page, axe)
-        # The page behind a link of a list: a run, a file.
+        # Pages that are reached by a link of a list: a run, a file.
         for link in page.locator("main td a").all()[:3] if place in places else ():
             href = str(link.get_attribute("href"))
             if href.startswith("#/") and href not in found:
@@ -444,7 +442,7 @@ def axe() -> str:
 
 
 def faults_of(page: Any, axe: str) -> list[str]:
-    """Violations that axe finds on a page with all its rules: the rule and the element."""
+    """Violations of any axe rule on a page: rule and element."""
     if not page.evaluate("typeof axe === 'object'"):
         page.evaluate(axe)
     told = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
@@ -463,8 +461,8 @@ def empty() -> Iterator[Front]:
         yield front
 
 
-def test_the_first_model_of_a_box_is_added_on_the_page(visit: Visit, empty: Front) -> None:
-    """On an empty box the job form has no model to choose, so pages must show the next step."""
+def test_first_model_is_added_on_page(visit: Visit, empty: Front) -> None:
+    """On an empty box the job form has no model to choose, so the pages must show how to add one."""
     page = visit(empty.url, empty.key, "#/jobs/new")
     page.get_by_text("There is no model to train yet").wait_for()
     page.get_by_role("main").get_by_role("link", name="Models").click()
@@ -486,8 +484,7 @@ def insert_jobs(front: Front, count: int, first: int = 0) -> None:
         front.call(lambda row=ended: jobs.insert(front.context.db, row))
 
 
-def test_a_long_list_is_searched_and_shows_older_rows_on_demand(visit: Visit, empty: Front) -> None:
-    """The page once showed only the first hundred jobs, without a hint."""
+def test_long_list_is_searched_and_shows_older_rows(visit: Visit, empty: Front) -> None:
     insert_jobs(empty, 150)
     page = visit(empty.url, empty.key, "#/jobs")
     rows = page.locator("tbody tr")
@@ -521,12 +518,12 @@ def with_memory(status: dict[str, Any], host: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_in_chinese(visit: Visit, front: Front, scheme: str) -> None:
+def test_pages_fit_phone_in_chinese(visit: Visit, front: Front, scheme: str) -> None:
     page = visit(key=None, viewport={"width": 360, "height": 740}, locale="zh-CN", color_scheme=scheme)
     page.get_by_label("API 密钥").wait_for()
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    # Only a whole box knows the memory of its machine.
+    # Only a complete box reports the memory of its machine.
     host = {"where": "this machine", "total_bytes": 8, "available_bytes": 4, "short": ""}
     page.route("**/admin/v1/status", lambda asked: asked.fulfill(json=with_memory(asked.fetch().json(), host)))
     page.get_by_label("API 密钥").fill(front.key)
@@ -535,7 +532,7 @@ def test_it_fits_a_phone_in_chinese(visit: Visit, front: Front, scheme: str) -> 
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front: Front) -> None:
+def test_pages_fit_width_and_are_reached_by_keyboard(visit: Visit, front: Front) -> None:
     assert front.context is not None
     trouble = {"name": "gateway", "since_s": 1e9, "why": "it ended", "failures": 2}
     change(front.context, main_troubles=lambda: [trouble])
@@ -554,7 +551,7 @@ def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front
         assert page.evaluate("document.activeElement.tagName") == ("A" if place == 0 else "H1")
 
 
-def test_a_key_is_made_shown_once_and_revoked(visit: Visit, front: Front) -> None:
+def test_key_is_created_shown_once_and_revoked(visit: Visit, front: Front) -> None:
     page = visit(place="#/keys")
     page.get_by_role("button", name="New key").click()
     page.get_by_role("textbox", name="Name", exact=True).fill("ann")
@@ -574,7 +571,7 @@ def test_a_key_is_made_shown_once_and_revoked(visit: Visit, front: Front) -> Non
 
 
 def lanes(page: Any, handovers: list[dict[str, Any]], status: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Spans that pages/lanes.js draws from 0 to 100: for each device (kind, holder, from, to)."""
+    """Spans that pages/lanes.js draws between 0 and 100: (kind, holder, from, to) by device."""
     (path,) = [path.decode() for path in site() if path.endswith(b"/lanes.js")]
     told = page.evaluate(
         f"([of, now]) => import('{path}').then((m) => m.lanesOf(of, now, 0, 100))", [handovers, status]
@@ -585,7 +582,7 @@ def lanes(page: Any, handovers: list[dict[str, Any]], status: dict[str, Any]) ->
     }
 
 
-def test_lanes_follow_the_journal_and_who_holds_a_device_now(visit: Visit) -> None:
+def test_lanes_follow_journal_and_current_holders(visit: Visit) -> None:
     def handover(time: float, verb: str, target: str, *devices: str) -> dict[str, Any]:
         step = {"verb": verb, "target": target, "state": "done", "ended_s": time, "detail": {"devices": devices}}
         return {"id": str(time), "started_s": time, "ended_s": time, "steps": [step]}
@@ -612,7 +609,7 @@ def test_lanes_follow_the_journal_and_who_holds_a_device_now(visit: Visit) -> No
     assert found["c"] == [("train", "tuned", 0, 100)]
 
 
-def test_the_timeline_is_looked_at_closer_by_pointer_and_by_keyboard(visit: Visit) -> None:
+def test_timeline_zooms_by_pointer_and_keyboard(visit: Visit) -> None:
     page = visit(place="#/timeline")
     lane = page.locator(".bar").first.bounding_box()
     at = lane["y"] + lane["height"] / 2

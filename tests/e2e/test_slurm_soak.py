@@ -1,7 +1,7 @@
-"""images/slurm/appliance.sbatch on Debian's Slurm: its controller, its node daemon and munge, all of this test's own.
+"""images/slurm/appliance.sbatch on Debian's Slurm, with a controller, node daemon and munge that this test starts.
 
-It needs root and `apt-get install slurmctld slurmd slurm-client munge`. The eight GPUs that the script asks for are
-counted by Slurm alone; the box has two logical devices of the CPU.
+It needs root and `apt-get install slurmctld slurmd slurm-client munge`. Slurm only counts the eight GPUs that the
+script requests; the box has two logical CPU devices.
 """
 
 import json
@@ -65,7 +65,7 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 
 class Slurm:
-    """A cluster of this machine alone."""
+    """A cluster of only this machine."""
 
     def __init__(self, folder: Path):
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
@@ -102,7 +102,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     ports = {"controller_port": free_port(), "node_port": free_port()}
     (folder / "slurm.conf").write_text(SETTINGS.format(folder=folder, host=host, cpus=os.cpu_count(), **ports))
     for number in range(8):
-        os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # in place of a device's file
+        os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # in place of a device file
     (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-7]\n")
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     key = folder / "munge.key"
@@ -143,7 +143,7 @@ def answers(box: WholeBox) -> bool:
     return bool(box.key) and box.answers() and box.tried("status") is not None
 
 
-def test_a_box_lives_in_one_job_after_the_other(tmp_path: Path) -> None:
+def test_box_continues_in_next_slurm_job(tmp_path: Path) -> None:
     box = WholeBox(tmp_path / "box")
     box.data_dir.mkdir()
     (box.data_dir / "appliance.toml").write_text("[box]\ndevices = 2\nstart_timeout_s = 300\n")
@@ -156,11 +156,11 @@ def test_a_box_lives_in_one_job_after_the_other(tmp_path: Path) -> None:
             wait_for(lambda: answers(box), "the box of the first job", 300)
             print(f"answers {time.monotonic() - began_s:.0f} s after sbatch")
             assert cluster.state(first)[0] == "RUNNING" and f"http://127.0.0.1:{box.port}/v1" in log.read_text()
-            # The machine is the box's alone.
+            # The box has the machine exclusively.
             waiting = cluster.submit(tmp_path / "other.log", **exported | {"DATA": str(tmp_path / "other")})
             assert cluster.state(waiting)[0] == "PENDING"
             cluster.ask("scancel", waiting)
-            # The shell of the batch script has become the box's command: nobody stands between Slurm and it.
+            # The batch script has exec'ed the box's command: no process is between Slurm and it.
             command = ["up", "--data-dir", str(box.data_dir)]
             (batch,) = [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[2:5] == command]
             assert batch.environ()["SLURM_JOB_ID"] == first
@@ -176,7 +176,7 @@ def test_a_box_lives_in_one_job_after_the_other(tmp_path: Path) -> None:
             assert cluster.ended(first) == ("COMPLETED", "0:0"), log.read_text()
             assert BoxFile.read(box.data_dir).state == "stopped" and not box.left(), box.left()
 
-            # The next one ends by its time: the box is told three minutes before, which is two minutes after its begin.
+            # The next job ends by its time limit: the box gets a signal two minutes after the start.
             second = cluster.submit(log, "--time=5", **exported)
             wait_for(lambda: answers(box), "the box of the second job", 300)
             now = box.job(job)

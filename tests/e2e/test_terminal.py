@@ -1,4 +1,4 @@
-"""The command as a process: what only a terminal gets, Ctrl-C, and what `--help` imports."""
+"""The command as a process: output for terminals only, Ctrl-C, and the imports of `--help`."""
 
 import json
 import os
@@ -21,7 +21,7 @@ no_environment, prepared = conftest.no_environment, conftest.prepared
 
 
 class Terminal:
-    """The far end of a pseudo-terminal, with everything written to it."""
+    """The controlling end of a pseudo-terminal, with all output written to it."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = pty.openpty()
@@ -46,7 +46,7 @@ class Terminal:
         while True:
             try:
                 piece = os.read(self._ours, 65536)
-            except OSError:  # the last process on the other side is gone
+            except OSError:  # the last process at the other end has exited
                 return
             with self._grown:
                 self.text += piece.decode(errors="replace")
@@ -73,7 +73,7 @@ def operation(state: str, done: float) -> dict[str, Any]:
     }
 
 
-def test_progress_is_for_terminals_and_never_part_of_the_result(prepared, terminal):
+def test_progress_is_shown_only_on_terminals(prepared, terminal):
     command = [*COMMAND, "model", "import", "hub/m", "--url", prepared.url, "-o", "json"]
     for stderr in (terminal.theirs, subprocess.PIPE):
         prepared.prepare("POST", "/admin/v1/models/import", (202, operation("running", 0)))
@@ -86,7 +86,7 @@ def test_progress_is_for_terminals_and_never_part_of_the_result(prepared, termin
     terminal.expect("import: downloading")
 
 
-def test_a_watch_refreshes_in_place_and_ends_with_ctrl_c(prepared, terminal):
+def test_watch_refreshes_in_place_and_ends_with_ctrl_c(prepared, terminal):
     def devices(name: str) -> tuple[int, Any]:
         device = {"id": "n0/0", "kind": "cpu", "name": name, "memory_bytes": 1, "health": "ok", "holder": None}
         return 200, {"data": [device]}
@@ -99,10 +99,10 @@ def test_a_watch_refreshes_in_place_and_ends_with_ctrl_c(prepared, terminal):
         watching.send_signal(signal.SIGINT)
         assert watching.wait(60) == 130
         assert watching.stderr.read() == b""
-    terminal.expect("\x1b[?1049l")  # the screen from before is back
+    terminal.expect("\x1b[?1049l")  # the previous screen is restored
 
 
-def test_a_conversation_keeps_its_history(prepared, terminal):
+def test_chat_keeps_history(prepared, terminal):
     prepared.prepare("POST", CHAT, (200, sse("Hello!")), (200, sse("Fine.")))
     with subprocess.Popen(
         [*COMMAND, "chat", "starter", "--url", prepared.url],
@@ -124,7 +124,7 @@ def test_a_conversation_keeps_its_history(prepared, terminal):
     ]
 
 
-def test_ids_are_folded_on_a_narrow_terminal_never_shortened(tmp_path: Path, terminal):
+def test_ids_wrap_on_narrow_terminal(tmp_path: Path, terminal):
     rows = "[('ftjob-' + 'a' * 60, 'y' * 60)]"
     program = f"from appliance.cli import output; output.draw(output.table(('ID', 'X'), {rows}, empty=''))"
     environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}
@@ -133,7 +133,7 @@ def test_ids_are_folded_on_a_narrow_terminal_never_shortened(tmp_path: Path, ter
     assert terminal.text.count("a") == 60 and terminal.text.count("y") == 60 and "…" not in terminal.text
 
 
-def test_ctrl_c_ends_a_follow_command_cleanly(prepared):
+def test_ctrl_c_ends_follow_command_cleanly(prepared):
     prepared.prepare("GET", "/v1/fine_tuning/jobs/ftjob-1", (200, {"id": "ftjob-1", "status": "running"}))
     event = {"id": "e1", "type": "message", "level": "info", "message": "hello", "created_at": 0, "data": {}}
     prepared.prepare("GET", "/v1/fine_tuning/jobs/ftjob-1/events", (200, {"data": [event], "has_more": False}))
@@ -148,7 +148,7 @@ def test_ctrl_c_ends_a_follow_command_cleanly(prepared):
 HEAVY = ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "transformers", "numpy", "pydantic", "rich", "httpx")
 
 
-def test_help_imports_nothing_heavy():
+def test_help_imports_no_heavy_module():
     program = (
         "import sys\nfrom appliance.cli.main import run\n"
         "try: run()\nexcept SystemExit: print(*sys.modules, file=sys.stderr)"

@@ -1,7 +1,6 @@
-"""A job in a real MLflow server and in W&B's own run file: MLflow's server from the package registry, the trackers'
-libraries as images/requirements/tracking.txt pins them, each in a virtual environment that is thrown away.
-
-It needs the package registry. What it prints: how long the environments took, and what came of the job.
+"""Exports a job to a real MLflow server and to W&B's run file. MLflow's server and the trackers' libraries (pinned by
+images/requirements/tracking.txt) come from the package registry, each in a temporary virtual environment. Prints the
+time of the installation and the result of the job.
 """
 
 import json
@@ -26,8 +25,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 PINS = ROOT / "images" / "requirements" / "tracking.txt"
 WANDB = {"type": "wandb", "wandb": {"project": "sums", "name": "first", "tags": ["night"]}}
-# Prints the records of a run file that tests look at, as JSON. W&B's library has the messages in it, but no
-# reader: it is LevelDB's log in blocks of 32 KiB, behind 7 bytes of its own.
+# Prints the records of a run file as JSON. W&B's library has the message types, but no reader: the file is a LevelDB
+# log in blocks of 32 KiB, after a header of 7 bytes.
 READ = """
 import json, struct, sys
 from wandb.proto import wandb_internal_pb2
@@ -65,7 +64,7 @@ for data in records(open(sys.argv[1], "rb").read()):
 
 
 def environment(folder: Path, *packages: str) -> Path:
-    """The interpreter of a new virtual environment with these packages."""
+    """Create a virtual environment with these packages; return its interpreter."""
     began_s = time.monotonic()
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
@@ -76,17 +75,17 @@ def environment(folder: Path, *packages: str) -> Path:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of the trackers' environment, as docs/tracking.md has it made."""
+    """The interpreter of the trackers' environment, created as in docs/tracking.md."""
     return environment(tmp_path_factory.mktemp("trackers") / "venv", "--require-hashes", "--no-deps", "-r", str(PINS))
 
 
 @contextmanager
 def mlflow_server(python: Path, folder: Path, port: int) -> Iterator[None]:
-    """A real one with its database in `folder`."""
+    """Run a real MLflow server with its database in `folder`."""
     command = [python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     where = [f"--backend-store-uri=sqlite:///{folder}/mlflow.db", f"--artifacts-destination={folder / 'artifacts'}"]
     clean = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    clean["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # its jobs have files in shared memory, which it leaves there
+    clean["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # its jobs leave files in shared memory
     with open(folder / "mlflow.log", "ab") as log:
         process = subprocess.Popen([*command, *where], stdout=log, stderr=log, env=clean, start_new_session=True)
     try:
@@ -105,7 +104,7 @@ def _answers(port: int) -> bool:
 
 
 class Mlflow:
-    """What the server says, by its own REST routes."""
+    """Reads the server by its REST API."""
 
     def __init__(self, port: int):
         self._url = f"http://127.0.0.1:{port}/api/2.0/mlflow"
@@ -129,7 +128,7 @@ def told(run: dict[str, Any], kind: str) -> dict[str, str]:
 
 
 def wandb_file(python: Path, folder: Path) -> list[dict[str, Any]]:
-    """The records of the one run below `folder`."""
+    """The records of the only run below `folder`."""
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     done = subprocess.run([python, "-I", "-c", READ, file], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -137,7 +136,7 @@ def wandb_file(python: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def exporters(box: WholeBox) -> list[psutil.Process]:
-    """Those of this box."""
+    """Exporter processes of this box."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -150,13 +149,12 @@ def exporters(box: WholeBox) -> list[psutil.Process]:
 
 
 def troubles(box: WholeBox) -> set[str]:
-    """The exporter's, and its trackers'."""
+    """Problems that the exporter and its trackers report."""
     return {one["name"] for one in box.admin("status")["degraded"] if one["name"].startswith("tracking")}
 
 
-def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path, python):
-    """The server is away when the job begins and again in its midst, and the exporter is killed: nothing is lost, and
-    nothing there twice."""
+def test_job_is_complete_in_mlflow_and_wandb(tmp_path, python):
+    """The server is down twice and the exporter is killed: no row is lost or duplicated."""
     server = environment(tmp_path / "server", "mlflow>=3.17,<4")
     port = free_port()
     settings = (

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model split over ranks trains, moves and publishes like one that is whole on each rank."""
+"""Tensor parallelism: a model split over ranks trains, moves and publishes like a model that is whole on each rank."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ TEXT = {"write": write_text_file}
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
-async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop, fields):
+async def test_shared_model_keeps_losses_between_sizes(shop, fields):
     reference = shop.spec("whole", n_epochs=1, **fields)
     whole = (await shop.run(reference, 2)).losses()
     spec = shop.spec("shared", n_epochs=1, tensor_parallel=2, **fields)
@@ -42,7 +42,7 @@ async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop,
 @pytest.mark.parametrize(
     "fields", [{"zero_stage": 2}, {**ADAPTER, "zero_stage": 3}], ids=lambda fields: "-".join(map(str, fields.values()))
 )
-async def test_a_shared_row_keeps_the_loss_curve_and_moves_between_sizes(shop, fields):
+async def test_shared_row_keeps_losses_between_sizes(shop, fields):
     fields = {"n_epochs": 1, "valid_path": str(shop.folder / "write_chat_file-64.jsonl"), **fields}
     reference, spec = shop.spec("whole", **fields), shop.spec("shared", sequence_parallel=2, **fields)
     whole = (await shop.run(reference, 2)).losses()
@@ -77,7 +77,7 @@ async def test_a_shared_row_keeps_the_loss_curve_and_moves_between_sizes(shop, f
     ],
     ids=lambda fields: "-".join(f"{name}={getattr(value, '__name__', value)}" for name, value in fields.items()),
 )
-async def test_every_layout_has_the_loss_curve_and_the_result_of_one_plain_rank(shop, task, layout):
+async def test_layout_has_losses_and_result_of_one_rank(shop, task, layout):
     fields = {"n_epochs": 1, **task}
     plain, spec = shop.spec("plain", zero_stage=1, **fields), shop.spec("layout", **{**fields, **layout})
     expected, losses = [(await shop.run(one, size)).losses() for one, size in ((plain, 1), (spec, 2))]
@@ -101,7 +101,7 @@ async def test_run_with_shared_rows_resumes_on_one_rank(shop):
 
 
 @pytest.mark.parametrize("method", ["reinforcement", pytest.param("distillation", marks=pytest.mark.soak)])
-async def test_ranks_that_share_a_model_sample_the_same_answers(shop, method):
+async def test_ranks_sharing_model_sample_same_answers(shop, method):
     fields = {"method": method, "examples": 16, "packing": False, "n_epochs": 1}
     whole = await shop.run(shop.spec("sampled-whole", **fields), 2)
     shared = await shop.run(shop.spec("sampled-shared", tensor_parallel=2, **fields), 2)
@@ -109,14 +109,14 @@ async def test_ranks_that_share_a_model_sample_the_same_answers(shop, method):
         {event["step"]: event[JUDGED[method]] for event in world.of("metrics")} for world in (shared, whole)
     )
     assert verdicts.keys() == expected.keys() == {1, 2, 3, 4} and min(expected.values()) > 0
-    # Rounding may choose another token here and there.
+    # Rounding may change single tokens.
     assert all(abs(verdicts[step] - one) < 0.05 for step, one in expected.items()), (verdicts, expected)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        # Biases behind columns, tied embeddings, half as many key-value heads as heads.
+        # Biases after column splits, tied embeddings, half as many key-value heads as heads.
         {"zero_stage": 1, "model": {"family": "qwen2", "tied": True}},
         {"zero_stage": 2, "model": {"family": "qwen2"}, **ADAPTER, "lora_publish": "adapter"},
         {"zero_stage": 1, "model": {"family": "qwen2"}, **ADAPTER},
@@ -131,7 +131,7 @@ async def test_ranks_that_share_a_model_sample_the_same_answers(shop, method):
     ],
     ids=["qwen2-tied", "adapter", "merged", "zero3", "llama", "mistral", "qwen3-tied", "llama-bf16", "llama-4"],
 )
-async def test_publish_by_slices_equals_a_gathered_model(shop, fields):
+async def test_publish_by_slices_equals_gathered_model(shop, fields):
     told = await shop.compare_publish(shop.spec(**({"tensor_parallel": 2} | fields)), 4)
     for event in told:
         assert event["names"] == event["expected"] and not event["worst"]
@@ -152,12 +152,12 @@ async def test_publish_by_slices_equals_a_gathered_model(shop, fields):
     ],
     ids=["qwen2-tied", "qwen3", "mistral", "llama-bf16", "micro-batches"],
 )
-async def test_every_kind_of_shared_model_moves_between_sizes(shop, fields):
+async def test_shared_model_of_each_kind_moves_between_sizes(shop, fields):
     fields = {"batch_size": 4, "tensor_parallel": 2, "examples": 96} | fields
     unbroken = (await shop.run(shop.spec("unbroken", **fields), 4)).losses()
     losses = losses_of(await shop.moved(shop.spec("moved", **fields), 4, 8, 2))
     assert losses.keys() == unbroken.keys() and worst(losses, unbroken) <= ACROSS_SIZES
-    if fields.get("precision") != "bf16":  # sums in parts are rounded to bf16, as everything is
+    if fields.get("precision") != "bf16":  # partial sums are rounded to bf16 too
         whole = (await shop.run(shop.spec("whole", **{**fields, "tensor_parallel": 1}), 2)).losses()
         print(f"worst difference of a step's loss, shared by two against whole: {worst(unbroken, whole):.1e}")
         assert worst(unbroken, whole) <= ACROSS_SIZES
@@ -165,7 +165,7 @@ async def test_every_kind_of_shared_model_moves_between_sizes(shop, fields):
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-async def test_resume_is_bitwise_at_the_same_layout_and_close_at_others(shop):
+async def test_resume_is_bitwise_at_same_layout_else_close(shop):
     fields = {"n_epochs": 1, "model": {"num_key_value_heads": 4}, "zero_stage": 1}
     spec, broken = shop.spec("unbroken", tensor_parallel=2, **fields), shop.spec("broken", tensor_parallel=2, **fields)
     unbroken = await shop.run(spec, 4)
@@ -175,7 +175,7 @@ async def test_resume_is_bitwise_at_the_same_layout_and_close_at_others(shop):
     second = await shop.run(broken, 4, snapshot=report.snapshot_path)
     assert first.losses() | second.losses() == unbroken.losses()
     assert same(shop.published(spec)[0], shop.published(broken)[0])
-    # A snapshot holds whole parameters, so it suits any sharing.
+    # A snapshot holds whole parameters, so any layout can read it.
     for size, shared in ((4, 2), (4, 4), (2, 1)):
         other = shop.spec(f"other-{size}-{shared}", tensor_parallel=shared, **fields)
         again = await shop.run(other, size, snapshot=report.snapshot_path)

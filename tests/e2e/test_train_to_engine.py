@@ -1,4 +1,4 @@
-"""What ranks publish by fragments is what an engine serves: a swap against vLLM as it comes, loading from disk."""
+"""An engine serves the weights that ranks publish by fragments: compares a swap with unmodified vLLM from disk."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from runtime.processes.lifeline import Lifeline
 from serve.core.spec import ReplicaSpec
 from serve.vllm.arguments import engine_environment
 
-# As wide as vLLM's CPU kernels want heads and experts to be; greedy decoding of random weights is stable at this range.
+# Widths of heads and experts that vLLM's CPU kernels need; at this range greedy decoding of random weights is stable.
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -52,9 +52,7 @@ SOAK = {
     [pytest.param(*case, id=name) for name, case in CASES.items()]
     + [pytest.param(*case, id=name, marks=pytest.mark.soak) for name, case in SOAK.items()],
 )
-async def test_published_by_fragments_then_swapped_in_equals_a_plain_engine_from_disk(
-    engine_box, start, shop, tmp_path, model, fields
-):
+async def test_swap_of_published_fragments_equals_plain_engine(engine_box, start, shop, tmp_path, model, fields):
     job = shop.spec(model=model | SIZES, n_epochs=1, examples=32, **({"learning_rate": 5e-3} | fields))
     replica, sdk, *_ = await start("base", shop.base, version="base")
     before = await greedy(sdk, "starter")
@@ -90,7 +88,7 @@ async def greedy(sdk, model):
     return choice.model_extra["token_ids"], choice.logprobs.token_logprobs
 
 
-# --- vLLM as it comes: its own loader and worker on a model directory on disk, without anything of this project
+# --- unmodified vLLM: its own loader and worker on a model directory on disk, without code of this project
 
 
 async def answer_of_plain_engine(
@@ -117,7 +115,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     spec = ReplicaSpec(**args["spec"])
     os.environ.update(engine_environment(spec, 1))
     os.makedirs(spec.scratch_path, mode=0o700, exist_ok=True)
-    tempfile.tempdir = spec.scratch_path  # the warm parent has looked up and kept its own
+    tempfile.tempdir = spec.scratch_path  # the warm parent has cached its own
     from vllm import LLM, SamplingParams
 
     lifeline.serve({})

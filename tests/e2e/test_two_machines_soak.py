@@ -1,5 +1,5 @@
-"""A box and a second node on a network of their own: what is killed, stopped, cut off or removed there, what
-clients saw of it, and how long until all was whole again. As root; skipped where no network can be made.
+"""A box and a second node on a separate network: kills, stops, cuts or removes parts of the second node, and reports
+the effect on clients and the time to recover. Needs root; skipped if no network can be created.
 
 `NODE_FAULTS="wire cut,kill raylet" pytest -s -m soak tests/e2e/test_two_machines_soak.py` chooses faults.
 """
@@ -46,7 +46,7 @@ class Machines:
         wait_for(lambda: devices(self.home) == ALL, "the other machine's devices", 400)
 
     def supervise(self) -> None:
-        """Start the node again when it has ended, as systemd does."""
+        """Restart the node if it has ended, like systemd."""
         if self.away.process is not None and self.away.process.poll() is not None:
             self.away.join(self.invitation, devices=3)
 
@@ -63,13 +63,13 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 def started(machines: Machines) -> str:
-    """An engine on each machine, and a job on both other devices of the second; returns the job."""
+    """Start an engine on each machine, and a job on the other two devices of the second; return the job."""
     home = machines.home
     deploy_tiny(home)
     machines.join()
     home.run("mode", "set", "split", "--train", "2")
     home.run("model", "deploy", "tiny", "--min-replicas", "2")
-    # Eight times over: on a fast machine the job ended while the sixth fault was mended, and was waited for.
+    # Eight copies of the data, so that the job outlasts all faults on a fast machine.
     (home.data_dir / "train.jsonl").write_bytes(b"\n".join([gsm8k("train", 2000)] * 8))
     job = home.submit("tiny", home.data_dir / "train.jsonl", JOB)
     wait_for(lambda: whole(home, job), "engines on both machines and the job on the second", 600)
@@ -87,7 +87,7 @@ def whole(home: WholeBox, job: str) -> bool:
 
 
 def code_of(error: str) -> str:
-    """OpenAI's code of an error, or its class."""
+    """The OpenAI code of an error, or its class."""
     found = re.search(r"'code': '(\w+)'", error)
     return found[1] if found else error.partition(":")[0]
 
@@ -98,7 +98,7 @@ def answered_by(home: WholeBox) -> Counter[str]:
 
 
 def served_there(home: WholeBox) -> Callable[[], bool]:
-    """Whether an engine of the second machine has answered since now."""
+    """A function that tells whether engines of the second machine have answered since this call."""
     time.sleep(1)  # the gateway writes the access log every half second
     before = answered_by(home)
 
@@ -138,7 +138,7 @@ FAULTS: dict[str, tuple[float, Callable[[Machines], Any]]] = {
 }
 
 
-def test_faults_of_the_other_machine(machines: Machines) -> None:
+def test_box_recovers_from_faults_of_second_machine(machines: Machines) -> None:
     home = machines.home
     job = started(machines)
     chosen = [name for name in os.environ.get("NODE_FAULTS", "").split(",") if name] or list(FAULTS)
@@ -159,8 +159,7 @@ def test_faults_of_the_other_machine(machines: Machines) -> None:
             there: list[Callable[[], bool]] = []
 
             def again(job: str = job, step: int = step, there: list[Callable[[], bool]] = there) -> bool:
-                """Whole, and the second machine answers: a wire that comes back as the node is given up makes it look
-                whole for a moment."""
+                """Whether all is whole and the second machine answers: after a cut, a lost node first looks whole."""
                 machines.supervise()
                 if not whole(home, job) or max(home.losses(job)) <= step:
                     there.clear()
@@ -169,7 +168,7 @@ def test_faults_of_the_other_machine(machines: Machines) -> None:
                     there.append(served_there(home))
                 return there[0]()
 
-            time.sleep(2.0)  # a death is not known at once
+            time.sleep(2.0)  # a death is not detected at once
             try:
                 wait_for(again, f"all to be whole after {name}", 400)
             except AssertionError as error:
@@ -185,7 +184,7 @@ def test_faults_of_the_other_machine(machines: Machines) -> None:
             )
             print(rows[-1], flush=True)
             if cut or any(one.answers > 1 for one in seen):
-                wrong.append(f"{name}: {cut} answers cut off without a word, or some given twice")
+                wrong.append(f"{name}: {cut} answers cut off without an error, or some duplicated")
             if longest > 60:
                 wrong.append(f"{name}: a client waited {longest:.0f} s")
     print("| fault | s | requests | errors | cut | longest s | whole after s |", *rows, sep="\n", flush=True)
@@ -195,10 +194,10 @@ def test_faults_of_the_other_machine(machines: Machines) -> None:
     home.run("job", "cancel", job)
 
 
-# --- removed
+# --- removal
 
 
-def test_a_node_is_removed_while_an_engine_and_a_job_run_on_it(machines: Machines) -> None:
+def test_node_with_engine_and_job_is_removed(machines: Machines) -> None:
     home, away = machines.home, machines.away
     job = started(machines)
     with Load(home.url, home.key, "tiny", workers=4, max_tokens=200, prompts=DISTINCT) as load:
@@ -229,7 +228,7 @@ def test_a_node_is_removed_while_an_engine_and_a_job_run_on_it(machines: Machine
     wait_for(lambda: away.process.poll() is not None, "it to be ended again", 300)
     assert devices(home) == ["n0/0"] and away.left() == []
 
-    # Against who keeps the certificate and speaks to Ray: a new authority.
+    # To lock out an owner of the old certificate who connects to Ray: create a new authority.
     home.run("down")
     shutil.rmtree(home.data_dir / "ca")
     (home.data_dir / "ray.token").unlink()

@@ -1,4 +1,4 @@
-"""Starting and stopping, with a stand-in for the main process that keeps its side of the agreement."""
+"""Starting and stopping a box, with a stand-in for the main process that follows the same protocol."""
 
 import contextlib
 import json
@@ -15,8 +15,8 @@ from appliance.cli.commands import box as up
 from tests.unit.cli.conftest import no_environment, run, write_box_file  # noqa: F401
 
 PYTHON = sys.executable  # before a fixture replaces it
-# Called as `python -m appliance.boot.main up --config FILE`, like the real one, whose box.json it
-# writes. What it does is told by a file `script.json` in the data directory.
+# Called as `python -m appliance.boot.main up --config FILE`, like the real process, and writes the same box.json.
+# `script.json` in the data directory sets its behaviour.
 STAND_IN = """\
 import json, os, signal, sys, time
 config = json.load(open(sys.argv[sys.argv.index("--config") + 1]))
@@ -43,7 +43,7 @@ time.sleep(60)
 
 @pytest.fixture
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data directory with a stand-in behind `python -m appliance.boot.main`; nothing of it survives the test."""
+    """A data directory with a stand-in for `python -m appliance.boot.main`, removed after the test."""
     stand_in = tmp_path / "python"
     stand_in.write_text(f"#!{PYTHON} -I\n{STAND_IN}")
     stand_in.chmod(0o755)
@@ -68,7 +68,7 @@ def box_file(data_dir: Path) -> dict:
     return json.loads((data_dir / "box.json").read_text())
 
 
-def test_up_detached_and_down(data_dir):
+def test_up_detached_then_down_stops_box(data_dir):
     file = data_dir / "first-key"
     file.write_text("sk-first\n")
     script(data_dir, key_file=str(file))
@@ -93,7 +93,7 @@ def test_up_detached_and_down(data_dir):
     assert not Path(f"/proc/{box['pid']}").exists() or "Z" in Path(f"/proc/{box['pid']}/stat").read_text().split()[2]
 
 
-def test_a_copied_directory_names_a_box_that_is_not_its_own(data_dir, tmp_path):
+def test_copied_directory_is_not_taken_for_running_box(data_dir, tmp_path):
     assert run("up", "--detach", "--data-dir", str(data_dir)).exit_code == 0
     pid = box_file(data_dir)["pid"]
     copy = tmp_path / "copy"
@@ -107,7 +107,7 @@ def test_a_copied_directory_names_a_box_that_is_not_its_own(data_dir, tmp_path):
     run("down", "--data-dir", str(data_dir))
 
 
-def test_a_box_that_does_not_start(data_dir):
+def test_up_reports_failed_start(data_dir):
     script(data_dir, exit=1)
     failed = run("up", "--detach", "--data-dir", str(data_dir))
     assert failed.exit_code == 1 and "starting Ray" in failed.stderr and "main.log" in failed.stderr
@@ -115,12 +115,12 @@ def test_a_box_that_does_not_start(data_dir):
     assert run("up", "--detach", "--data-dir", str(data_dir)).exit_code == 5
 
 
-def test_up_with_an_impossible_folder_prints_one_line():
+def test_up_with_impossible_folder_prints_one_line():
     failed = run("up", "--detach", "--data-dir", "/proc/none")
     assert failed.exit_code == 1 and failed.stderr.startswith("error: /proc/none") and failed.stderr.count("\n") == 1
 
 
-def test_bad_settings_start_nothing(data_dir, tmp_path):
+def test_up_with_bad_settings_starts_nothing(data_dir, tmp_path):
     config = tmp_path / "box.toml"
     config.write_text("[box]\nprot = 8000\n")
     wrong = run("up", "--config", str(config), "--data-dir", str(data_dir))
@@ -131,15 +131,15 @@ def test_bad_settings_start_nothing(data_dir, tmp_path):
     assert not (data_dir / "box.json").exists()
 
 
-def test_down_where_nothing_runs(tmp_path):
+def test_down_without_running_box_is_harmless(tmp_path):
     nothing = run("down", "--data-dir", str(tmp_path / "none"))
     assert nothing.exit_code == 0 and "no box runs on" in nothing.stdout
-    # The process that has the number now is not the box.
+    # Another process has the pid now.
     write_box_file(tmp_path / "stale", pid=os.getpid(), state="ready")
     assert "no box runs on" in run("down", "--data-dir", str(tmp_path / "stale")).stdout
 
 
-def test_a_box_that_takes_its_time(data_dir):
+def test_down_times_out_and_force_kills_box(data_dir):
     script(data_dir, deaf=True)
     run("up", "-d", "--data-dir", str(data_dir))
     pid = box_file(data_dir)["pid"]
@@ -150,7 +150,7 @@ def test_a_box_that_takes_its_time(data_dir):
     assert not up.BoxFile.read(data_dir).pid, f"{pid} is gone"
 
 
-def test_up_in_the_foreground_becomes_the_main_process(data_dir, monkeypatch):
+def test_up_in_foreground_becomes_main_process(data_dir, monkeypatch):
     became: list[str] = []
     monkeypatch.setattr(os, "chdir", lambda folder: None)
     monkeypatch.setattr(os, "execv", lambda program, arguments: became.extend(arguments) or sys.exit(0))
@@ -159,7 +159,7 @@ def test_up_in_the_foreground_becomes_the_main_process(data_dir, monkeypatch):
     assert json.loads((data_dir / "config.json").read_text())["box"]["port"] == 9123
 
 
-def test_show_ready_names_the_key_file_and_not_the_key(tmp_path, capsys):
+def test_show_ready_prints_key_file_not_key(tmp_path, capsys):
     file = tmp_path / "first-key"
     file.write_text("sk-first\n")
     box = up.BoxFile(tmp_path, {"url": "http://127.0.0.1:9", "first_key_file": str(file)})
@@ -168,15 +168,15 @@ def test_show_ready_names_the_key_file_and_not_the_key(tmp_path, capsys):
     assert str(file) in shown and "Ctrl-C" in shown and "sk-first" not in shown, "under systemd it is a journal"
 
 
-def test_a_data_directory_that_everybody_may_write_to_is_told_of_before_it_is_closed(data_dir: Path):
-    """`up` closes it, and with what others had put in it first: a token for Ray that they know, a program of ours."""
+def test_up_refuses_world_writable_directory(data_dir: Path):
+    """Others may have put files in it: a Ray token that they know, or a replaced program."""
     data_dir.chmod(0o777)
     done = run("up", "--detach", "--data-dir", str(data_dir))
     assert done.exit_code == 1 and "chmod o-w" in done.stderr
     assert not (data_dir / "box.json").exists() and data_dir.stat().st_mode & 0o777 == 0o777
 
 
-def test_up_refuses_a_directory_that_is_not_a_box(data_dir: Path):
+def test_up_refuses_directory_without_box(data_dir: Path):
     (data_dir / "appliance.toml").unlink()
     data_dir.chmod(0o755)
     done = run("up", "--detach", "--data-dir", str(data_dir))

@@ -1,4 +1,4 @@
-"""Starts and stops what tests/front/__init__.py names; the test itself stays on its own thread and speaks HTTP."""
+"""Starts and stops the processes listed in tests/front/__init__.py; the test runs in its own thread and uses HTTP."""
 
 import asyncio
 import concurrent.futures
@@ -41,13 +41,13 @@ TOKEN = "f" * 64
 
 
 class Counts:
-    """Of all connections of one engine. aborted: streams that the gateway broke off."""
+    """Counters over all connections of one engine. aborted: streams that the gateway broke off."""
 
     open = streaming = answered = aborted = 0
 
 
 class ImportingOps(SimulatedModelOps):
-    """Imports directories as the box does; nothing else."""
+    """Imports directories like a real box; supports nothing else."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Front:
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, **more)
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """Run `work` where the control app runs."""
+        """Run `work` in the thread of the control app."""
         done: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def run() -> None:
@@ -89,14 +89,14 @@ class Front:
         return done.result(30)
 
     def restart_control(self) -> None:
-        """The control app dies with all its connections; another one listens on return."""
+        """Kill the control app with all its connections; on return a new one listens."""
         dies, dead = self._dies, self._server
         assert dies is not None
         self.call(dies.set)
         self.wait(lambda: self._server is not dead and self._server is not None and self._server.started)
 
     def serve(self, state: str = "open", *, replicas: int = 1) -> None:
-        """Put the model on its engine in `state`; on none at all with replicas=0."""
+        """Route the model to its engine in `state`; replicas=0: to no engine."""
         rows = [
             {"id": f"r{n}", "socket": str(self.folder / "engine.sock"), "version": "v1", "state": state}
             for n in range(replicas)
@@ -111,7 +111,7 @@ class Front:
         asyncio.run_coroutine_threadsafe(publish(), self._loop).result(40)
 
     def inflight(self) -> int:
-        """Requests on the engine, as the gateways report it to the controller."""
+        """Number of requests at the engine, as the gateways report it to the controller."""
         assert self._bus is not None
         bus = self._bus
         return self.call(lambda: bus.inflight("r0"))
@@ -133,11 +133,11 @@ class Front:
             if condition():
                 return
             pause.wait(0.05)
-        raise TimeoutError("what the test waits for did not come")
+        raise TimeoutError("timeout: the condition of the test did not become true")
 
     @property
     def process(self) -> psutil.Process:
-        """The gateway's."""
+        """The process of the gateway."""
         assert self.gateway is not None
         return psutil.Process(self.gateway.pid)
 
@@ -148,12 +148,12 @@ class Front:
         return self.process.num_fds()
 
     def peak_bytes(self) -> int:
-        """Most that the gateway has ever had resident."""
+        """Peak resident memory of the gateway."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
     def series(self, *names: str) -> dict[str, float]:
-        """Sums of series of the gateway over their labels."""
+        """Metrics of the gateway, each summed over its labels."""
         with self.http() as client:
             families = text_string_to_metric_families(client.get("/metrics").text)
             samples = [sample for family in families for sample in family.samples]
@@ -173,7 +173,7 @@ def running_front(
     *, controller: dict[str, Any] | None = None, imports: bool = True, port: int | None = None, **gateway: Any
 ) -> Iterator[Front]:
     """A front with the model `MODEL` open on one engine; `controller` and `gateway`: settings that differ from the
-    defaults; `port`: a free one unless given. Everything has ended on return."""
+    defaults; `port`: default a free port. All processes have ended on return."""
     folder = Path(tempfile.mkdtemp(prefix="front-", dir="/tmp"))  # short: a Unix socket's path has 107 bytes
     port = port or free_port()
     started: concurrent.futures.Future[Front] = concurrent.futures.Future()
@@ -268,14 +268,12 @@ def running_front(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- an engine on a Unix socket that answers from a can, as slowly as its request says
+# --- an engine on a Unix socket with canned answers, at the pace that the request sets
 
 
 class CannedEngine(asyncio.Protocol):
-    """One connection. The request's `user` says how it streams: "EVENTS PACE_S", else two events at once.
-
-    `open` holds the connections there are, `answered` counts complete answers: both belong to the server's loop.
-    """
+    """One connection. The request's `user` sets the stream: "EVENTS PACE_S", else two events at once. `open`: the open
+    connections; `answered`: number of complete answers. Both belong to the server's loop."""
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts

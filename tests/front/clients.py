@@ -1,4 +1,4 @@
-"""Clients by the thousand: as little as possible per connection, so that the gateway is what is measured."""
+"""Thousands of clients with little work per connection, so that tests measure the gateway."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CHAT = "/v1/chat/completions"
 
 
 def allow_descriptors(wanted: int) -> None:
-    """Raises RuntimeError if this process may not have so many."""
+    """Raise the limit of open files to this. Raises RuntimeError if the hard limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise RuntimeError(f"{wanted} file descriptors are needed, {hard} allowed (ulimit -Hn)")
+        raise RuntimeError(f"{wanted} file descriptors are needed, but only {hard} allowed: raise ulimit -Hn")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
@@ -29,8 +29,7 @@ def stream_request(key: str, events: int, pace_s: float) -> bytes:
 
 
 class StreamClient(asyncio.Protocol):
-    """Sends `data` and keeps what comes. `first`: an event of the engine is in. `over`: [DONE] came, or the connection
-    ended."""
+    """Sends `data` and stores the answer. `first`: set at the first event. `over`: set at [DONE] or disconnection."""
 
     def __init__(self, data: bytes, *, reads: bool = True) -> None:
         loop = asyncio.get_running_loop()
@@ -74,7 +73,7 @@ async def connect(front: Front, data: bytes, *, reads: bool = True) -> StreamCli
 
 
 class Neighbours(threading.Thread):
-    """Ask one plain question and one stream after the other. `failed`: incomplete answers; `slowest_s`: of a pair."""
+    """Sends a plain request and a stream in turns. `failed`: incomplete answers. `slowest_s`: slowest pair of both."""
 
     def __init__(self, front: Front) -> None:
         super().__init__(name="neighbours")

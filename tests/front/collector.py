@@ -1,4 +1,4 @@
-"""An OTLP/HTTP collector for tests, which keeps the spans that it is sent."""
+"""An OTLP/HTTP collector for tests."""
 
 import asyncio
 import gzip
@@ -10,7 +10,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector:
-    """An OTLP/HTTP collector: keeps the spans it is sent."""
+    """An OTLP/HTTP collector that stores all spans it receives."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

@@ -1,4 +1,4 @@
-"""Engines and jobs beside all that may sleep on their devices: what is not refused fits, on cards of any size."""
+"""Engines and jobs that are not refused fit next to all sleeping engines of their devices, on cards of any size."""
 
 from collections import Counter
 
@@ -49,7 +49,7 @@ def sized(kind: str, memory: int, shape: ServedShape, asleep: int, shards: int, 
 
 
 def vllm_starts(size: EngineSize, kind: str, memory: int, asleep: int) -> bool:
-    """Whether vLLM would (vllm/v1/worker/utils.request_memory, after its context is made) and has what it takes."""
+    """Whether vLLM would start (vllm/v1/worker/utils.request_memory, with its context) and has enough memory."""
     free = memory - asleep * kind_of(kind).asleep_bytes
     asked = -(-memory * round(size.gpu_memory_fraction * 10_000) // 10_000)
     return free - kind_of(kind).context_bytes >= asked and size.memory.device_bytes <= free
@@ -64,7 +64,7 @@ def vllm_starts(size: EngineSize, kind: str, memory: int, asleep: int) -> bool:
     fraction=st.floats(0.3, 1.0),
     seqs=st.sampled_from([None, 1, 64, 4096]),
 )
-def test_an_engine_that_is_not_refused_starts_beside_all_sleepers(kind, memory, shape, asleep, shards, fraction, seqs):
+def test_accepted_engine_starts_next_to_all_sleepers(kind, memory, shape, asleep, shards, fraction, seqs):
     config = EngineConfig(gpu_memory_fraction=fraction, max_num_seqs=seqs)
     size = sized(kind, memory, shape, asleep, shards, config)
     if size.problem:
@@ -73,12 +73,12 @@ def test_an_engine_that_is_not_refused_starts_beside_all_sleepers(kind, memory, 
     assert size.gpu_memory_fraction <= fraction and size.memory.device_bytes <= memory * fraction
     assert size.spec_fields()["gpu_memory_fraction"] == size.gpu_memory_fraction
     fewer = sized(kind, memory, shape, 0, shards, config)
-    assert fewer.memory.kv_cache_bytes >= size.memory.kv_cache_bytes, "what sleeps takes from the KV cache"
+    assert fewer.memory.kv_cache_bytes >= size.memory.kv_cache_bytes, "sleepers take from the KV cache"
     assert not fewer.problem
 
 
 @given(kind=st.sampled_from(GPUS), memory=st.integers(24, 192), asleep=st.integers(0, 2))
-def test_small_models_start_on_every_card_from_24_gb_on(kind, memory, asleep):
+def test_small_models_start_on_cards_from_24_gb(kind, memory, asleep):
     memory *= GIB
     for shape, least in ((LLAMA_1B, 32_768), (LLAMA_8B, 4_096)):
         size = sized(kind, memory, shape, asleep, 1, EngineConfig())
@@ -100,7 +100,7 @@ MODELS = st.sampled_from(
     bound=st.integers(0, 4),
     devices=st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=12),
 )
-def test_no_device_keeps_more_sleepers_than_the_bound(kind, bound, devices):
+def test_sleepers_per_device_stay_within_limit(kind, bound, devices):
     config = SchedulerConfig(max_asleep_per_device=bound)
     replicas = tuple(
         ReplicaView(f"r{n}", f"m{n}", "v1", "asleep", tuple(f"n0/{d}" for d in sorted(held)))
@@ -130,7 +130,7 @@ def test_no_device_keeps_more_sleepers_than_the_bound(kind, bound, devices):
     tokens=st.sampled_from([512, 4096, 32768]),
     asleep=st.integers(0, 4),
 )
-def test_a_job_that_fits_leaves_room_for_what_no_plan_moves(kind, memory, shape, ranks, full, stage, tokens, asleep):
+def test_job_that_fits_leaves_room_for_contexts_and_sleepers(kind, memory, shape, ranks, full, stage, tokens, asleep):
     fields = {
         "full": full,
         "lora_rank": 16,
@@ -149,7 +149,7 @@ def test_a_job_that_fits_leaves_room_for_what_no_plan_moves(kind, memory, shape,
         assert needs.device_bytes + beside < memory
         fewer = BoxFacts(8, kind, memory, None, 0, asleep_per_device=0)
         assert fewer.holds(needs, ranks), "fewer sleepers never make it too large"
-    # The head's gradient is part of it: less than the head itself in fp32 twice, and never nothing.
+    # The gradient of the head counts: two to twelve bytes per element of the head.
     without = rank_memory(shape, {**fields, "full": False}, ranks)
     head = needs.activations_bytes - without.activations_bytes
     assert (2 * shape.vocab * shape.hidden <= head <= 12 * shape.vocab * shape.hidden) if full else head == 0

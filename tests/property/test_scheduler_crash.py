@@ -1,8 +1,7 @@
 """Kill the controller, every engine and every group before, in and after every step, and again at every step of the
-recovery; fail every step.
-
-Every life shares the world (devices, processes), the store and the journal, as they would be after a kill -9. After
-each the same script of mode changes goes on, and the end must be the end of the undisturbed run.
+recovery; fail every step. All lives of the controller share the world (devices, processes), the store and the journal,
+as after a kill -9. Each new life continues the same script of mode changes, and the end state must equal that of the
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from scheduler.core.workload import DeploymentView, JobView, Policy
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
 
-# Looking seldom asks more of events and of the rounds after a failure, and takes a third of the time.
+# Rare observations make events and the rounds after a failure matter more, and take a third of the time.
 CONFIG = SchedulerConfig(replica_attempts=5, job_attempts=5, observe_every_s=150.0)
 Hook = Callable[[FakeEffects, str, str, str], None]
-"""Called at every point of a life, with the world's verbs and which of them it is (see FakeEffects)."""
+"""Called at every point of a life with the effects, and point, verb and target (see FakeEffects)."""
 
 
 def nothing(effects: FakeEffects, when: str, verb: str, target: str) -> None:
@@ -34,7 +33,7 @@ def nothing(effects: FakeEffects, when: str, verb: str, target: str) -> None:
 
 @dataclass
 class Scenario:
-    """A script of changes to the store; after each the box settles."""
+    """A script of changes to the store; the box settles after each change."""
 
     script: tuple[Callable[[FakeStore], None], ...]
     store: Callable[[], FakeStore]
@@ -57,7 +56,7 @@ def drop(job_id: str) -> Callable[[FakeStore], None]:
 
 
 def there_and_back() -> Scenario:
-    """Serve -> train -> serve with one resizable job, two engines and a new version between."""
+    """Serve -> train -> serve with one resizable job, two engines and a new version in between."""
     return Scenario(
         script=(
             mode(Policy("split", 2)),
@@ -73,7 +72,7 @@ def there_and_back() -> Scenario:
 
 
 def short() -> Scenario:
-    """A swap under load, then everything to training and back: every verb once, few enough for all pairs."""
+    """A swap under load, then all devices to training and back: every verb once, few enough for all pairs."""
     return Scenario(
         script=(version("a", "v2"), mode(Policy("train")), mode(Policy("serve"))),
         store=lambda: FakeStore(
@@ -172,7 +171,7 @@ class Run:
             assert record.state in ("done", "undone", "failed") and record.ended_s is not None
 
     def end(self) -> tuple[object, ...]:
-        """What must be the same whatever happened on the way: models served and job sizes, not replica names."""
+        """State that must not depend on the disturbances: models served and job sizes, not replica names."""
         return (
             sorted((r.model, r.version, len(r.devices)) for r in self.world.replicas.values() if r.state == "open"),
             sorted((g.job_id, len(g.devices)) for g in self.world.groups.values()),
@@ -180,7 +179,7 @@ class Run:
 
 
 class _JournalOf(MemoryJournal):
-    """The journal as a dead controller sees it: it writes nothing any more."""
+    """The journal of one controller life: writes raise Crash once that life is dead."""
 
     def __init__(self, effects: FakeEffects, inner: MemoryJournal):
         self.__dict__ = inner.__dict__
@@ -205,7 +204,7 @@ class _JournalOf(MemoryJournal):
             self._check_undone(handover_id)
 
     def _check_undone(self, handover_id: int) -> None:
-        """What a move took that did not come to its end is given back, not left for later rounds to find."""
+        """Check that devices and engines of unfinished moves are released, not left to later rounds."""
         world = self._effects_of_life.world
         record = next(one for one in self.since(handover_id - 1) if one.id == handover_id)
         short = {s.chain for s in record.steps if s.undoes is None and s.state != "done"}
@@ -240,10 +239,9 @@ def fail_at(*points: int) -> Hook:
 
 
 class KillAt:
-    """At each of these points (point, which) one engine or group dies by itself: the which-th of those that live.
+    """At each (point, which), the which-th living engine or group dies by itself.
 
-    `alive`: how many live at each point that was passed, after those deaths.
-    """
+    `alive`: number of living processes at each passed point, after these deaths."""
 
     def __init__(self, *kills: tuple[int, int]):
         self.kills, self.alive = kills, []
@@ -264,14 +262,14 @@ def undisturbed(make: Callable[[], Scenario]) -> Run:
 
 
 def disturbed(make: Callable[[], Scenario], what: str, *hooks: Hook, orphans_finish: bool = False) -> Run:
-    """A run whose lives have these hooks; its end must be that of the undisturbed one."""
+    """Run a scenario whose lives have these hooks, and check that it ends like the undisturbed run."""
     run = Run(make(), list(hooks), orphans_finish).go()
     assert run.end() == undisturbed(make).end(), what
     return run
 
 
 @pytest.mark.parametrize("make", SCENARIOS)
-def test_undisturbed(make: Callable[[], Scenario]) -> None:
+def test_undisturbed_run_succeeds(make: Callable[[], Scenario]) -> None:
     run = undisturbed(make)
     assert run.hook_calls[0] > 15
     assert {r.state for r in run.journal.since(0)} == {"done"}
@@ -279,29 +277,28 @@ def test_undisturbed(make: Callable[[], Scenario]) -> None:
 
 @pytest.mark.parametrize("orphans_finish", [False, True])
 @pytest.mark.parametrize("make", SCENARIOS)
-def test_crash_at_every_point(make: Callable[[], Scenario], orphans_finish: bool) -> None:
+def test_crash_at_every_point_reaches_same_end(make: Callable[[], Scenario], orphans_finish: bool) -> None:
     for n in range(undisturbed(make).hook_calls[0]):
         run = disturbed(make, f"crash at point {n}", crash_at(n), orphans_finish=orphans_finish)
         assert len(run.hook_calls) == 2, f"no crash at point {n}"
 
 
 def explore_pairs(make: Callable[[], Scenario], orphans_finish: bool, begin: int = 0, every: int = 1) -> int:
-    """A crash at every point, or at one of `every` from `begin` on, and for each another at every point of the life
-    after it. Answers how many."""
+    """Crash at points `begin` + n * `every`, and again at each point of the next life. Returns the number of runs."""
     explored = 0
     for first in range(begin, undisturbed(make).hook_calls[0], every):
         for second in range(10_000):
             what = f"crashes at points {first} and {second}"
             run = disturbed(make, what, crash_at(first), crash_at(second), orphans_finish=orphans_finish)
             if len(run.hook_calls) == 2:
-                break  # the second life ran through before its point
+                break  # the second life ended before its point
             explored += 1
     return explored
 
 
 @pytest.mark.parametrize("orphans_finish", [False, True])
-def test_crash_at_every_pair_of_points(orphans_finish: bool) -> None:
-    """Every point is the first of pairs once: of even ones verbs end with the controller, of odd ones by themselves."""
+def test_crash_pairs_reach_same_end(orphans_finish: bool) -> None:
+    """Each point comes first in pairs once: at even points verbs die with the controller, at odd points they finish."""
     explored = explore_pairs(short, orphans_finish, begin=int(orphans_finish), every=2)
     print(f"crash schedules explored: {explored}")
     assert explored > 250
@@ -310,14 +307,14 @@ def test_crash_at_every_pair_of_points(orphans_finish: bool) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("orphans_finish", [False, True])
 @pytest.mark.parametrize("make", SCENARIOS)
-def test_crash_at_every_pair_of_points_of_every_scenario(make: Callable[[], Scenario], orphans_finish: bool) -> None:
+def test_crash_pairs_in_all_scenarios_reach_same_end(make: Callable[[], Scenario], orphans_finish: bool) -> None:
     explored = explore_pairs(make, orphans_finish)
     print(f"crash schedules explored: {explored}")
     assert explored > 1000
 
 
 def explore_deaths(make: Callable[[], Scenario]) -> int:
-    """Every engine and group that lives at a point dies there, for every point. Answers how many."""
+    """At every point kill each living engine and group, in separate runs. Returns the number of runs."""
     disturbed(make, "no death", census := KillAt())
     deaths = [(point, which) for point, alive in enumerate(census.alive) for which in range(alive)]
     for point, which in deaths:
@@ -326,7 +323,7 @@ def explore_deaths(make: Callable[[], Scenario]) -> int:
 
 
 def explore_pairs_of_deaths(make: Callable[[], Scenario], nearby: int) -> int:
-    """Deaths as above, and for each another one at the same point or up to `nearby` points later. Answers how many."""
+    """Kill as in explore_deaths, and another process up to `nearby` points later. Returns the number of runs."""
     disturbed(make, "no death", census := KillAt())
     explored = 0
     for first, alive in enumerate(census.alive):
@@ -341,7 +338,7 @@ def explore_pairs_of_deaths(make: Callable[[], Scenario], nearby: int) -> int:
 
 
 def explore_crash_and_death(make: Callable[[], Scenario], orphans_finish: bool) -> int:
-    """The controller dies at every point, and an engine or group at every point of the life after it."""
+    """Crash the controller at every point, and kill each engine and group at every point of the next life."""
     explored = 0
     for first in range(undisturbed(make).hook_calls[0]):
         Run(make(), [crash_at(first), after := KillAt()], orphans_finish).go()
@@ -354,7 +351,7 @@ def explore_crash_and_death(make: Callable[[], Scenario], orphans_finish: bool) 
 
 
 @pytest.mark.parametrize("make", SCENARIOS)
-def test_every_process_dies_at_every_point(make: Callable[[], Scenario]) -> None:
+def test_process_death_at_every_point_reaches_same_end(make: Callable[[], Scenario]) -> None:
     explored = explore_deaths(make)
     print(f"death schedules explored: {explored}")
     assert explored > 40
@@ -363,7 +360,7 @@ def test_every_process_dies_at_every_point(make: Callable[[], Scenario]) -> None
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("make", SCENARIOS)
-def test_a_death_after_a_crash_and_pairs_of_deaths(make: Callable[[], Scenario]) -> None:
+def test_crash_then_death_and_death_pairs_reach_same_end(make: Callable[[], Scenario]) -> None:
     explored = sum(explore_crash_and_death(make, orphans) for orphans in (False, True))
     explored += explore_pairs_of_deaths(make, nearby=12)
     print(f"crash and death schedules explored: {explored}")
@@ -371,15 +368,15 @@ def test_a_death_after_a_crash_and_pairs_of_deaths(make: Callable[[], Scenario])
 
 
 @pytest.mark.parametrize("make", SCENARIOS)
-def test_every_verb_fails_once(make: Callable[[], Scenario]) -> None:
+def test_verb_failure_is_undone_or_overcome(make: Callable[[], Scenario]) -> None:
     for n in range(undisturbed(make).hook_calls[0]):
         run = disturbed(make, f"failure at point {n}", fail_at(n))
-        # One failure is always taken back or overcome; nothing is left for later rounds to repair.
+        # One failure is always undone or overcome; later rounds have nothing to repair.
         assert {r.state for r in run.journal.since(0)} <= {"done", "undone"}, f"failure at point {n}"
 
 
-def test_every_pair_of_failures_nearby() -> None:
-    """A second failure within the next twelve points: in the undo of the first, in its retry, in a neighbour."""
+def test_verb_failure_pairs_nearby_reach_same_end() -> None:
+    """The second failure is within the next twelve points: in the undo or retry of the first, or in a neighbour."""
     for n in range(undisturbed(short).hook_calls[0]):
         for m in range(n + 1, n + 13):
             disturbed(short, f"failures at points {n} and {m}", fail_at(n, m))

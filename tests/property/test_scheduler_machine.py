@@ -1,10 +1,10 @@
 """The loop under random lives: jobs, traffic, modes, deaths, failing verbs and kill -9 in any order.
 
 Invariants. In every verb (see fakes.World): one holder per device, no engine sleeps with requests. After every step: no
-job is lost. At rest: the world is what the plan says (convergence), the box knows exactly what lives, no device idles
-that somebody could use (work conservation). From any state, once faults have ended, every model that is wanted and
-every job that may run has its devices again within a bounded time, without a hand (recovery). With nothing changing,
-hand-overs are bounded by turn-taking alone (no flapping), and every job that fits runs within a bounded number of job
+job is lost. At rest: the world matches the plan (convergence), the box knows exactly the living processes, and no
+device idles that a holder could use (work conservation). From any state, once faults have ended, every model with
+demand and every job that may run has its devices again within a bounded time, without intervention (recovery). Without
+changes, only turn-taking causes hand-overs (no flapping), and every job that fits runs within a bounded number of job
 ends (no starvation).
 """
 
@@ -43,11 +43,11 @@ CONFIG = SchedulerConfig(
     turn_s=10,
     backoff_max_s=8,
     start_backoff_max_s=8,
-    # Injected failures say nothing about a job, so none ends by them here; test_loop has those cases.
+    # Injected failures are no fault of a job, so no job ends by them here; test_loop has those cases.
     job_attempts=10_000,
 )
 RECOVERY_S = CONFIG.observe_every_s + CONFIG.backoff_max_s + 30.0
-"""A death that nobody heard of is seen by the next look, what failed waits, and engines and ranks start."""
+"""Time for an unreported death to be observed, backoffs to pass, and engines and ranks to start."""
 MODELS = ("a", "b", "wide")
 BOX = box_of(3, nodes=2)
 
@@ -118,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.loop.nudge()
         self.pass_time(0.05)
 
-    # --- what happens
+    # --- rules: events
 
     @rule(policy=policies)
     def set_mode(self, policy: Policy) -> None:
@@ -234,7 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds_: float) -> None:
         self.pass_time(seconds_)
 
-    # --- what must hold
+    # --- invariants
 
     @invariant()
     def no_job_is_lost(self) -> None:
@@ -245,21 +245,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def faults_end(self) -> None:
-        """And nobody does anything, no nudge even."""
+        """After the last fault, check recovery without any event or nudge."""
         self.to_fail = 0
         until_s = self.aio.time() + RECOVERY_S
         while True:
             try:
                 return self.check_work_conservation()
             except AssertionError as error:
-                assert self.aio.time() < until_s, f"not whole again after {RECOVERY_S:.0f} s: {error}"
+                assert self.aio.time() < until_s, f"not recovered after {RECOVERY_S:.0f} s: {error}"
             self.pass_time(1.0)
 
     @rule()
     def at_rest(self) -> None:
         self.to_fail = 0
         self.settle()
-        self.pass_time(70.0)  # backoffs, dwells and give-backs run out
+        self.pass_time(70.0)  # backoffs, dwells and `give_back_after_s` run out
         self.settle()
         self.check_convergence()
         self.check_work_conservation()
@@ -282,7 +282,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_work_conservation(self) -> None:
         usable, policy = self.usable(), self.store.policy
         held = {d for devices in self.world.held.values() for d in devices}
-        assert held <= set(usable), "somebody sits on a device that must not be used"
+        assert held <= set(usable), "a holder is on a device that must not be used"
         free = [d for d in usable if d not in held]
         training = sum(len(g.devices) for g in self.world.groups.values())
         limit = {
@@ -294,12 +294,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for job in self.store.jobs.values():
             if job.phase == "paused" or job.id in self.world.groups:
                 continue
-            assert job.sizes[0] > min(room_for(job, free), limit - training), f"{job} waits beside {free} ({policy})"
+            assert job.sizes[0] > min(room_for(job, free), limit - training), f"{job} waits, free: {free} ({policy})"
         for model, deployment in self.store.deployments.items():
             served = any(r.model == model and r.state == "open" for r in self.world.replicas.values())
             if deployment.demand.requests and not served:
                 rooms = [sum(d.startswith(f"n{n}/") for d in free) for n in (0, 1)]
-                assert max(rooms) < deployment.tensor_parallel, f"{model} has no engine beside {free}"
+                assert max(rooms) < deployment.tensor_parallel, f"{model} has no engine although {free} are free"
 
     def teardown(self) -> None:
         try:
@@ -320,13 +320,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.journal.last_id() - before <= 2 * turns + 1, "hand-overs although nothing changes"
 
     def check_starvation(self) -> None:
-        """All to training: every job that fits the box runs within as many job ends as there are jobs."""
+        """In mode train, check that every job that fits the box runs within as many job ends as there are jobs."""
         self.store.policy = Policy("train")
         self.store.cordoned = frozenset()
         self.effects.node_is_back()
         for job in list(self.store.jobs.values()):
             if job.sizes[0] > room_for(job, [d.id for d in self.world.devices]):
-                del self.store.jobs[job.id]  # it fits none of the nodes that it may run on
+                del self.store.jobs[job.id]  # too large for each of its nodes
                 continue
             self.store.jobs[job.id] = replace(job, phase="wanted" if job.phase == "paused" else job.phase)
         for _ in range(len(self.store.jobs) + 1):
@@ -339,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def room_for(job: JobView, free: Sequence[str]) -> int:
-    """Of these devices, how many the job could have on one of the nodes that it may run on."""
+    """The most free devices on one of the nodes that the job may run on."""
     return max(sum(device_id.startswith(f"{node}/") for device_id in free) for node in job.nodes or ("n0", "n1"))
 
 
@@ -361,8 +361,8 @@ def explore(examples: int, steps: int) -> None:
 
 
 def explore_in_parts(monkeypatch, examples: int, wanted: int, first: int) -> None:
-    """Until `wanted` steps are done; how many an example has is left to chance. Each part has a seed of its own, so
-    that one which fails is repeated alone; they follow from `first`, or from SCHEDULER_SEED."""
+    """Explore in parts until `wanted` steps are done; the steps of an example are random. Each part has its own seed
+    (from SCHEDULER_SEED or `first` upward), so that a failing part can be repeated alone."""
     first, done = int(os.environ.get("SCHEDULER_SEED", first)), 0
     for part in itertools.count():
         monkeypatch.setenv("SCHEDULER_SEED", str(first + part))
@@ -373,15 +373,15 @@ def explore_in_parts(monkeypatch, examples: int, wanted: int, first: int) -> Non
             break
 
 
-@pytest.mark.timeout(7200)  # `make test` gives it only the time that nobody else wants
-@pytest.mark.parametrize("half", [1, 2])  # side by side where there are two cores
-def test_random_lives(monkeypatch, half: int) -> None:
+@pytest.mark.timeout(7200)  # `make test` runs it at the lowest priority
+@pytest.mark.parametrize("half", [1, 2])  # in parallel on two cores
+def test_random_lives_keep_invariants(monkeypatch, half: int) -> None:
     explore_in_parts(monkeypatch, examples=40, wanted=5_000, first=1_000_000 * half)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_random_lives_for_long(capsys, monkeypatch) -> None:
+def test_random_lives_long_keep_invariants(capsys, monkeypatch) -> None:
     with capsys.disabled():
         drawn = random.SystemRandom().randrange(2**32)
         explore_in_parts(monkeypatch, examples=500, wanted=1_000_000, first=drawn)

@@ -1,7 +1,7 @@
 """A schema that passes is enforced: llguidance accepts no value that jsonschema refuses.
 
-Each part of JSON Schema is tried alone and with others, with values that fit and values that do not. `keywords` must
-refuse what llguidance does not enforce. `oneOf` is held to as `anyOf`.
+Each keyword of JSON Schema is tried alone and with others, with valid and invalid values. `keywords` must refuse
+schemas that llguidance does not enforce. `oneOf` is enforced as `anyOf`.
 """
 
 import json
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from serve.core.keywords import OPTIONS, unenforced
 
 Schema = dict[str, Any]
-SPACED = OPTIONS | {"whitespace_flexible": True}  # as json.dumps writes
+SPACED = OPTIONS | {"whitespace_flexible": True}  # the separators of json.dumps
 BYTES = llguidance.LLTokenizer("byte")
 TEXTS = ["", "a", "ab", "abc", "abcd", "A", "2024-01-01", "2024-13-45", "a@b.co", "12:00:00Z", "127.0.0.1", "999.1.1.1"]
 TEXTS += ["::1", "http://a.b/c", "not a uri", "123e4567-e89b-12d3-a456-426614174000", "P1D", "/a/b", "[a", "a+"]
@@ -81,7 +81,7 @@ FORMATS = (
 
 
 def accepted(schema: Schema) -> list[Any]:
-    """The values that llguidance accepts."""
+    """The values that llguidance accepts for the schema."""
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=SPACED)
     return [value for value in VALUES if accepts(grammar, json.dumps(value))]
 
@@ -93,7 +93,7 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def as_read(schema: Any) -> Any:
-    """The schema as llguidance reads it: with `anyOf` for `oneOf`."""
+    """The schema as llguidance reads it, with `anyOf` in place of `oneOf`."""
     if isinstance(schema, list):
         return [as_read(one) for one in schema]
     if not isinstance(schema, dict):

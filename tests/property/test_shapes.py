@@ -1,4 +1,4 @@
-"""Whatever keys a row has: each is in what is converted, refused by name, or reported as left out."""
+"""Every key of a row is converted, refused by name, or reported as left out."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def turns(*said: tuple[str, str]) -> list[dict]:
 
 
 def value_of(key: str, shape: Shape):
-    """A value of the kind that the key has in public data, with marks in it."""
+    """A value like those of the key in public data, with recognisable marks."""
     mark = f"mark_{key}_end"
     answers = {"prompt": (), "preference": ()}.get(shape.name, (("assistant", f"mark_{key}_answer_end"),))
     if key in ("messages", "conversations", "conversation"):
@@ -62,7 +62,7 @@ def row_of(shape: Shape, keys: Iterable[str]) -> dict:
 @pytest.mark.parametrize("place", PLACES)
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_convert_any_key_of_a_row_is_used_refused_or_reported(place, data):
+def test_convert_row_key_is_used_refused_or_reported(place, data):
     shape = SHAPES[place]
     needed = [data.draw(st.sampled_from(group)) for group in shape.needs]
     further = data.draw(st.lists(st.sampled_from(NAMES), max_size=4, unique=True))
@@ -98,7 +98,7 @@ VALUES = {
     answered=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_convert_any_key_of_a_turn_is_used_refused_or_reported(place, role, keys, answered):
+def test_convert_turn_key_is_used_refused_or_reported(place, role, keys, answered):
     keys = [key for key in keys if key not in ("role", "from", "content", "value")]
     text = '{"name": "f", "arguments": {}}' if role == "function_call" else "hello"
     turn = {"role": role, "content": text, **{key: VALUES.get(key, f"mark{key}end") for key in keys}}
@@ -120,7 +120,7 @@ def test_convert_any_key_of_a_turn_is_used_refused_or_reported(place, role, keys
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=lambda method: method.name)
-def test_every_shape_is_taken_by_a_method_or_refused_in_words(method):
+def test_method_accepts_or_explains_refusal_of_shapes(method):
     for shape in SHAPES:
         assert method.refuses(shape.name) is None or "wants" in method.refuses(shape.name)
 
@@ -137,7 +137,7 @@ ANY_VALUE = st.recursive(
 @pytest.mark.parametrize("place", PLACES)
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_convert_any_row_gives_an_example_or_a_reason(place, data):
+def test_convert_any_row_returns_example_or_reason(place, data):
     shape = SHAPES[place]
     record = row_of(shape, [*(group[0] for group in shape.needs), *shape.has])
     record |= data.draw(st.dictionaries(st.sampled_from(NAMES), ANY_VALUE, max_size=2))

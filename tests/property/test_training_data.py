@@ -1,4 +1,4 @@
-"""Whatever the examples are: what is called a duplicate is one, nothing is lost, each weighted answer is trained."""
+"""For any examples: reported duplicates are duplicates, no example is lost, each weighted answer is trained."""
 
 import random
 from functools import cache
@@ -13,7 +13,7 @@ from train.data.chat import ChatEncoder
 from train.data_checks.check import LIKE, grams, personal_data
 
 WORDS = [f"word{n}" for n in range(40)]
-# Few words, so that texts meet: changes of one word, repeats, and nothing alike.
+# Few words, so that texts collide: one-word changes, repeats, and unrelated texts.
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=60)
 EDITS = st.tuples(st.integers(0, 9), st.integers(0, 59), st.sampled_from(WORDS))
 
@@ -28,7 +28,7 @@ def _texts(bases, edits):
 
 
 def _jaccard(one, other):
-    """The definition, in plain words."""
+    """Jaccard similarity of word 5-grams, by its definition."""
 
     def runs(text):
         words = text.split()
@@ -40,7 +40,7 @@ def _jaccard(one, other):
 
 @given(bases=st.lists(TEXTS, min_size=1, max_size=10), edits=st.lists(EDITS, max_size=20))
 @settings(max_examples=60, deadline=None)
-def test_near_duplicates_are_what_they_are_called(tmp_path_factory, bases, edits):
+def test_repeats_are_near_duplicates_of_kept_texts(tmp_path_factory, bases, edits):
     texts = _texts(bases, edits)
     path = write(tmp_path_factory.mktemp("near") / "f.jsonl", *(chat("", text) for text in texts))
     of_each = repeats(path)
@@ -54,7 +54,7 @@ def test_near_duplicates_are_what_they_are_called(tmp_path_factory, bases, edits
             assert index in gone, "the same text twice"
 
 
-def test_of_many_that_are_alike_nearly_all_are_found(tmp_path):
+def test_repeats_finds_99_percent_of_near_duplicates(tmp_path):
     random_ = random.Random(3)
     texts, pairs = [], 300
     for _ in range(pairs):
@@ -68,26 +68,26 @@ def test_of_many_that_are_alike_nearly_all_are_found(tmp_path):
 
 @given(st.text(max_size=200))
 @settings(max_examples=200, deadline=None)
-def test_grams_and_personal_data_take_any_text(text):
+def test_grams_and_personal_data_accept_any_text(text):
     assert (len(grams(text)) > 0) == any(character.isalnum() for character in text.lower())
     assert all(value in text for _, value in personal_data(text))
 
 
-# As Phi 3's: the conversation ends with another token than a turn.
+# Like Phi 3: a conversation and a turn end with different tokens.
 TWO_ENDS = BEGIN + "{{ m['content'] }}" + END + "{% if not add_generation_prompt %}<|pad|>{% endif %}"
-# As GLM's: a turn ends where the next one begins.
+# Like GLM: no end token, a turn ends where the next begins.
 NO_END = (
     "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-# As gpt-oss's: the last turn ends with another token than earlier ones.
+# Like gpt-oss: the last turn has another end token than earlier turns.
 RETURNS = (
     BEGIN + "{{ m['content'] }}{% if loop.last and m['role'] == 'assistant' %}<|return|>{% else %}<|im_end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ENDS = {RETURNS: "<|return|>", NO_END: "<|user|>"}
 TEMPLATES = (CHATML, MARKED, FORGETFUL, OPENS, RETURNS, TWO_ENDS, NO_END)
-# Few words, so that answers stand in questions and in each other; text of templates, spaces and other scripts.
+# Few words, so that answers occur in questions and in each other; also template text, spaces, other scripts.
 PHRASES = st.sampled_from(["yes", "no", "yes or no", "a", "assistant", "<|x|>", "  b", "\n", "é", "你好", "end", "1"])
 TEXT = st.lists(PHRASES, min_size=1, max_size=4).map(" ".join).filter(str.strip)
 
@@ -111,7 +111,7 @@ def conversations(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(TEMPLATES), conversations())
-def test_encode_trains_each_weighted_answer_in_the_context_of_its_request(template, messages):
+def test_encode_trains_weighted_answers_after_their_request(template, messages):
     one = encoder(template)
     decode, end = one.tokenizer.decode, ENDS.get(template, "<|im_end|>")
     found = dict(trained_texts(one, {"messages": messages}))

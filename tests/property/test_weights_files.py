@@ -1,4 +1,4 @@
-"""Files of weights: slices in = slices out for every N -> M, and any bytes at all are refused by name or load whole."""
+"""Weight files: N writers and M readers see the same slices; arbitrary bytes are refused by name or load completely."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ def content(spec: TensorSpec) -> bytes:
 
 
 @given(specs(), st.integers(1, 4096))
-def test_every_layout_is_tight_aligned_and_reads_back(tensors, max_file_bytes):
+def test_layout_is_tight_aligned_and_reads_back(tensors, max_file_bytes):
     layout = Layout.plan(tensors, max_file_bytes=max_file_bytes)
     assert sorted(placed.spec.name for placed in layout) == sorted(spec.name for spec in tensors)
     for file in layout.files:
@@ -68,7 +68,7 @@ def test_every_layout_is_tight_aligned_and_reads_back(tensors, max_file_bytes):
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple), st.data())
-def test_narrow_is_numpys_slice(shape, data):
+def test_narrow_equals_numpy_slice(shape, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
     start = data.draw(st.integers(0, shape[dim]))
     length = data.draw(st.integers(0, shape[dim] - start))
@@ -80,8 +80,8 @@ def test_narrow_is_numpys_slice(shape, data):
 
 @settings(max_examples=25)
 @given(specs(), worlds, worlds, st.integers(64, 4096))
-def test_n_writers_m_readers_through_the_store(tensors, writers, readers, max_file_bytes):
-    """Every rank writes its own range of every tensor, every reader reads its own: same bytes."""
+def test_store_n_writers_m_readers_see_same_bytes(tensors, writers, readers, max_file_bytes):
+    """Each rank writes its own range of every tensor, and each reader reads its own range."""
     with tempfile.TemporaryDirectory() as directory:
         store = WeightStore(Path(directory) / "store", budget_bytes=None)
         layout = Layout.plan(tensors, max_file_bytes=max_file_bytes)
@@ -102,8 +102,8 @@ def test_n_writers_m_readers_through_the_store(tensors, writers, readers, max_fi
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0, 1]))
-def test_slices_cut_again_by_zero_cover_a_matrix_once(rows, columns, shards, groups, dim):
-    """Tensor parallelism cuts a matrix along a dimension, ZeRO what a rank has of it anywhere."""
+def test_zero_shares_of_slices_cover_matrix_once(rows, columns, shards, groups, dim):
+    """Tensor parallelism cuts a matrix along a dimension, ZeRO cuts the slice of a rank at any element."""
     shape = (rows * shards, columns) if dim == 0 else (rows, columns * shards)
     matrix = np.arange(shape[0] * shape[1])
     seen = []
@@ -148,19 +148,19 @@ def judge(raw: bytes) -> bool:
 
 
 @given(st.dictionaries(st.text(max_size=8), entries, max_size=4), st.binary(max_size=64))
-def test_random_headers(body, data):
+def test_random_headers_are_refused_or_load(body, data):
     text = json.dumps(body).encode()
     judge(struct.pack("<Q", len(text)) + text + data)
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes(raw):
+def test_random_bytes_are_refused_or_load(raw):
     judge(raw)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 7), st.integers(-3, 3))
-def test_mutations_of_a_good_file(position, bit, resize):
-    """Flipping a bit, cutting or extending a good file yields a refusal or a file that still loads whole."""
+def test_mutated_file_is_refused_or_loads(position, bit, resize):
+    """After a flipped bit, truncation or extension, a valid file is refused or still loads completely."""
     layout = Layout.plan([TensorSpec("a", "F32", (2, 3)), TensorSpec("b", "BF16", (5,)), TensorSpec("c", "U8", ())])
     header = layout.files[0].header
     raw = bytearray(header + bytes(layout.nbytes - len(header)))

@@ -1,4 +1,4 @@
-"""The store against a model of itself, in any order of operations; retention keeps what it must and comes to rest."""
+"""Compares the store with a model of it for any order of operations; retention keeps the right records."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ from weights.memory.segment import mappings
 from weights.memory.store import WeightStore
 
 SIZES = (70_000, 140_000, 300_000)
-# Manifests and pin files come at commit and are not reserved; they are small and bounded.
+# Manifests and pin files are written at commit without a reservation; they are small and bounded.
 SLACK_BYTES = 50_000
 
 
@@ -87,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(draft=consumes(drafts))
     def writer_dies(self, draft):
-        draft._lock.close()  # what the kernel does
+        draft._lock.close()  # as the kernel does
         self.open_drafts -= 1
 
     @precondition(lambda self: self.committed)
@@ -143,7 +143,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(os.listdir(self.store.root / "staging")) == self.open_drafts
 
     @invariant()
-    def everything_committed_is_there_and_right(self):
+    def committed_versions_are_intact(self):
         if not hasattr(self, "store"):
             return
         found = {(stored.model, stored.version): stored for stored in self.store.list("version")}
@@ -166,7 +166,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert usage.used_bytes <= self.budget + SLACK_BYTES
 
     def _note_evictions(self):
-        """Only unleased, unpinned versions may have gone."""
+        """Check that only unleased, unpinned versions were evicted."""
         for key in list(self.committed):
             stored, _, pinned = self.committed[key]
             if self.store.find("version", *key) is None:
@@ -199,7 +199,7 @@ RECORDS = st.lists(
 
 
 @given(RECORDS, RULES)
-def test_what_is_protected_or_asked_for_stays_and_the_rest_goes(records, rules):
+def test_keep_returns_exactly_protected_and_ruled_records(records, rules):
     kept = set(keep(records, rules))
     assert {record.key for record in records if record.protected} <= kept <= {record.key for record in records}
     for family in "ab":
@@ -223,7 +223,7 @@ def test_what_is_protected_or_asked_for_stays_and_the_rest_goes(records, rules):
 
 
 @given(RECORDS, RULES)
-def test_keep_is_newest_first_and_comes_to_rest(records, rules):
+def test_keep_is_newest_first_and_idempotent(records, rules):
     kept = keep(records, rules)
     created = {record.key: record.created_s for record in records}
     assert [created[key] for key in kept] == sorted((created[key] for key in kept), reverse=True)

@@ -1,5 +1,4 @@
-"""The rest of the box as the controller sees it, without Ray or weights: it keeps promises at once and remembers
-what it was asked."""
+"""Simulates the rest of the box for the controller, without Ray or weights; fulfils and records requests."""
 
 import asyncio
 import time
@@ -58,7 +57,7 @@ class SimulatedScheduler:
     def nudge(self, reason: str, by: str = "") -> None:
         self.nudges.append(reason)
         out_of_use = cordons.read(self._db)
-        for device in self.devices:  # what the next round of the loop shows
+        for device in self.devices:  # becomes visible in the next round of the loop
             if device["health"] in ("ok", "draining"):
                 device["health"] = "draining" if device["id"] in out_of_use else "ok"
 
@@ -115,7 +114,7 @@ class SimulatedScheduler:
 
 
 class SimulatedModelOps:
-    """Imports any source but one named "broken", and with a warning what ends with "bare"; holds no bytes."""
+    """Imports any source except "broken", with a warning if it ends with "bare"; holds no bytes."""
 
     def __init__(self) -> None:
         self.removed: list[tuple[str, list[VersionRow]]] = []
@@ -186,7 +185,7 @@ class SimulatedTiers:
 
 
 class _Rows(dict[str, Any]):
-    """Of any name, a model with one engine, which answers so many requests at once; none: it is asleep."""
+    """Routing rows: every model name has one engine with this many slots; with none it is asleep."""
 
     places = 4
 
@@ -197,8 +196,7 @@ class _Rows(dict[str, Any]):
 
 
 class SimulatedEngines(Asking):
-    """Asks a gateway that answers every request at once with its body, if its engine has a place; `rule` may do
-    otherwise. asked_by: the key of each request."""
+    """Echoes requests at once if the engine has a free slot; `rule` overrides this. asked_by: keys of requests."""
 
     def __init__(self, db: Database) -> None:
         self.rows = _Rows()
@@ -240,7 +238,7 @@ class SimulatedEngines(Asking):
 
 
 class AcceptingCheck:
-    """Takes all settings but those in `refuses`."""
+    """Accepts all settings except those in `refuses`."""
 
     def __init__(self) -> None:
         self.refuses = ""
@@ -252,7 +250,7 @@ class AcceptingCheck:
 
 
 class SimulatedNodes:
-    """Home, and one that does not answer."""
+    """The home node, and a node that does not answer."""
 
     def status(self) -> list[dict[str, Any]]:
         there = {"leaves": False, "memory_bytes": 64 * 2**30}
@@ -267,7 +265,7 @@ async def nothing_found() -> dict[str, Any]:
 
 
 def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerContext:
-    """A context whose files lie under `folder`."""
+    """A context with its files under `folder`."""
     folders = {f"{name}_dir": folder / name for name in ("files", "jobs", "batches", "uploads")}
     for path in folders.values():
         path.mkdir(exist_ok=True)
@@ -306,7 +304,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
 
 
 def change(context: ControllerContext, **values: Any) -> None:
-    """Put these in place of what a context was built with; its parts keep what they have."""
+    """Replace attributes of a context; parts that were built from the old values keep them."""
     for name, value in values.items():
         object.__setattr__(context, name, value)
 
@@ -318,7 +316,7 @@ def judging_of(context: ControllerContext) -> Grading:
 async def graded(
     context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False, judging: Grading | None = None
 ) -> Verdict:
-    """What the grader of a job says of these answers."""
+    """Grade these answers with the grader of a job."""
     prompt = Prompt([], {"messages": [], "item": item, "tools": [{}] if tools else []}, 0)
     answers = [Sampled([], [], text) for text in texts]
     return await (judging or judging_of(context)).verdict(jobs.get(context.db, job_id), prompt, answers)

@@ -1,4 +1,4 @@
-"""The control app's routes, analysed once in a process: FastAPI takes 0.2 s of processor time for those of each app."""
+"""Analyses the control app's routes once per process: FastAPI needs 0.2 s of CPU time for each app."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from fastapi.dependencies.models import Dependant
 
 @pytest.fixture(scope="session", autouse=True)
 def routes_are_analysed_once() -> Iterator[None]:
-    """Endpoints are new functions in each app, of the same code."""
+    """Reuse the analysis of endpoints with the same code: each app creates new functions."""
     analyse, known = routing.get_dependant, dict[tuple[str, CodeType], Dependant]()
 
     def get_dependant(*, path: str, call: Callable[..., Any], **more: Any) -> Dependant:

@@ -1,1 +1,1 @@
-"""Tools of whoever works on the code."""
+"""Tools for developers of the code."""

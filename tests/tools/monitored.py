@@ -1,4 +1,4 @@
-"""The series that the rules and the dashboard of images/monitoring ask for."""
+"""Metrics that the rules and the dashboard of images/monitoring query."""
 
 import json
 import re
@@ -7,13 +7,13 @@ from pathlib import Path
 import yaml
 
 MONITORING = Path(__file__).resolve().parents[2] / "images" / "monitoring"
-# Only a box that has what they tell of has these.
+# Only boxes with TLS, backups or degraded gateways have these.
 LATER = {
     "appliance_tls_expiry_seconds",
     "appliance_backup_last_success_timestamp_seconds",
     "appliance_gateway_degraded",
 }
-_PARTS = re.compile(r"_(?:bucket|count|sum)$")  # of a histogram or a summary, whose family is named without
+_PARTS = re.compile(r"_(?:bucket|count|sum)$")  # suffixes of histograms and summaries, not part of the family name
 
 
 def rule_expressions() -> list[str]:
@@ -27,6 +27,6 @@ def panel_expressions() -> list[str]:
 
 
 def monitored_series() -> set[str]:
-    """Names of families, as `# TYPE` lines have them."""
+    """Names of metric families, as in `# TYPE` lines."""
     text = "\n".join([*rule_expressions(), *panel_expressions()])
     return {_PARTS.sub("", name) for name in re.findall(r"\bappliance_[a-z_]+", text)}

@@ -1,4 +1,4 @@
-"""Writes the pages that are generated, for `make docs`: every command and every setting.
+"""Writes the generated pages for `make docs`: every command and every setting.
 
 python -m tests.tools.reference DIR        # copies docs/ there and adds DIR/reference/*.md
 """
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from appliance import config
-from appliance.cli import main as cli  # fills COMMANDS
+from appliance.cli import main as cli  # the import fills COMMANDS
 from appliance.cli.command import COMMANDS, Parser
 
 DOCS = Path(__file__).parents[2] / "docs"

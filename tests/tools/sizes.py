@@ -1,9 +1,9 @@
-"""Holds the size of each room (lines of code, tests and pages), the patches of vLLM, and phrases that words.py lists.
+"""Limits the lines of each room (code, tests, pages), the patches of vLLM, and the phrases that words.py counts.
 
     python -m tests.tools.sizes
 
-The numbers stand in tests/tools/sizes.json. A room that has grown past its number fails `make lint`; one that has
-shrunk gets the smaller number at once. Whoever has to raise one does so by hand, with the reason in the commit.
+The limits are in tests/tools/sizes.json. A room above its limit fails `make lint`; the limit of a smaller room is
+lowered at once. Raise a limit only by hand, with the reason in the commit message.
 """
 
 import ast
@@ -23,7 +23,7 @@ PHRASES = "phrases with a plainer word"
 
 
 def sizes() -> dict[str, int]:
-    """Lines by room, and the number of patches and of phrases."""
+    """Lines by room, and the numbers of patches and phrases."""
     found = {
         "appliance/gateway": _lines("*.py", "appliance/gateway"),
         " + ".join(_STORE): _lines("*.py", *_STORE),
@@ -40,7 +40,7 @@ def sizes() -> dict[str, int]:
 
 
 def patches(source: str) -> int:
-    """How many attributes a module sets on what it imports from vLLM and torch. Not those that it sets on arguments."""
+    """Number of attributes that a module sets on imports from vLLM and torch, without those set on arguments."""
     tree = ast.parse(source)
     theirs = set(_imported(tree))
     return sum(_is_patch(node, theirs) for node in ast.walk(tree))
@@ -81,7 +81,7 @@ def main() -> int:
     grown = {room: size for room, size in now.items() if size > held.get(room, 0)}
     for room, size in grown.items():
         print(
-            f"{room}: {size:,}, held at {held.get(room, 0):,}. Take something out; if it has to grow, raise the number "
+            f"{room}: {size:,}, limit {held.get(room, 0):,}. Remove some lines; if it must grow, raise the limit "
             f"in {HELD.name} beside this file and say why in the commit.",
             file=sys.stderr,
         )

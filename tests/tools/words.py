@@ -1,8 +1,8 @@
-"""Counts the phrases in prose that a plain word replaces: in pages, docstrings, comments and messages.
+"""Counts phrases that have a plainer word, in pages, docstrings, comments and messages.
 
-    python -m tests.tools.words [FILE ...]      # prints each line that has one, by default of the whole tree
+    python -m tests.tools.words [FILE ...] # prints each line with one; default: the whole tree
 
-`make lint` holds their number (tests/tools/sizes.json), which only falls.
+`make lint` limits their number (tests/tools/sizes.json), which may only fall.
 """
 
 import ast
@@ -32,7 +32,7 @@ _FOUND = re.compile("|".join(rf"\b(?:{phrase})\b" for phrase in INSTEAD), re.IGN
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of prose with their numbers: of a page all, of Python its comments and the strings with a space."""
+    """Numbered lines of prose: all lines of a page; comments and strings with a space of Python."""
     if path.suffix == ".md":
         yield from enumerate(path.read_text().splitlines(), 1)
         return
@@ -47,7 +47,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def hits(paths: Iterator[Path]) -> Iterator[str]:
-    """FILE:LINE: phrase: text, of each phrase."""
+    """ "FILE:LINE: phrase: text" for each match."""
     for path in paths:
         for number, line in prose(path):
             for match in _FOUND.finditer(line):
@@ -62,7 +62,7 @@ def whole_tree() -> Iterator[Path]:
 
 def main() -> None:
     found = list(hits(map(Path, sys.argv[1:]) if sys.argv[1:] else whole_tree()))
-    print("\n".join([*found, f"{len(found)} phrases; {', '.join(sorted(set(INSTEAD.values())))} stand for them"]))
+    print("\n".join([*found, f"{len(found)} phrases; use instead: {', '.join(sorted(set(INSTEAD.values())))}"]))
 
 
 if __name__ == "__main__":

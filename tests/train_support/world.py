@@ -257,9 +257,9 @@ class Launched:
         self._snapshot = snapshot
         self._news = asyncio.Event()
         self._log_dir = shop.folder / "logs"
-        self.hosts = [RankHost(str(shop.warm.socket), str(self._log_dir)) for _ in range(size)]
+        self.hosts = [RankHost(str(shop.warm.socket), str(self._log_dir), limits=limits) for _ in range(size)]
         self.sampler = Sampler(judge=teaches if spec.method == "distillation" else counts_a)
-        self.group = Group(self._note, limits)
+        self.group = Group(self._note)
 
     async def start(self) -> Launched:
         await self.group.start(self.spec, self.hosts, ["cpu"] * len(self.hosts), self._snapshot)
@@ -286,9 +286,9 @@ class Launched:
         for rank in ranks:
             os.kill(pids[rank], signal.SIGKILL)
         outcome = await self.group.wait()
-        assert outcome.outcome == "failed" and outcome.error["retryable"], outcome
+        assert outcome.outcome == "failed" and outcome.error.retryable, outcome
         # By its end, long before it would have been missed at a ping.
-        assert " died" in outcome.error["message"] and outcome.error["rank"] in ranks, outcome
+        assert " died" in str(outcome.error) and outcome.error.rank in ranks, outcome
         assert not any(group_pids(pid) for pid in pids)
         return self.of("snapshot")[-1]
 

@@ -80,7 +80,7 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
         ("[scheduler]\nturn_s = 0", {}, "box.toml: scheduler.turn_s is 0"),
         ("[power.limits_w]\nfast = {a = 1}", {}, "box.toml: power.limits_w.fast is "),
         ("[gateway.limits]\nsequences = -1", {}, "box.toml: gateway.limits.sequences: -1 given"),
-        ("[gateway]\ntls_cert_path = 'x'", {}, "tls_cert_path and tls_key_path: one given, expected both"),
+        ("[gateway]\ntls_cert_path = 'x'", {}, "tls_cert_path and tls_key_path: only one is set, expected both"),
         ("box = 3", {}, "box.toml: box is 3; expected a section, [box]"),
         ("[box\n", {}, "box.toml is not TOML"),
         ("", {"APPLIANCE_PORT": "tcp://10.0.0.1"}, "the environment: APPLIANCE_PORT is 'tcp://10.0.0.1'"),
@@ -113,7 +113,7 @@ def test_the_file_in_the_data_directory(tmp_path):
     assert load_config(None, {"data_dir": str(tmp_path)}, {}).box.port == 4321
     assert load_config(None, {}, {"APPLIANCE_DATA_DIR": str(tmp_path)}).box.port == 4321
     (tmp_path / "appliance.toml").write_text("[box]\ndata_dir = '/elsewhere'\n")
-    with pytest.raises(ConfigError, match="cannot name another"):
+    with pytest.raises(ConfigError, match="cannot set another"):
         load_config(None, {"data_dir": str(tmp_path)}, {})
     assert load_config(tmp_path / "appliance.toml", {}, {}).box.data_dir == "/elsewhere"
 
@@ -184,5 +184,5 @@ def test_a_form_is_told_in_words():
     """A Chinese name of the organization was answered with a regular expression."""
     told = re.findall(r'"pattern": ("(?:[^"\\]|\\.)*")', json.dumps(BoxConfig.model_json_schema()))
     assert {json.loads(one) for one in told} == FORMS.keys()
-    with pytest.raises(ConfigError, match="ORGANIZATION is '客服公司': expected 1 to 32 of a to z"):
+    with pytest.raises(ConfigError, match="ORGANIZATION is '客服公司': expected 1 to 32 characters of a-z"):
         load_config(None, {}, {"APPLIANCE_CONTROLLER__ORGANIZATION": "客服公司"})

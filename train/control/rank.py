@@ -1,8 +1,8 @@
-"""State that the parts of a rank share: its engine and store, the phase of its run, a request for its device; and
-messages between the ranks of a world.
+"""State that the parts of a rank share (engine, store, phase of the run, a request for its device), and messages
+between the ranks of a world.
 
-Between ranks go flags and JSON over the host, never pickled: torch's `broadcast_object_list` unpickles received bytes,
-which can run code from the sender, and every user of the machine may connect to loopback while a world forms.
+The messages are flags and JSON over the host, never pickles: torch's `broadcast_object_list` unpickles received bytes,
+which can run code of the sender, and every user of the machine can connect to loopback while a world forms.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class DevicesWanted(Exception):
 
 @dataclass
 class Progress:
-    """The run's current phase, for the heartbeat: a phase that lasts too long is a hang. suspend: whether this rank's
-    device is wanted; another thread sets it, the loop reads it between micro-batches."""
+    """The run's current phase, for `ping`: a phase that lasts too long is a hang. suspend: whether this rank's device
+    is wanted; another thread sets it, and the loop reads it between micro-batches."""
 
     phase: str = "starting"
     step: int = 0
@@ -52,9 +52,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Rank:
-    """State that all parts of a run share. engine: DeepSpeed's, around train.methods.packed_objective. emit: reports on
-    the first rank and does nothing on others. reported: of the newest steps; snapshots keep them, since a box that dies
-    may not have recorded them."""
+    """State that all parts of a run share.
+
+    engine: DeepSpeed's, around train.methods.packed_objective. emit: reports an event on the first rank, and does
+    nothing on others. reported: metrics of the newest steps; snapshots have them, because a box that dies may not have
+    stored them.
+    """
 
     spec: TrainSpec
     store: WeightStore
@@ -66,14 +69,14 @@ class Rank:
 
 
 def any_rank(*flags: bool) -> list[bool]:
-    """Collective: for each flag whether it is set on any rank. No device waits for it."""
+    """Collective: for each flag, whether it is set on any rank. Devices continue meanwhile."""
     message = torch.tensor(flags, dtype=torch.int32)
     distributed.all_reduce(message, op=distributed.ReduceOp.MAX, group=_over_the_host())
     return [bool(flag) for flag in message.tolist()]
 
 
 def broadcast_json(value: Any) -> Any:
-    """`value` of rank 0, on every rank; it must be plain JSON. Collective; it ignores the values of other ranks."""
+    """Collective: the `value` of rank 0, plain JSON, on every rank; values of other ranks are ignored."""
     written = json.dumps(value).encode() if distributed.get_rank() == 0 else b""
     length = torch.tensor([len(written)], dtype=torch.int64)
     distributed.broadcast(length, src=0, group=_over_the_host())
@@ -85,11 +88,11 @@ def broadcast_json(value: Any) -> Any:
 
 
 def barrier() -> None:
-    """Collective: return when every rank has called it. No device waits for it."""
+    """Collective: return when every rank has called it. Devices continue meanwhile."""
     distributed.barrier(group=_over_the_host())
 
 
 @cache
 def _over_the_host() -> distributed.ProcessGroup | None:
-    """All ranks by gloo; None: the default group is that. Its first call is collective."""
+    """A gloo group of all ranks; None if the default group is one. The first call is collective."""
     return None if distributed.get_backend() == "gloo" else distributed.new_group(backend="gloo")

@@ -1,5 +1,5 @@
-"""Processes that read somebody's model: those that turn other formats into safetensors, and the trial of a tokenizer.
+"""Processes that read untrusted models: they convert other formats to safetensors, and try checkpoints.
 
-Never: Runs code that a file brings, or writes anything but the directory that it was given.
+Never: Runs code of a file, or writes anywhere but into the given directory.
 Begin with gguf.py.
 """

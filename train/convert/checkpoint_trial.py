@@ -1,8 +1,8 @@
-"""Compares a checkpoint with what transformers makes of it: `python -m train.convert.checkpoint_trial FOLDER ARCH`.
+"""Tries how transformers loads a checkpoint: `python -m train.convert.checkpoint_trial FOLDER ARCH`.
 
-The architecture of config.json is built on the meta device, and the safetensors headers go through the renamings and
-conversions by which transformers would load them, so that nothing is allocated and no byte of a tensor is read. Then
-the tokenizer that transformers makes of the files is held against tokenizer.json itself.
+It builds the architecture of config.json on the meta device, and passes the names and shapes of the stored tensors
+through transformers' renamings and conversions; no tensor is allocated or read. Then it compares the tokenizer that
+transformers loads with tokenizer.json itself.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from weights.format.layout import Layout
 
 CPU_S, MEMORY_BYTES = 1200, 8 << 30
 MOST_ADDED = 65_536
-# Of wrappers and of adapters: torch.compile, FSDP, activation checkpointing, DDP, Lightning, peft.
+# Parts of names from wrappers: torch.compile, FSDP, activation checkpointing, DDP, Lightning, peft.
 _WRAPPERS = re.compile(
     r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module|base_layer)(?=\.)"
 )
 _PEFT, _INNER = "base_model.model.", re.compile(r"(^|\.)language_model(?=\.)")
-# Layers for speculation, which engines leave out where config.json has them.
+# Layers for speculative decoding, which engines ignore if config.json declares them.
 _SPECULATION = re.compile(r"(^|\.)(?:mtp|mtp_\w+|nextn\w*)\.")
 _OF_EMBEDDINGS = re.compile(r"(^|\.)(?:pooler|lm_head|cls|score|classifier)\.")
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-# A space in every place, lines, indentation, CJK and emoji, all in Unicode's composed form.
+# Texts with spaces in all places, lines, indentation, CJK and emoji, in Unicode's composed form.
 TEXTS = (
     "Hello big wide world, it's 12:30.",
     "def f(x):\n    return x + 1\n\n\tdone  twice",
@@ -56,7 +56,7 @@ TEXTS = (
 
 
 class Unfit(Exception):
-    """config.json cannot be what an engine or a rank builds the model from; the text says why."""
+    """No engine or rank can build the model or tokenizer from these files; the text says why."""
 
 
 def main() -> None:
@@ -77,23 +77,23 @@ def main() -> None:
 
 
 def compared(path: Path, arch: str) -> dict[str, Any]:
-    """As `compare`; where the comparison itself fails, nobody knows, and nothing is refused. Raises Unfit."""
+    """As `compare`; if the comparison itself fails, nothing is refused, and "unchecked" says why. Raises Unfit."""
     try:
         return compare(path, arch)
     except (Unfit, MemoryError):
         raise
-    except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried
+    except Exception as error:  # noqa: BLE001 - an untested architecture may raise anything
         reason = f"transformers failed to compare them: {type(error).__name__}: {str(error)[:200]}"
         return {"unchecked": reason, "renamed": {}, "rows": 0}
 
 
 def compare(path: Path, arch: str) -> dict[str, Any]:
-    """What differs between the tensors in `path` and its architecture.
+    """Differences between the tensors in `path` and the architecture. Raises Unfit.
 
     renamed: stored name -> the name without wrappers. missing, unknown: names. shapes: [name, stored, expected]. tied:
-    stored [head, embedding] of models whose config ties the two. plain: whether config.json calls tensors quantised
-    that are not. head, embedding: what the architecture calls them, "" without one. rows: of the embedding.
-    unchecked: why nothing was compared, "" if it was. Raises Unfit.
+    stored [head, embedding] pairs that the config ties. plain: whether config.json describes a quantisation that the
+    tensors do not have. head, embedding: their names in the architecture, "" without one. rows: of the embedding.
+    unchecked: why nothing was compared; "" if it was.
     """
     model, unchecked = _built(path, arch)
     if model is None:
@@ -123,14 +123,15 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
 
 
 def _built(path: Path, arch: str) -> tuple[Any, str]:
-    """The model without weights; None, and why, where transformers does not know or cannot build it. Raises Unfit."""
+    """The model without weights; or None and the reason, if transformers does not know it or cannot build it here.
+    Raises Unfit."""
     model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         return None, f"transformers {transformers.__version__} does not know the model_type {str(model_type)[:80]!r}"
     cls = getattr(transformers, arch, None)
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - each configuration checks itself in its own way
+    except Exception as error:  # noqa: BLE001 - each configuration class has its own errors
         raise Unfit(f"transformers cannot read it: {type(error).__name__}: {error}") from error
     if cls is None:
         cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -148,12 +149,13 @@ def _built(path: Path, arch: str) -> tuple[Any, str]:
             return cls._from_config(config, attn_implementation="eager", dtype=torch.bfloat16), ""
     except (ImportError, OSError, NotImplementedError) as error:
         return None, f"transformers cannot build {arch} here: {str(error)[:200]}"
-    except Exception as error:  # noqa: BLE001 - what a model raises for sizes that do not fit
+    except Exception as error:  # noqa: BLE001 - models raise anything for sizes that do not fit
         raise Unfit(f"transformers cannot build {arch} from it: {type(error).__name__}: {error}") from error
 
 
 def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, str]:
-    """The names that are to be changed: of a wrapper, or of a whole model without the prefix of its base model."""
+    """Stored names to change, with the new names: those with parts from wrappers, and those of a whole model that lack
+    the prefix of its base model."""
     expected, conversions = dict.fromkeys(model.state_dict(), True), get_model_conversion_mapping(model)
     renamings, converters = ([c for c in conversions if isinstance(c, k)] for k in (WeightRenaming, WeightConverter))
     prefix = model.base_model_prefix
@@ -161,24 +163,24 @@ def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, 
     is_whole = is_whole and model.config.get_text_config() is model.config
 
     def leads(name: str, *base: Any) -> bool:
-        """Whether transformers loads it; with `base`, also by adding or leaving out the prefix of the base model."""
+        """Whether transformers loads `name`; with `base`, also by adding or removing the base model's prefix."""
         return name in expected or rename_source_key(name, renamings, converters, *base)[0] in expected
 
     names = {}
     for name in stored:
         options = [name, *_candidates(name)]
-        # Engines of a whole model neither add the prefix nor leave it out.
+        # Engines neither add nor remove the prefix of a whole model.
         exact = [*options, *(f"{prefix}.{option}" for option in options)] if is_whole else []
         found = next((option for option in exact if leads(option)), None)
         found = found or next((option for option in options if leads(option, prefix, expected)), name)
-        # Two tensors of one name would be one; the other stays unknown.
+        # A name is given to one tensor only; a second one stays unknown.
         if found != name and found not in stored and found not in names.values():
             names[name] = found
     return names
 
 
 def _candidates(name: str) -> Iterable[str]:
-    """The name without what wrappers put into it, the least change first."""
+    """The name without parts from wrappers, the smallest change first."""
     plain, before = name, ""
     while plain != before:
         before, plain = plain, _WRAPPERS.sub("", plain).removeprefix(".").removeprefix(_PEFT)
@@ -219,12 +221,12 @@ def _is_quantised(path: Path) -> bool:
 
 
 def read(path: Path, rows: int) -> dict[str, Any]:
-    """What the tokenizer of transformers makes of the files, for an embedding of so many rows, 0 for unknown.
+    """Facts about the tokenizer that transformers loads. rows: of the embedding, 0 if unknown. Raises Unfit.
 
-    added: its added tokens and their ids. special: the token and id of each role. beyond: [token, id] without a row in
-    the embedding. begins: whether every text begins with the BOS token. differs: a text that its class reads otherwise
-    than tokenizer.json, "" without. mended: whether it does not as PreTrainedTokenizerFast. generation: why
-    generation_config.json cannot be read, "" if it can. Raises Unfit.
+    added: added tokens and their ids. special: token and id of each role. beyond: [token, id] pairs without a row in
+    the embedding. begins: whether every text begins with the BOS token. differs: a text that its class tokenizes
+    differently from tokenizer.json, "" if none. mended: whether PreTrainedTokenizerFast would not. generation: why
+    generation_config.json cannot be read, "" if it can.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -233,12 +235,12 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     file, report = path / "tokenizer.json", {"differs": "", "class": type(tokenizer).__name__, "mended": False}
     try:
         plain = Tokenizer.from_file(str(file)) if file.is_file() else None
-    except Exception as error:  # noqa: BLE001 - the library raises it bare; the class above has not read this file
+    except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
         print(f"nothing to compare the tokenizer with: {error}", file=sys.stderr)
         plain = None
     if plain is not None and (text := _differs(tokenizer, plain)):
         report["differs"] = text
-        # As tokenizer_config.json would name it: of some families, transformers takes a class of its own all the same.
+        # As if tokenizer_config.json named this class; for some families transformers still takes its own.
         settings = tokenization_auto.get_tokenizer_config(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
         try:
             with patch.object(tokenization_auto, "get_tokenizer_config", lambda *_, **__: settings):
@@ -248,7 +250,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - as above
             print(f"not loaded by the plain class: {error}", file=sys.stderr)
     ids = tokenizer.get_vocab()
-    # tokenizers numbers an added token anew where ids before it are missing.
+    # The library renumbers an added token if smaller ids are missing.
     claimed = json.loads(file.read_bytes()).get("added_tokens") if file.is_file() else None
     ids |= {token["content"]: token["id"] for token in claimed or ()}
     beyond = sorted((number, token) for token, number in ids.items() if rows and number >= rows)
@@ -258,9 +260,9 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     first, generation = tokenizer("a")["input_ids"][:1], ""
     try:
         GenerationConfig.from_pretrained(path, local_files_only=True)
-    except OSError:  # there is none, or no JSON, which others say
+    except OSError:  # the file is missing or not JSON, which other checks report
         pass
-    except Exception as error:  # noqa: BLE001 - whatever its values make it raise
+    except Exception as error:  # noqa: BLE001 - its values may raise anything
         generation = f"{type(error).__name__}: {str(error)[:200]}"
     return report | {
         "added": dict(added[-MOST_ADDED:]),
@@ -272,7 +274,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
 
 
 def _differs(tokenizer: Any, plain: Any) -> str:
-    """The first text whose tokens, or their text, are not what tokenizer.json says; "" without any."""
+    """The first text that `tokenizer` encodes or decodes differently from tokenizer.json (`plain`); "" if none."""
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is None:
         return ""

@@ -1,9 +1,9 @@
-"""Turns a GGUF file into a checkpoint directory: `python -m train.convert.gguf FILE OUT`, a process of its own.
+"""Converts a GGUF file to a checkpoint directory, in a process of its own: `python -m train.convert.gguf FILE OUT`.
 
-GGUF is llama.cpp's format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). transformers reads it and
-dequantises it (https://huggingface.co/docs/transformers/gguf); what is written is bfloat16 safetensors and a fast
-tokenizer, which engines and trainers load like any other checkpoint. The file is hostile until proven otherwise: this
-process has a limit of memory, runs no code of the file, and its caller tries the chat template apart.
+GGUF is llama.cpp's format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). transformers reads and
+dequantises it (https://huggingface.co/docs/transformers/gguf); the result is bfloat16 safetensors and a fast tokenizer,
+which engines and trainers load like any other checkpoint. The file is untrusted: this process has a memory limit and
+runs no code of the file; the caller tries the chat template separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runtime.processes.kernel import Bounds
 MAGIC = b"GGUF"
 _FIXED_BYTES = 2 << 30  # torch, transformers and one tensor in float32
 _AVAILABLE_SHARE = 0.9
-_HEADER_CPU_S, _BYTES_PER_CPU_S = 300, 500_000  # converting takes 0.1 s for as many
+_HEADER_CPU_S, _BYTES_PER_CPU_S = 300, 500_000  # a limit; so many bytes usually take 0.1 s
 
 
 class _Refused(Exception):
@@ -42,13 +42,13 @@ def main(file: Path, out: Path) -> None:
     most = int(_AVAILABLE_SHARE * available)
     Bounds(_HEADER_CPU_S + file.stat().st_size // _BYTES_PER_CPU_S, most).hold()
     try:
-        needed = 2 * 2 * _parameters(file) + _FIXED_BYTES  # bfloat16, once as read and once in the model
+        needed = 2 * 2 * _parameters(file) + _FIXED_BYTES  # bfloat16, both as read and in the model
         if needed > most:
             _say("done", needed_bytes=needed, available_bytes=available)
             return
         with tempfile.TemporaryDirectory(dir=out.parent) as alone:
-            # Nothing else is read of the file's directory: transformers would take its tokenizer_config,
-            # with code in it, for the model's.
+            # Link the file into an empty directory: transformers would read a tokenizer_config, which may name code,
+            # from the file's own directory.
             (Path(alone) / file.name).symlink_to(file.resolve())
             _say("done", **_convert(Path(alone) / file.name, out))
     except _Refused as error:
@@ -56,16 +56,16 @@ def main(file: Path, out: Path) -> None:
 
 
 def _parameters(file: Path) -> int:
-    """How many the model has. Raises _Refused."""
+    """The number of parameters of the model. Raises _Refused."""
     try:
         reader = _reader(file)
         fields = map(reader.get_field, ("split.count", "general.type"))
         parts, kind = (None if field is None else field.contents() for field in fields)
         count = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    except Exception as error:  # noqa: BLE001 - whatever bytes raise that are not what they say they are
-        raise _Refused(f"is not a sound GGUF file: {type(error).__name__}: {str(error)[:200]}") from error
+    except Exception as error:  # noqa: BLE001 - broken files raise anything
+        raise _Refused(f"is not a valid GGUF file: {type(error).__name__}: {str(error)[:200]}") from error
     if parts is not None and int(parts) > 1:
-        raise _Refused(f"is one of {parts} parts; join them (`llama-gguf-split --merge`) and import the whole")
+        raise _Refused(f"is one of {parts} parts; join them (`llama-gguf-split --merge`) and import the result")
     if kind not in (None, "model"):
         raise _Refused(f"holds a {str(kind)!r}, not a model")
     return count
@@ -92,12 +92,12 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - as above
         raise _Refused(f"cannot be read by transformers: {type(error).__name__}: {str(error)[:300]}") from error
     if wrong := sorted({*loaded["missing_keys"], *map(str, loaded["mismatched_keys"])}):
-        raise _Refused(f"has no fitting tensor for {', '.join(wrong[:3])} ({len(wrong)} in all); is it damaged?")
+        raise _Refused(f"lacks a matching tensor for {', '.join(wrong[:3])} ({len(wrong)} in all); is it damaged?")
     _scale_gemma(model.config)
     scaled = next((tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), None)
     if scaled is not None:
         model.config.rope_parameters = _llama3_rope(model.config, [float(factor) for factor in scaled.data.ravel()])
-    # It is not a quantised model any more; the quantiser would refuse to save it.
+    # The model is no longer quantised, and the quantiser would refuse to save it.
     model.hf_quantizer, model.is_quantized = None, False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -107,7 +107,7 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
 
 
 def _read_head_sizes() -> None:
-    """Have transformers read the size of a head where it takes a default instead: Qwen3's other sizes than 128."""
+    """Make transformers read head sizes that it leaves at a default, such as Qwen3's if it is not 128."""
     from transformers import CONFIG_MAPPING
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
@@ -118,8 +118,8 @@ def _read_head_sizes() -> None:
 
 
 def _scale_gemma(config: Any) -> None:
-    """GGUF has no `query_pre_attn_scalar`; llama.cpp knows it by the model's size (`f_attention_scale` in
-    src/models/gemma2.cpp and gemma3.cpp), transformers takes 256."""
+    """Set `query_pre_attn_scalar`, which GGUF does not have, as llama.cpp does by the size of the model
+    (`f_attention_scale` in src/models/gemma2.cpp and gemma3.cpp); transformers takes 256."""
     if config.model_type in ("gemma2", "gemma3_text"):
         is_27b = config.num_hidden_layers == {"gemma2": 46, "gemma3_text": 62}[config.model_type]
         heads = config.num_attention_heads
@@ -127,8 +127,8 @@ def _scale_gemma(config: Any) -> None:
 
 
 def _llama3_rope(config: Any, factors: Sequence[float]) -> dict[str, Any]:
-    """The scaled rotary embedding of Llama 3.1 and later, which GGUF keeps as one factor per frequency and transformers
-    leaves out. The formula is transformers' `_compute_llama3_parameters`."""
+    """The scaled rotary embedding of Llama 3.1 and later, which GGUF stores as one factor per frequency; transformers
+    ignores it. The formula is that of transformers' `_compute_llama3_parameters`."""
     plain = {**config.rope_parameters}
     rope = plain | {
         "rope_type": "llama3",
@@ -143,7 +143,7 @@ def _llama3_rope(config: Any, factors: Sequence[float]) -> dict[str, Any]:
         expected = 1 / ((1 - smooth) / rope["factor"] + smooth)
         if not math.isclose(factor, expected, rel_tol=1e-3):
             raise _Refused(
-                f"scales its rotary embedding in a way that is not Llama 3.1's (frequency {i}: {factor:g}, expected "
+                f"scales its rotary embedding differently from Llama 3.1 (frequency {i}: {factor:g}, expected "
                 f"{expected:g}); import the model's safetensors instead"
             )
     return rope

@@ -1,10 +1,10 @@
-"""Makes a checkpoint of another one: an adapter added to its base, or linear layers rounded to 8 or 4 bits.
+"""Makes a new checkpoint from another one: merges an adapter into its base, or rounds linear layers to 8 or 4 bits.
 
     python -m train.convert.remake merged BASE ADAPTER OUT
     python -m train.convert.remake int8|fp8|int4 SOURCE OUT
 
-compressed-tensors has the formats, which vLLM serves; activations need no data to calibrate with. The model is in
-memory as a whole. Prints {"error": see `quantise`}, {} of a merge, or {"refused": why}.
+The formats are those of compressed-tensors, which vLLM serves; they need no calibration data. The whole model is in
+memory. Prints {"error": see `quantise`}, {} for a merge, or {"refused": why}.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from transformers.utils.logging import disable_progress_bar
 from weights.checkpoint.folder import check_folder, read_json
 
 FORMS: Final = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "int4": "W4A16"}
-"""Presets of compressed-tensors. int8 and fp8: a scale for each row, activations quantised as they come. int4: a scale
-for each 128 weights of a row, or 64 or 32 where that does not divide it; activations as they are."""
-_GROUPS: Final = (128, 64, 32)  # of which vLLM has kernels
+"""Presets of compressed-tensors. int8 and fp8: one scale per row, activations quantised dynamically. int4: one scale
+per 128 weights of a row (64 or 32 if 128 does not divide the row), activations not quantised."""
+_GROUPS: Final = (128, 64, 32)  # sizes for which vLLM has kernels
 
 
 class CannotRemake(ValueError):
-    """The checkpoint cannot have this form; the text says why."""
+    """The checkpoint cannot be converted to this form; the text says why."""
 
 
 @torch.no_grad()
 def quantise(source: Path, target: Path, form: str) -> float:
-    """Write the checkpoint `source` in another form into the new directory `target`. Returns the error: the distance
-    between the weights and what they mean afterwards, over the length of the weights. Raises CannotRemake."""
+    """Write the checkpoint `source` in another form into the new directory `target`. Returns the relative error: the
+    norm of (rounded - original weights) over the norm of the original weights. Raises CannotRemake."""
     if _is_quantised(source):
         raise CannotRemake("it is quantised already")
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
@@ -59,11 +59,11 @@ def quantise(source: Path, target: Path, form: str) -> float:
         odd = next((name for name, width in widths.items() if width % _GROUPS[-1]), None)
         if odd is not None:
             raise CannotRemake(
-                f"{form} needs rows of a multiple of {_GROUPS[-1]} weights, {odd} has {widths[odd]}; take int8 or fp8"
+                f"{form} needs rows of a multiple of {_GROUPS[-1]} weights, {odd} has {widths[odd]}; use int8 or fp8"
             )
         scheme.weights.group_size = next(size for size in _GROUPS if not any(w % size for w in widths.values()))
     if sum(one.weight.numel() for one in layers.values()) < sum(p.numel() for p in model.parameters() if p.dim() > 2):
-        raise CannotRemake("most of its weights are experts in one tensor, whose quantised form this does not write")
+        raise CannotRemake("most of its weights are fused experts, which cannot be quantised here")
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignored))
     moved = total = 0.0
     for module in layers.values():
@@ -89,8 +89,8 @@ def merge(base: Path, adapter: Path, target: Path) -> None:
     Raises CannotRemake."""
     if _is_quantised(base):
         raise CannotRemake(
-            "its base is quantised, and the sum would have to be rounded again. It is served beside its base: export "
-            "it as it is, without --format merged"
+            "its base is quantised, so the merged weights would have to be rounded again. Export the adapter as it is, "
+            "without --format merged"
         )
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     dtype = model.dtype
@@ -103,7 +103,7 @@ def _is_quantised(checkpoint: Path) -> bool:
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Copy the tokenizer and what else is not weights."""
+    """Copy the tokenizer and all other files but weights."""
     for path in source.iterdir():
         has_weights = path.suffix == ".safetensors" or path.name.endswith(".index.json")
         if not has_weights and not (target / path.name).exists():
@@ -111,7 +111,7 @@ def _copy_others(source: Path, target: Path) -> None:
 
 
 def _bounds(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest weight of each row (out, 1) or of each group of a row (out, groups)."""
+    """The smallest and the largest weight of each row (out, 1) or of each group of a row (out, groups)."""
     if args.strategy == QuantizationStrategy.GROUP:
         groups = weight.unflatten(1, (-1, args.group_size))
         return groups.amin(-1), groups.amax(-1)

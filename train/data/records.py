@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from weights.format.foreign_json import is_deeper
+from weights.format.foreign_json import is_exceeding
 
 Record = dict[str, Any]
 Refuses = Mapping[str, tuple[Callable[[Any], bool], str]]
@@ -187,7 +187,7 @@ def loads(raw: bytes) -> Any:
             raise BadRecord(_why_not_json(raw, error)) from None
         return loads(without)
     # Few records have enough brackets to be too deep; walking through all of them would take long.
-    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_exceeding(value, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
     # orjson keeps the last of two equal keys. Each key has a colon, so a lost key shows in the number of colons, unless
     # a string has an escaped colon.

@@ -1,10 +1,9 @@
-"""Attention over packed rows: every example sees itself alone, exactly, and nothing is spent on the rest.
+"""Attention over packed rows: every example attends to its own tokens only, at no cost for the others.
 
-Registered with transformers as the attention implementation "packed" (its AttentionInterface). `segments` travels
-from the model call to every layer as a keyword. One call of torch's causal kernel per example costs the sum of
-the squares of their lengths; a block-diagonal mask over the row would cost the square of the sum. On a GPU one kernel
-(FlashAttention over sequences of different lengths) does the whole row, sliding windows included, where the precision
-and the head size allow it.
+It is registered with transformers as the attention implementation "packed" (AttentionInterface). Every layer receives
+`segments` as a keyword of the model call. One call of torch's causal kernel per example costs the sum of the squares of
+their lengths; a block-diagonal mask over the row would cost the square of the sum. On a GPU one kernel (FlashAttention
+over sequences of different lengths) computes the whole row, with sliding windows, if precision and head size allow it.
 """
 
 from __future__ import annotations
@@ -40,32 +39,32 @@ def packed_attention(
     sliding_window: int | None = None,
     **further: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, heads, tokens, dim), key and value (1, kv heads, tokens, dim) -> (1, tokens, heads, dim). A dim of
-    value's own is the result's too.
+    """query (1, heads, tokens, dim), key (1, kv heads, tokens, dim), value (1, kv heads, tokens, value dim)
+    -> (1, tokens, heads, value dim).
 
     `segments` are (start, end) token ranges that cover the row without gaps. Raises UnsupportedModel for a layer that
-    asks for more: Inkling was trained without its position bias, and nobody was told.
+    needs more: without its position bias Inkling would silently train wrong weights.
     """
     if left_out := [name for name in _NOT_DONE if further.get(name) is not None]:
         raise UnsupportedModel(
             f"{type(module).__name__} computes its attention with {' and '.join(left_out)}, which packed attention "
-            "does not"
+            "does not support"
         )
     grouped = query.shape[1] != key.shape[1]
-    # FlashAttention's own limits. (An older GPU than Ampere lacks bfloat16 already.)
+    # Limits of FlashAttention. (GPUs before Ampere have no bfloat16.)
     width, on_gpu = max(query.shape[-1], value.shape[-1]), not in_host_memory(query.device)
     if on_gpu and query.dtype in _VARLEN_DTYPES and width <= _VARLEN_WIDEST_HEAD and not dropout:
         return _varlen(query, key, value, segments, scaling, sliding_window, grouped), None
     if grouped and on_gpu:
-        # Here come float32 and heads beyond 256 (Gemma 4's are 512 wide in one layer of six), which of torch's fused
-        # kernels CUTLASS's alone computes. That of torch 2.13 takes no groups, and a caller that gives it some gets the
-        # plain computation, whose memory is the square of an example's length.
+        # float32, or heads wider than 256 (Gemma 4 has 512 in one layer of six): of torch's fused kernels only CUTLASS
+        # computes them. In torch 2.13 it takes no groups; with groups torch falls back to the plain computation, whose
+        # memory is the square of an example's length.
         key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
         grouped = False
     lengths = [end - start for start, end in segments]
     outputs = []
-    # Split, not sliced: in the backward pass each slice fills a tensor of the whole row's size with zeros, 33 times q's
-    # bytes for 32 examples where a split takes twice.
+    # Split, not slices: in the backward pass each slice makes a zero tensor of the whole row's size: for 32 examples 33
+    # times the bytes of q, a split twice.
     for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
         window = None
         if sliding_window is not None and q.shape[2] > sliding_window:
@@ -97,16 +96,16 @@ def _varlen(
     sliding_window: int | None,
     grouped: bool,
 ) -> torch.Tensor:
-    """Arguments as in `packed_attention`, its first result."""
+    """The first result of `packed_attention`, by one kernel for the whole row. Arguments as there."""
     starts, longest = _bounds(segments, query.device)
-    # A window of W tokens to the left sees W + 1 with the token itself, and `sliding_window` counts that one.
+    # The kernel's window does not count the token itself; `sliding_window` does.
     left = -1 if sliding_window is None or longest <= sliding_window else sliding_window - 1
-    # The kernel takes heads of one width, a multiple of 8, and unlike scaled_dot_product_attention this call fills up
-    # none (torch's flash_api.cpp, mha_varlen_fwd). DeepSeek's values are narrower than its keys; OpenLLaMA 3B has heads
-    # of 100. Zeros add nothing to a score, and what they give of the values is cut off.
+    # The kernel takes heads of one width, a multiple of 8, and unlike scaled_dot_product_attention this call pads none
+    # (torch's flash_api.cpp, mha_varlen_fwd). DeepSeek's values are narrower than its keys; OpenLLaMA 3B has heads of
+    # 100. Zeros add nothing to a score, and the padding of the values is cut off.
     width = -(-max(query.shape[-1], value.shape[-1]) // _VARLEN_HEAD_STEP) * _VARLEN_HEAD_STEP
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    # Not `pad` with nothing to add, which copies.
+    # `pad` would copy even if there is nothing to add.
     q, k, v = (one if one.shape[-1] == width else pad(one, (0, width - one.shape[-1])) for one in (q, k, v))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = varlen.varlen_attn(
@@ -116,7 +115,7 @@ def _varlen(
     return out[None, ..., : value.shape[-1]]
 
 
-@lru_cache(maxsize=4)  # all layers of a row, and their recomputation, ask for the same
+@lru_cache(maxsize=4)  # all layers of a row, and their recomputation, need the same result
 def _bounds(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple[torch.Tensor, int]:
     """The examples' boundaries (examples + 1,) int32 on the device, and the longest example's tokens."""
     starts = torch.tensor([0, *(end for _, end in segments)], dtype=torch.int32)
@@ -124,12 +123,11 @@ def _bounds(segments: tuple[tuple[int, int], ...], device: torch.device) -> tupl
 
 
 def register() -> None:
-    """Make "packed" known to transformers. Other attention of this process, in which answers grow by a token at a time,
-    does without kernels that are planned again for every length.
+    """Register "packed" with transformers, and turn off kernels that are planned again for every length.
 
-    It gets no kind of mask there, so that transformers asks for none. Else it looks first, on the device, whether the
-    positions of a row begin again, and waits for that, and so for all that was computed before
-    (transformers/masking_utils.py, _preprocess_mask_arguments and find_packed_sequence_indices).
+    No mask function is registered, so transformers builds no mask. For a mask it would first check on the device
+    whether positions in a row restart, and wait for all work before (transformers/masking_utils.py,
+    _preprocess_mask_arguments and find_packed_sequence_indices).
     """
     for kind in KINDS.values():
         kind.unplanned_attention()

@@ -32,13 +32,13 @@ from train.model import attention
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
-# The types of layers in transformers that carry something from token to token besides keys and values.
+# Types of layers in transformers that pass a state from token to token, besides keys and values.
 _KEEP_STATE = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
 ADAPTER = "default"
 STEM = "adapter_model"
 CONFIG_FILE = "adapter_config.json"
 _PREFIX = "base_model.model."
-LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose gradients tests compare with torch's
+LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # tests compare their gradients with torch's
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -51,10 +51,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> PreTrainedModel:
-    """The base model in the precision to train in, on the CPU, with what is trained marked `requires_grad`.
+    """The base model on the CPU, in the precision of the training; trained parameters have `requires_grad`.
 
     The bytes are equal on every rank: LoRA starts from `spec.seed`. With `weights=False` trained parameters are
-    undefined: a snapshot sets them. With `sent` all are: another rank sends them. Raises UnsupportedModel.
+    undefined, because a snapshot will set them; with `sent` all parameters are, because another rank will send them.
+    Raises UnsupportedModel.
     """
     attention.register()
     transformers_logging.disable_progress_bar()
@@ -97,8 +98,8 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
 
 
 def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
-    """The architecture with uninitialised parameters; None if it has more state than its parameters. If they are sent,
-    also where loading has a say in which there are or of what precision: the sender has them as loaded."""
+    """The architecture with uninitialised parameters; None if the weights must be loaded: where the model has state
+    besides parameters; with `sent` also where loading decides which parameters there are, or their precision."""
     config = AutoConfig.from_pretrained(spec.base_path, local_files_only=True, trust_remote_code=False)
     if _is_quantised(config):
         return None
@@ -106,12 +107,11 @@ def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
         model = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME, trust_remote_code=False
         )
-    # (Those that are to be tied are not where a checkpoint has them apart.)
+    # (A checkpoint may have separate tensors for parameters that are normally tied.)
     if sent and (model._keep_in_fp32_modules_strict or model.get_expanded_tied_weights_keys(all_submodels=True)):
         return None
     model.tie_weights()
-    # What loading leaves for whoever writes the model back (train.state.publish), for experts are stored one by
-    # one, and for whoever has it answer.
+    # As loading does: publishing needs the conversions (train.state.publish), answering the generation config.
     model._weight_conversions = get_model_conversion_mapping(model)
     with suppress(OSError):  # the directory has none
         model.generation_config = GenerationConfig.from_pretrained(spec.base_path, local_files_only=True)
@@ -124,12 +124,12 @@ def _is_quantised(config: PretrainedConfig) -> bool:
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Give a model's norms, rotary embedding (for the whole process) and MLPs Liger's fused kernels (Hsu et al., 2024),
-    which keep fewer activations and need a GPU; the output head has a kernel of its own
-    (train.methods.packed_objective). Raises UnsupportedModel for another family."""
+    """Replace norms, rotary embedding (for the whole process) and MLPs by Liger's fused kernels (Hsu et al., 2024),
+    which keep fewer activations and need a GPU. The output head has its own (train.methods.packed_objective). Raises
+    UnsupportedModel for another family."""
     if model.config.model_type not in LIGER_FAMILIES:
         known = ", ".join(LIGER_FAMILIES)
-        raise UnsupportedModel(f"kernels 'liger' does not know {model.config.model_type}, only {known}: take 'torch'")
+        raise UnsupportedModel(f"kernels 'liger' supports {known}, not {model.config.model_type}; use 'torch'")
     # Its import takes a second, and few jobs need it.
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance  # noqa: PLC0415
 
@@ -137,18 +137,18 @@ def use_liger(model: PreTrainedModel) -> None:
 
 
 def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
-    """Put LoRA layers (Hu et al., 2021; peft) into `model` in place and freeze everything else."""
+    """Add LoRA layers (Hu et al., 2021; peft) to `model` in place and freeze everything else."""
     targets = list(spec.lora_targets) or linear_layers(model)
-    # Of some mixtures (DeepSeek, GLM 4, Qwen3-Next) peft takes names of the dense and the shared MLPs for those of the
-    # experts in older checkpoints, which are fused here.
+    # In some mixtures (DeepSeek, GLM 4, Qwen3-Next) peft takes the names of dense and shared MLPs for those of experts,
+    # as in older checkpoints; here experts are fused.
     converted = LoraConfig(target_modules=targets)
     convert_peft_config_for_transformers(converted, model, None)
     if converted.target_parameters:
         left = sorted(converted.target_modules or ())
         if spec.lora_targets:
             raise UnsupportedModel(
-                f"lora_targets {targets}: {', '.join(sorted(set(targets) - set(left)))} would be those of the experts "
-                f"of {model.config.model_type} too, which get no adapters here; name other layers"
+                f"lora_targets {targets}: {', '.join(sorted(set(targets) - set(left)))} would also name experts of "
+                f"{model.config.model_type}, which cannot have adapters; name other layers"
             )
         targets = left
     config = LoraConfig(
@@ -163,7 +163,7 @@ def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
     try:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
-        raise UnsupportedModel(f"lora_targets {targets} do not fit the model: {error}") from error
+        raise UnsupportedModel(f"lora_targets {targets} do not match layers of the model: {error}") from error
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
@@ -187,7 +187,7 @@ def is_factor(name: str) -> bool:
 
 
 def stored_name(name: str) -> str:
-    """peft's name on disk of the factor `name` (as `fragments.parameters` calls it)."""
+    """The name in peft's files of the factor `name` (a name of `fragments.parameters`)."""
     return _PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
@@ -201,10 +201,10 @@ def config_json(config: LoraConfig, base_model: str) -> bytes:
 
 @torch.no_grad()
 def merge_into(model: PreTrainedModel, directory: str) -> None:
-    """Add the stored adapter's scaling * B @ A to the weights of `model`, in float32, in place. (Not peft's own
-    merge: it imports modules and matches expressions that the adapter's configuration, which is foreign, names.)
+    """Add the stored adapter's scaling * B @ A to the weights of `model`, in float32, in place. (peft's own merge would
+    import modules and match expressions that the adapter's configuration names, which is untrusted.)
 
-    Raises UnsupportedModel when it does not belong to this model or is of a kind that is more than B @ A.
+    Raises UnsupportedModel if the adapter does not belong to this model or is more than B @ A.
     """
     config = PeftConfig.from_pretrained(directory)
     if not isinstance(config, LoraConfig) or config.use_dora or config.bias != "none" or config.modules_to_save:
@@ -225,24 +225,24 @@ def merge_into(model: PreTrainedModel, directory: str) -> None:
         weight.copy_(weight.float() + scaling * (up.float() @ down.float()))
 
 
-# --- what a model is
+# --- facts about a model
 
 
 def keeps_state(model: PreTrainedModel) -> bool:
-    """Whether layers carry a state from token to token (mamba, gated delta nets, convolutions): it knows no bounds of
-    examples, and no part of a row can be computed ahead and shared."""
+    """Whether layers pass a state from token to token (mamba, gated delta nets, convolutions). The state ignores the
+    bounds of examples, and no part of a row can be computed ahead and shared."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     return bool(model._is_stateful) or not _KEEP_STATE.isdisjoint(kinds)
 
 
 def checkpoint_name(name: str) -> str:
-    """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
+    """The name, in the model's own checkpoint, of a parameter of the (LoRA-wrapped) model."""
     return name.replace(".base_layer.", ".")
 
 
 def _choose_experts(model: PreTrainedModel) -> None:
-    """Take the plain computation where torch's grouped matrix product, transformers' default, refuses: it wants rows of
-    whole 16 bytes. (Not those of a convolution, which has three dimensions too.)"""
+    """Use the plain computation of experts where torch's grouped matrix product, transformers' default, refuses rows
+    that are no multiple of 16 bytes. (Convolutions have three dimensions too, but other names.)"""
     experts = [p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
     uneven = any(p.shape[-1] * p.element_size() % 16 for p in experts)
     if uneven and model._can_set_experts_implementation():
@@ -250,17 +250,19 @@ def _choose_experts(model: PreTrainedModel) -> None:
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel where packed attention would leave out something without a word."""
+    """Raise UnsupportedModel if packed attention would silently leave out a part of the model's attention."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
-        raise UnsupportedModel(f"{config.model_type} caps its attention logits, which packed attention does not")
-    if getattr(config, "index_topk", None):  # of some families nothing but the mask says so, which is not read
         raise UnsupportedModel(
-            f"{config.model_type} attends to the tokens that an indexer picks (DeepSeek's sparse attention), which "
-            "packed attention does not"
+            f"{config.model_type} caps its attention logits, which packed attention does not support"
         )
-    if not getattr(model, "_supports_sdpa", False):  # nor where the model takes other implementations
+    if getattr(config, "index_topk", None):  # some families show it only in the mask, which is not read
+        raise UnsupportedModel(
+            f"{config.model_type} attends to tokens that an indexer picks (DeepSeek's sparse attention), which "
+            "packed attention does not support"
+        )
+    if not getattr(model, "_supports_sdpa", False):  # then it would ignore packed attention
         raise UnsupportedModel(
             f"{config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as models "
-            "with attention sinks), which packed attention does"
+            "with attention sinks), which is all that packed attention replaces"
         )

@@ -1,7 +1,7 @@
-"""Keeps a base's linear layers in the few bits they are stored in, for LoRA on a quantised base.
+"""Keeps the linear layers of a quantised base in their stored form, for LoRA.
 
-QLoRA (Dettmers et al., 2023) with the formats of compressed-tensors, which vLLM serves: what is trained against is bit
-for bit what serves beside the adapter.
+QLoRA (Dettmers et al., 2023) with the formats of compressed-tensors, which vLLM serves: adapters are trained on bit for
+bit the weights that serve with them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _FOUR_BITS = {"weight": ("weight_packed", torch.int32), "weight_scale": ("weight
 
 
 class QuantisedLinear(torch.nn.Linear):
-    """A frozen linear layer (out, in) that decodes its weight for each product and keeps nothing of it.
+    """A frozen linear layer (out, in) that decodes its weight for each product and does not keep the result.
 
-    Integers and 8-bit floats are parameters of bytes (uint8): DeepSpeed casts whatever is a float, and ZeRO-3 parts and
-    gathers them like any other.
+    Integers and 8-bit floats are stored as parameters of bytes (uint8): DeepSpeed casts every float parameter, and
+    ZeRO-3 partitions and gathers bytes like any other parameter.
     """
 
     def __init__(self, layer: torch.nn.Linear, scheme: QuantizationScheme):
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self._scheme = scheme
-        self._stored: dict[str, tuple[str, torch.dtype | None]] = {}  # by parameter: its name there, its dtype as bits
+        self._stored: dict[str, tuple[str, torch.dtype | None]] = {}  # by parameter: stored name, dtype if bytes
         self.bias = layer.bias
         for stored_name, tensor in get_direct_state_dict(layer).items():
             if stored_name in (_SHAPE, "bias"):
@@ -57,16 +57,16 @@ class QuantisedLinear(torch.nn.Linear):
 
 
 def _four_bits(packed: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
-    """What compressed-tensors decodes of symmetric 4 bits, in a fifth of its passes over memory.
+    """Decode symmetric 4 bits as compressed-tensors does, with a fifth of its passes over memory.
 
-    packed: (out, width / 2), two weights in a byte, the lower bits first. scales: (out, groups of a row)."""
+    packed: (out, width / 2), two weights per byte, the lower bits first. scales: (out, groups of a row)."""
     pairs = packed.detach()[:, : -(-width // 2)]
     weights = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :width]
     return ((weights.to(scales.dtype) - 8).unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(-1)).flatten(1)
 
 
 class _Product(torch.autograd.Function):
-    """inputs (..., in) -> (..., out). Autograd's own would keep the decoded weight until the backward pass."""
+    """inputs (..., in) -> (..., out). Plain autograd would keep the decoded weight until the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
@@ -79,7 +79,7 @@ class _Product(torch.autograd.Function):
 
 
 def keep_quantised(model: PreTrainedModel) -> None:
-    """Replace, in place, every layer that transformers has loaded as it is stored by a `QuantisedLinear`."""
+    """Replace, in place, every layer that transformers loaded in its stored form by a `QuantisedLinear`."""
     model.ct_decompress_hook.remove()  # it would decode the whole model in the first forward pass
     for name, layer in list(model.named_modules()):
         scheme = getattr(layer, "quantization_scheme", None)

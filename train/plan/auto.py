@@ -1,20 +1,20 @@
 """Resolve OpenAI's hyperparameters ("auto" or a number) and our extras into fields of a TrainSpec. Pure.
 
-The rules for "auto" are ours (OpenAI does not publish its own); each stands beside its function with its reason.
-For the learning rate and the epochs there are published ones:
+OpenAI does not publish its rules for "auto"; ours are in the functions below, each with its reason. Learning rates and
+epochs build on published values:
 
-Published for AdamW and supervised fine-tuning, all weights: torchtune and TRL 2e-5, Tulu 3 5e-6 (8 B), SmolLM2 3e-4
+Published for AdamW and supervised fine-tuning of all weights: torchtune and TRL 2e-5, Tulu 3 5e-6 (8 B), SmolLM2 3e-4
 (1.7 B) to 1e-3 (135 M). Adapters: TRL, axolotl, unsloth and torchtune 2e-4 to 3e-4; Tinker 1e-3 (1 B) to 3e-4 (8 B);
-ten times the rate of all weights, whatever the rank (Schulman et al., "LoRA Without Regret", 2025). By model size: one
-over the root of the number of parameters (Tinker). By batch, with Adam: its root (Malladi et al., NeurIPS 2022).
+ten times the rate of full fine-tuning at any rank (Schulman et al., "LoRA Without Regret", 2025). The rate scales with
+1 / sqrt(parameters) (Tinker) and, with Adam, with sqrt(batch size) (Malladi et al., NeurIPS 2022).
 
-What is chosen: at 7 B and a step of up to 8,192 tokens, 1e-5 for all weights and 1e-4 for adapters, the lower end of
-what is published, because most jobs here are small and a small job that learns too fast forgets (docs/first-model.md).
-More data makes larger steps (`_rows`), and those bear more: up to three times as much from 74,000 tokens a step
-on, which is where the published sweeps were made.
+Chosen at 7 B and up to 8,192 tokens per step: 1e-5 for full fine-tuning and 1e-4 for adapters. This is the lower end of
+the published range, because most jobs here are small, and a small job with a high rate forgets (docs/first-model.md).
+More data makes larger steps (`_rows`), which allow higher rates: up to three times from 74,000 tokens per step on, the
+size of the published sweeps.
 
-Few rows have to be seen several times to be learned at all: until `FEWEST_SEEN` have passed, `MOST_EPOCHS` times at
-most. Adapters of few rows get half as much again of the rate, and take more passes than all weights do.
+A small data set is repeated until `FEWEST_SEEN` rows were seen, at most `MOST_EPOCHS_*` times. Adapters on few rows get
+1.5 times the rate, and more epochs than full fine-tuning.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _FIELDS = get_type_hints(TrainSpec)
 Own = Callable[["Given", dict[str, Any]], None]
 LORA_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
-HIGHEST_RATE = 100.0  # times the automatic learning rate of supervised tuning; more ruins a model
-LEAST_STEPS = 50  # fewer teach little whatever the learning rate: warm-up and decay are most of them
-ROW_MULTIPLE = 32  # tokens of a row without packing, because kernels are compiled for every new shape
-SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
+HIGHEST_RATE = 100.0  # times the automatic learning rate of supervised tuning; higher rates ruin a model
+LEAST_STEPS = 50  # fewer teach little at any learning rate, because most of them are warm-up and decay
+ROW_MULTIPLE = 32  # row lengths without packing, because kernels are compiled for every new shape
+SHORTEST_ROW = 128  # tokens; a shorter row takes a device just as long
 REFERENCE_PARAMETERS = 7e9
 REFERENCE_STEP_TOKENS = 8192
 FULL, ADAPTER = 1e-5, 1e-4
@@ -47,15 +47,15 @@ LARGEST_BATCH_FACTOR = 3.0
 FEW_ROWS, FEW_ROWS_FACTOR = 200, 1.5
 FEWEST_SEEN = 600
 MOST_EPOCHS_FULL, MOST_EPOCHS_ADAPTER = 6, 10
-# One over the root for all weights, as published; adapters of small models bear less than ten times that.
+# For full fine-tuning 1 / sqrt(parameters), as published; adapters of small models tolerate less than ten times that.
 FULL_EXPONENT, ADAPTER_EXPONENT = 0.5, 0.27
 
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """Figures of the training file; tokens may be estimates (data_check). lengths: in tokens, of some examples that
-    stand for all, in the order of the file; without them rows count as full. documents: examples longer than a row are
-    continued in the next."""
+    """Figures of the training file; token counts may be estimates (data_check). lengths: tokens of a sample of the
+    examples, in the order of the file; if empty, rows count as full. documents: examples longer than a row continue in
+    the next row."""
 
     n_examples: int
     n_tokens: int
@@ -66,10 +66,10 @@ class DatasetStats:
 
 @dataclass(frozen=True)
 class ModelStats:
-    """The base model and the devices. `max_position_embeddings` is its context in tokens.
+    """The base model and the devices. max_position_embeddings: its context in tokens.
 
-    adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
-    computes_bf16: see runtime.devices. quantised: its weights stay as they are stored, and adapters alone are trained.
+    adapter_max_rank: the largest LoRA rank that engines serve on this base without merging; 0: none. computes_bf16: see
+    runtime.devices. quantised: the weights stay as they are stored, and only adapters are trained.
     """
 
     shape: ModelShape
@@ -81,13 +81,13 @@ class ModelStats:
 
 
 def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
-    """Optimizer steps of a run with these fields of a TrainSpec; exact where `dataset.lengths` has every example."""
+    """Optimizer steps of a run with these fields of a TrainSpec; exact if `dataset.lengths` has every example."""
     # As train.data.packing.StepPlan: the last step of an epoch may take rows of the next.
     return max(1, math.ceil(fields["n_epochs"] * _sequences(dataset, fields) / fields["batch_size"]))
 
 
 def load(dataset: DatasetStats, fields: Mapping[str, Any], *, sequences: int = 1, forwards: float = 0.0) -> Load:
-    """Return the mean content of a run's rows. sequences: of an example, all in one row. forwards: see `Load`."""
+    """The mean content of a run's rows. sequences: per example, all in one row. forwards: see `Load`."""
     rows = steps(dataset, fields) * fields["batch_size"]
     lengths = [min(length, fields["max_length"]) for length in dataset.lengths]
     tokens = sum(lengths) * dataset.n_examples / len(lengths) if lengths else dataset.n_tokens
@@ -97,13 +97,13 @@ def load(dataset: DatasetStats, fields: Mapping[str, Any], *, sequences: int = 1
 
 
 def micro_batches(fields: Mapping[str, Any]) -> list[int]:
-    """Sizes of micro-batches that divide a step. Without packing only that of `fields`: examples differ in length."""
+    """Micro-batch sizes that divide a step; without packing, where examples differ in length, only that of `fields`."""
     batch = fields["batch_size"]
     return [n for n in range(1, batch + 1) if batch % n == 0 and (fields["packing"] or n == fields["micro_batch"])]
 
 
 def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
-    """The sequences of one epoch."""
+    """The number of rows in one epoch."""
     if dataset.documents:
         return max(dataset.n_tokens / fields["max_length"], 1.0 if fields["packing"] else float(dataset.n_examples))
     if not fields["packing"]:
@@ -117,15 +117,15 @@ def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
 
 
 def best_fit(decreasing: Iterable[tuple[int, int]], capacity: int) -> list[list[int]]:
-    """Groups of examples whose lengths sum to at most `capacity` tokens; every example in exactly one.
+    """Pack examples into groups whose lengths sum to at most `capacity` tokens; every example is in one group.
 
-    decreasing: (number, length) of each example, the longest first, each length at most `capacity`, which may be
-    millions. Wastes under a percent on usual data (Ding et al., "Fewer Truncations Improve Language Modeling", 2024),
-    and much where few examples fit a row.
+    decreasing: (number, length) of each example, perhaps millions, the longest first, no length above `capacity`.
+    Wastes under 1 % on usual data (Ding et al., "Fewer Truncations Improve Language Modeling", 2024), but much where
+    only a few examples fit a row.
     """
     packs: list[list[int]] = []
     with_space: dict[int, list[int]] = defaultdict(list)
-    spaces: list[int] = []  # that some pack has left, ascending
+    spaces: list[int] = []  # free tokens that some pack has, ascending
     for index, length in decreasing:
         place = bisect_left(spaces, length)
         if place < len(spaces):
@@ -146,13 +146,12 @@ def best_fit(decreasing: Iterable[tuple[int, int]], capacity: int) -> list[list[
 def resolve(
     hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int, own: Own | None = None
 ) -> dict:
-    """Fields of a TrainSpec. `own` reads what only one training method takes. Raises InvalidHyperparameter for an
-    unknown name or a value out of range. An "auto" layout is the plainest one here; the devices decide later
-    (appliance.controller.models.capacity.Estimator.layouts)."""
+    """Fields of a TrainSpec. own: reads the hyperparameters of one training method. An "auto" layout is the plainest
+    one here; `capacity.Estimator.layouts` chooses it later, for the devices. Raises InvalidHyperparameter for an
+    unknown name or a value out of range."""
     given = Given(hyperparameters)
     fields: dict[str, Any] = {}
-    # Not fp8 as serve_dtype: it needs the largest element of a tensor before its first byte is written, and no rank
-    # sees a whole one.
+    # serve_dtype cannot be fp8: its scales need the largest element of a whole tensor, which no rank has.
     for name in ("packing", "offload", "activation_checkpointing", "kernels", "lr_scheduler", "serve_dtype"):
         fields[name] = given.choice(name, auto=getattr(TrainSpec, name))
     for name, high in (("lora_dropout", 0.9), ("warmup_ratio", 0.9), ("weight_decay", 1), ("max_grad_norm", 1e6)):
@@ -160,19 +159,18 @@ def resolve(
     for name in ("eval_interval", "early_stopping_patience"):
         fields[name] = given.integer(name, 0, 1_000_000, auto=0)
 
-    # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
-    # links and for models that one device cannot hold.
+    # Tensor parallelism is never automatic: it communicates in every layer, ZeRO once per step, so it is only worth it
+    # with fast links and for models that one device cannot hold.
     fields["tensor_parallel"] = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
     fields["sequence_parallel"] = given.integer("sequence_parallel", 1, max(1, max_devices), auto=1)
-    # LoRA above a size where the optimizer's 12 bytes per parameter hurt, or if a setting is given that
-    # only adapters have.
+    # LoRA for models so large that the optimizer's 12 bytes per parameter hurt, or if a setting of adapters is given.
     small = model.shape.n_parameters < LORA_FROM_PARAMETERS and not model.quantised
     fields["full"] = given.choice("full", auto=small and not any(map(given.is_set, OF_LORA)))
-    widest = min(1024, model.shape.hidden or 1024)  # a rank beyond the model's width trains more than all weights would
+    widest = min(1024, model.shape.hidden or 1024)  # a higher rank would train more than all weights
     fields["lora_rank"] = given.integer("lora_rank", 1, widest, auto=min(16, widest, model.adapter_max_rank or 16))
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_targets"] = tuple(given.names("lora_targets"))
-    # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
+    # An adapter wherever engines of the base serve it: hundreds share one engine, and each has 1 % of the bytes.
     merged = why_no_adapter(model, fields) and not model.quantised
     fields["lora_publish"] = given.choice("lora_publish", auto="merged" if merged else "adapter")
     fields["precision"] = given.choice("precision", auto="bf16" if model.computes_bf16 else "fp32")
@@ -183,7 +181,7 @@ def resolve(
     length, rows = _rows(given, dataset, model, fields, groups)
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
     fields["micro_batch"] = given.integer("micro_batch", 1, 1024, auto=1)
-    # A layout does not change what a step learns: as many rows as without it, for whole micro-batches on each device.
+    # A layout must not change what a step learns: the same rows, rounded up to whole micro-batches per device.
     each = fields["micro_batch"] * min(rows, 2 ** math.floor(math.log2(groups)))
     fields["batch_size"] = given.integer("batch_size", 1, 4096, auto=math.ceil(rows / each) * each)
     _check_together(given, model, fields)
@@ -201,30 +199,30 @@ def resolve(
 
 
 def _check_together(given: Given, model: ModelStats, fields: dict[str, Any]) -> None:
-    """Raises InvalidHyperparameter for the first value that does not go with others or with the model."""
+    """Raises InvalidHyperparameter for the first value that conflicts with another one or with the model."""
     full, tensor, batch, publish = (fields[n] for n in ("full", "tensor_parallel", "batch_size", "lora_publish"))
     slices, most, why = model.shape.tensor_slices, model.adapter_max_rank, why_no_adapter(model, fields)
-    # The last is judged by its value.
+    # lora_publish is judged below, by its value.
     of_lora = " and ".join(name for name in OF_LORA[:-1] if given.is_set(name))
     whole = tensor > 1 and (model.quantised or slices == 1)
     beyond = most and fields["lora_rank"] > most and given.value("lora_publish", "auto") != "merged"
     offloaded, on_host = fields["offload"] == "parameters", kind_of(model.device_kind).on_host
     rules = (
-        ("tensor_parallel", whole, "1: quantised weights and experts are not cut; zero_stage 3 shares them out"),
-        ("tensor_parallel", slices % tensor, f"a divisor of {slices}: heads, key-value heads and MLP are cut evenly"),
-        ("full", full and model.quantised, "false: the model's weights are quantised, so only adapters are trained"),
-        ("full", full and of_lora, f"false with {of_lora}, which adapters alone have, or none of these"),
-        # It would be published merged, a hundred times as large: only on explicit request.
+        ("tensor_parallel", whole, "1: quantised weights and experts are cut by zero_stage 3 alone"),
+        ("tensor_parallel", slices % tensor, f"a divisor of {slices}, as heads, key-value heads and MLP are divided"),
+        ("full", full and model.quantised, "false: the model is quantised, so only adapters can be trained"),
+        ("full", full and of_lora, f"false with {of_lora}, which only LoRA has, or none of these"),
+        # It would be published merged, a hundred times as large, so only on explicit request.
         ("lora_rank", beyond, f"at most {most} ([serve] adapter_max_rank), or more with lora_publish 'merged'"),
-        # Ranks of a group would drop different inputs.
+        # The ranks of a group would drop different inputs.
         ("lora_dropout", fields["lora_dropout"] and ranks_of_row(fields) > 1, "0 with tensor or sequence parallelism"),
         (
             "lora_publish",
             model.quantised and (why or publish == "merged"),
-            f"'adapter', which quantised weights stay beside{why and f', but {why}'}",
+            f"'adapter', because quantised weights cannot be merged{why and f'; but {why}'}",
         ),
         ("lora_publish", publish == "adapter" and why, f"'merged': {why}"),
-        ("kernels", fields["kernels"] == "liger" and on_host, "'torch': Liger's kernels are for GPUs"),
+        ("kernels", fields["kernels"] == "liger" and on_host, "'torch': Liger's kernels need a GPU"),
         ("zero_stage", offloaded and fields["zero_stage"] != 3, "3, because offload is 'parameters'"),
         (
             "sequence_parallel",
@@ -240,13 +238,13 @@ def _check_together(given: Given, model: ModelStats, fields: dict[str, Any]) -> 
 
 
 def ranks_of_row(fields: Mapping[str, Any]) -> int:
-    """How many ranks compute one micro-batch together, by the fields of a TrainSpec."""
+    """The number of ranks that compute one micro-batch together, by the fields of a TrainSpec."""
     return fields.get("tensor_parallel", 1) * fields.get("sequence_parallel", 1)
 
 
 def shares_rows(model: ModelStats, fields: Mapping[str, Any]) -> bool:
-    """Whether `sequence_parallel` ranks can share the tokens of a row: in a layer's attention each has all tokens of
-    some of its heads."""
+    """Whether `sequence_parallel` ranks can share the tokens of a row: in attention each rank has all tokens of some
+    heads."""
     parts, heads, key_heads = fields["sequence_parallel"], model.shape.attention_heads, model.shape.kv_heads
     return parts == 1 or (
         fields["tensor_parallel"] == 1
@@ -257,31 +255,30 @@ def shares_rows(model: ModelStats, fields: Mapping[str, Any]) -> bool:
 
 
 def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, together: int = 1) -> list[int]:
-    """World sizes a run may have: each rank (or each group of ranks that compute a row `together`) takes the same whole
-    number of micro-batches of every step."""
+    """World sizes in which every rank computes the same whole number of micro-batches per step. together: ranks that
+    compute each micro-batch as a group."""
     micro_batches = batch_size // micro_batch
     return [together * groups for groups in range(1, max_devices // together + 1) if micro_batches % groups == 0]
 
 
 def why_no_adapter(model: ModelStats, fields: Mapping[str, Any]) -> str:
-    """Why engines of the base do not serve what a run with these fields of a TrainSpec trains beside it; "" if they
-    do."""
+    """Why engines of the base cannot serve the adapter of a run with these fields of a TrainSpec; "" if they can."""
     if fields["full"]:
         return "full is true"
     if not model.adapter_max_rank:
         return "engines of this base take no adapters"
     if not all(target.endswith("_proj") for target in fields["lora_targets"]):
-        return "engines take adapters of the layers named *_proj only"
+        return "engines take adapters only of layers named *_proj"
     if fields["lora_rank"] > model.adapter_max_rank:
         return f"engines take adapters of rank {model.adapter_max_rank} at most"
     return ""
 
 
 def _rows(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict, devices: int) -> tuple[int, int]:
-    """(tokens of a row of packed examples, rows of a step). Rows are long where there is much to learn, since a device
-    likes that, and cut as often as a small job needs to take some steps at all and to use the devices that there are.
-    Cutting for devices changes neither the tokens of a step nor the number of steps."""
-    # Long enough for every example (estimates are off by a third at times), no longer than the device likes.
+    """(tokens of a row of packed examples, rows of a step). Rows are long for large jobs, which is efficient. For small
+    jobs they are halved until there are enough steps, and a row for every device; the latter changes neither the tokens
+    of a step nor the number of steps."""
+    # Long enough for every example (estimates may be off by a third), but no longer than is efficient.
     preferred = 512 if kind_of(model.device_kind).on_host else 4096
     longest = 2 ** math.ceil(math.log2(max(32, 1.3 * dataset.longest_example_tokens)))
     length = max(32, min(model.max_position_embeddings, max(preferred, min(longest, 4 * preferred))))
@@ -297,8 +294,8 @@ def _rows(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict, 
 
     while length // 2 >= shortest and rows(length) < LEAST_STEPS:
         length //= 2
-    # A power of two, so that 1, 2, 4 ... devices can share it; about fifty steps at least; and, if the data allows
-    # some steps then, one row for every device, or some would have to stand idle.
+    # A power of two, so that 1, 2, 4 ... devices can share it; about 50 steps or more; and a row for every device, if
+    # that leaves LEAST_STEPS.
     count, widest = rows(length), 2 ** math.floor(math.log2(max(1, devices)))
     batch = 2 ** max(0, min(6, math.floor(math.log2(max(1.0, count / 50)))))
     batch = max(batch, widest) if count / widest >= LEAST_STEPS else batch
@@ -308,7 +305,7 @@ def _rows(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict, 
 
 
 def epochs(rows: int, *, full: bool) -> int:
-    """Passes over so many rows."""
+    """Automatic number of epochs for a training file with `rows` rows."""
     for most, usual in ((FEW_ROWS, 5), (2000, 3), (20000, 2)):
         if rows < most:
             return max(usual, min(MOST_EPOCHS_FULL if full else MOST_EPOCHS_ADAPTER, FEWEST_SEEN // max(1, rows)))
@@ -316,8 +313,8 @@ def epochs(rows: int, *, full: bool) -> int:
 
 
 def peak_rate(n_parameters: int, step_tokens: float, *, full: bool, rows: int = FEW_ROWS) -> float:
-    """Peak of the schedule. n_parameters: of the base. step_tokens: trained in one optimizer step, on average. rows: of
-    the training file."""
+    """Automatic peak learning rate. n_parameters: of the base. step_tokens: mean trained tokens of an optimizer step.
+    rows: of the training file."""
     smaller = REFERENCE_PARAMETERS / max(n_parameters, 1)
     base = FULL * smaller**FULL_EXPONENT if full else ADAPTER * smaller**ADAPTER_EXPONENT
     batch = math.sqrt(max(1.0, step_tokens / REFERENCE_STEP_TOKENS))
@@ -333,13 +330,15 @@ def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, field
     rate = given.number("learning_rate", 1e-9, 1.0, auto=auto)
     if rate * multiplier > HIGHEST_RATE * auto:
         name = "learning_rate" if given.is_set("learning_rate") else "learning_rate_multiplier"
-        expected = f"at most {HIGHEST_RATE:g} times the automatic {auto:.2g}, with the multiplier; more ruins a model"
+        expected = (
+            f"at most {HIGHEST_RATE:g} times the automatic {auto:.2g}, with the multiplier; a higher rate ruins a model"
+        )
         raise InvalidHyperparameter(name, given.value(name, auto), expected)
     return rate * multiplier
 
 
 class Given:
-    """The hyperparameters as given; remembers which were read, so that a misspelt one is an error."""
+    """The hyperparameters of a request; records which were read, so that a misspelt name is an error."""
 
     def __init__(self, values: dict[str, Any]):
         self.values = {name: value for name, value in values.items() if value not in (None, "auto")}
@@ -359,7 +358,7 @@ class Given:
         return float(value)
 
     def choice(self, name: str, options: tuple[Any, ...] = (), *, auto: Any) -> Any:
-        """One of `options`, or without them of what TrainSpec declares: some words, or true and false."""
+        """One of `options`; by default the values that TrainSpec declares for the field, or true and false."""
         value, options = self.value(name, auto), options or get_args(_FIELDS[name]) or (True, False)
         if value not in options or type(value) is not type(options[0]):
             raise InvalidHyperparameter(name, value, f"one of {', '.join(map(str, options)).lower()}")
@@ -369,7 +368,7 @@ class Given:
         value = self.value(name, [])
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
-        is_list = isinstance(value, (list, tuple)) and len(str(value)) <= 4096  # each round of the scheduler reads it
+        is_list = isinstance(value, (list, tuple)) and len(str(value)) <= 4096  # the scheduler reads it in each round
         if not is_list or not all(isinstance(part, str) for part in value):
             raise InvalidHyperparameter(name, value, "a short list of layer names, e.g. ['q_proj', 'v_proj']")
         return list(value)

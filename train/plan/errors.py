@@ -5,15 +5,17 @@ TrainError
 ├── InvalidTrainingData     a data file has nothing to train on
 ├── InvalidSpec             a TrainSpec does not describe a run that can be started
 ├── UnsupportedModel        the base model, its tokenizer or its chat template cannot be trained here
-├── SnapshotMismatch        a snapshot belongs to another model, job or batch plan
+├── SnapshotMismatch        a snapshot belongs to another run
 ├── NothingGraded           a grader gave no reward for any answer of a step
-├── TrainingDiverged        the loss is not a number any more
+├── TrainingDiverged        the loss or the gradient norm is not finite
 └── RankFailed              a rank died, hung or raised; the run can be continued from its newest snapshot
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
+
+Blame = Literal["own", "outside", "memory"]
 
 
 class TrainError(Exception):
@@ -41,11 +43,11 @@ class UnsupportedModel(TrainError):
 
 
 class SnapshotMismatch(TrainError):
-    """A snapshot does not fit the run that should continue from it."""
+    """A snapshot does not fit the run that should resume from it."""
 
 
 class TrainingDiverged(TrainError):
-    """Loss or gradient norm is not finite: continuing would only write broken weights."""
+    """Loss or gradient norm is not finite; further steps would only write broken weights."""
 
     def __init__(self, step: int, loss: float, grad_norm: float):
         super().__init__(
@@ -55,13 +57,17 @@ class TrainingDiverged(TrainError):
 
 
 class NothingGraded(TrainError):
-    """A grader gave no reward for any answer of a step, or what it needs is gone; the message says why."""
+    """A grader gave no reward for any answer of a step, or something it needs is missing; the message says why."""
 
 
 class RankFailed(TrainError):
-    """A rank died, hung or raised. `retryable` says whether starting again from a snapshot can help; `blame` whose
-    fault it is: "own", "outside" or "memory"."""
+    """A rank died, hung or raised. code: name of the exception that it raised, or how it failed. retryable: whether a
+    restart from a snapshot can help. blame: "own" if it raised an error, "memory" if the OOM killer killed it, else
+    "outside" (it was killed or stopped, or its supervisor died), which is not a fault of the job."""
 
-    def __init__(self, rank: int, reason: str, *, retryable: bool, blame: Literal["own", "outside", "memory"] = "own"):
-        super().__init__(f"rank {rank} {reason}")
-        self.rank, self.reason, self.retryable, self.blame = rank, reason, retryable, blame
+    def __init__(
+        self, rank: int, reason: str, *, code: str = "rank_failed", retryable: bool = True, blame: Blame = "outside"
+    ):
+        # An error of the input is the same on every rank.
+        super().__init__(f"rank {rank} {reason}" if retryable else reason)
+        self.rank, self.code, self.retryable, self.blame = rank, code, retryable, blame

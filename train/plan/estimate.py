@@ -1,14 +1,14 @@
 """Estimates the memory of a fine-tuning job and the time of its steps before it starts. Pure arithmetic on shapes.
 
-ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
-gradients because that is what train.trainer.engine configures. What else DeepSpeed 0.19.8 holds was counted in its
-source (runtime/zero/stage_1_and_2.py and stage3.py). Activations are counted as Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198), section 4.1 do, for attention whose
-scores are recomputed and a gated MLP, with the norms' copies in fp32.
+Memory of ZeRO: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 gradients in place of fp16,
+as train.trainer.engine configures. Further buffers of DeepSpeed 0.19.8 were counted in its source
+(runtime/zero/stage_1_and_2.py and stage3.py). Activations: Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models", 2022 (arXiv:2205.05198), section 4.1, for attention whose scores are recomputed and a gated
+MLP, with the norms' copies in fp32.
 
-A rank computes a micro-batch, and meanwhile sends and fetches what ZeRO shares out; the longer of the two counts, and
-LOST of the shorter. The constants of time were set by the calibration points of tests/unit/train/published_points.csv,
-which has their sources; the others of its points show the error (docs/performance.md).
+Time: a rank computes a micro-batch and meanwhile sends and fetches the partitions of ZeRO; the longer of the two
+counts, plus LOST of the shorter. The constants were fitted to the calibration points in
+tests/unit/train/published_points.csv, which has their sources; its other points show the error (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from weights.format.foreign_json import size, text_part, weight_bits
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
 BUCKET_ELEMENTS = 50_000_000  # train.trainer.engine.MAX_BUCKET_ELEMENTS; this file must load without torch
 HOST_LOGITS_BYTES, DEVICE_LOGITS_BYTES = 64 * 2**20, 256 * 2**20  # of fp32 logits made at a time
-FRAGMENTS = 0.03  # of a device's memory that torch's allocator holds and cannot use
+FRAGMENTS = 0.03  # share of a device's memory that torch's allocator holds and cannot use
 SCALE_BYTES = 2 / 128  # of a quantised weight, in groups of 128
-DECODING_BYTES = 6  # of a weight while its layer is decoded, whole and in steps (train.model.quantised)
+DECODING_BYTES = 6  # per weight while its layer is decoded (train.model.quantised)
 OPTIMIZER_BYTES = 12  # per trained parameter: master, exp_avg, exp_avg_sq
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 
 
 _HEADS = (0, 6)  # queries and keys are normed too: 4 (q + k) in fp32 and 2 (q + k)
-# By model type: bytes of a hidden element and of an element of queries and keys that its norms keep beyond two of the
-# hidden size in the way of Llama's. tests/integration/train/test_layer_memory.py holds them against what torch keeps.
+# By model type: bytes that its norms keep beyond Llama's two norms of the hidden size, (per hidden element, per element
+# of queries and keys). tests/integration/train/test_layer_memory.py compares them with torch.
 _NORMS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "exaone4", "hunyuan_v1_dense"), _HEADS),
     **dict.fromkeys(("olmo2", "olmo3"), (2, 8)),
@@ -49,15 +49,15 @@ _NORMS: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the arithmetic needs of a model; sizes are 0 where config.json does not tell them.
+    """Sizes of a model for the estimates; 0 where config.json does not have them.
 
-    ffn: width of the MLP that one token passes: of a mixture of experts, those of its chosen and shared experts.
-    lora_sides: sum of in + out over the linear layers that LoRA attaches to by default; times the rank, the
-    parameters of the adapter. (Fused experts are not linear layers and get none.)
-    outside: parameters of embeddings and head, which tensor parallelism leaves whole. tensor_slices: into how many even
-    slices it can cut heads and MLP, or a divisor of it; 1: a mixture of experts, which it does not cut; 0: not known.
-    queries: elements of a token's queries. experts: those that it passes. norms: see `_NORMS`. quantised_bytes: those
-    of one weight of a linear layer, with its part of the scales; 0: the base is not quantised.
+    ffn: width of the MLP for one token; in a mixture of experts, of its chosen and shared experts together.
+    lora_sides: sum of in + out over the linear layers that have LoRA by default; times the rank, the parameters of the
+    adapter. (Fused experts are not linear layers and get none.)
+    outside: parameters of embeddings and head, which tensor parallelism does not cut. tensor_slices: largest known
+    number of even slices of heads and MLP; 1: a mixture of experts, which is not cut; 0: unknown.
+    queries: elements of a token's queries. experts: number that a token passes. norms: see `_NORMS`. quantised_bytes:
+    bytes per weight of a linear layer, with its share of the scales; 0: the base is not quantised.
     """
 
     n_parameters: int
@@ -77,7 +77,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
-        """From a Hugging Face config.json; the text part of a multimodal model."""
+        """Read the sizes from a Hugging Face config.json; of a multimodal model, from its text part."""
         number = partial(size, text_part(config))
         hidden, layers, heads = (number(f) for f in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         head_dim = number("head_dim") or (hidden // heads if heads else 0)
@@ -117,57 +117,56 @@ class ModelShape:
 
     @property
     def heads(self) -> int:
-        """Elements of a token's queries and of its keys."""
+        """Elements of a token's queries and keys together."""
         return (self.queries or self.hidden) + self.kv_heads * self.head_dim
 
     def layer_bytes(self, shards: int = 1) -> int:
-        """What one layer keeps of a token until its backward pass has used it, in bytes of bfloat16. With adapters it
-        is less, because frozen weights do without their inputs. shards: ranks of a tensor-parallel group, which share
-        heads and MLP.
+        """Bytes, in bfloat16, that one layer keeps per token for its backward pass. With adapters it is less, because
+        frozen weights do not need their inputs. shards: ranks of a tensor-parallel group, which share heads and MLP.
 
         norms       2 x (4 h in fp32, 2 h of their result before the weight, 2 h as the input of the next product)
         attention   4 (q + k): queries, keys, values and result
-        MLP         8 f: gate, its activation, the other matrix's result, and their product; of experts, whose input
-                    is a copy for each and whose result is weighed, 4 e h more
+        MLP         8 f: gate, its activation, the other matrix's result, and their product; with experts, each of which
+                    has a copy of the input and a weighted result, 4 e h more
         """
         of_hidden, of_heads = self.norms
         cut = (4 + of_heads) * self.heads + 8 * self.ffn + 4 * self.experts * self.hidden
         return (16 + of_hidden) * self.hidden + cut // shards
 
     def working_bytes(self, shards: int = 1) -> int:
-        """What the layer whose backward pass runs works with for a token: gradients that come and go, of experts also
-        those of results weighed in fp32."""
+        """Temporary bytes per token in the backward pass of a layer: gradients; with experts also those of results
+        weighted in fp32."""
         return 8 * self.hidden + (2 * self.ffn + 16 * self.experts * self.hidden) // shards
 
     @property
     def largest(self) -> int:
-        """Elements of the largest parameter as far as the shape tells: the embedding, a matrix of the MLP, or all
-        experts' gates and inner matrices of a layer, which transformers keeps in one."""
+        """Elements of the largest parameter: the embedding, a matrix of the MLP, or all experts' gates and inner
+        matrices of a layer, which are one parameter in transformers."""
         return max(self.vocab * self.hidden, self.hidden * self.ffn, self._layer_of_experts * 2 // 3)
 
     def base_bytes(self, element: int) -> int:
-        """Bytes of all weights, `element` for each; embeddings and head of a quantised base are not quantised."""
+        """Bytes of all weights, `element` bytes each; in a quantised base only embeddings and head have so many."""
         if not self.quantised_bytes:
             return element * self.n_parameters
         return int(element * self.outside + self.quantised_bytes * (self.n_parameters - self.outside))
 
     @property
     def gathered(self) -> int:
-        """Elements that are whole on a rank at a time under ZeRO-3: as many as it lets live, and at least all of one
-        module, to which the experts of a layer belong."""
+        """Elements that are whole on a rank at a time under ZeRO-3: its limit of live parameters, but at least one
+        module, such as all experts of a layer."""
         return max(LIVE_ELEMENTS, self._layer_of_experts)
 
     @property
     def _layer_of_experts(self) -> int:
-        """Elements of a layer of a mixture, nearly all of which are its experts'; 0 of a dense model."""
+        """Elements of a layer of a mixture of experts, nearly all of them in experts; 0 for a dense model."""
         experts = self.tensor_slices == 1 and self.layers
         return (self.n_parameters - self.outside) // self.layers if experts else 0
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes one rank holds on its device; `offloaded_bytes` of them lie in host memory instead, where offloading takes
-    `host_bytes` in all."""
+    """Bytes that one rank holds. offloaded_bytes: the part in host memory instead of on the device. host_bytes: all the
+    host memory that offloading takes."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -189,12 +188,12 @@ class RankMemory:
 
 
 def trained_parameters(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """`fields` are those of a TrainSpec. For LoRA with targets named, the default's count, which is more."""
+    """`fields` are those of a TrainSpec. With `lora_targets` it counts the default targets, which are more."""
     return shape.n_parameters if fields["full"] else shape.lora_sides * fields["lora_rank"]
 
 
 def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
-    """What each of `ranks` ranks holds. `fields` are those of a TrainSpec, as `train.plan.auto.resolve` makes them."""
+    """Memory of each of `ranks` ranks. `fields` are those of a TrainSpec, as from `train.plan.auto.resolve`."""
     element = ELEMENT_BYTES[fields["precision"]]
     trained = trained_parameters(shape, fields)
     shards, stage = fields.get("tensor_parallel", 1), max(1, fields["zero_stage"])
@@ -204,17 +203,17 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         weights, ranks = element * everything, ranks // shards
     if fields["full"]:
         trained = everything
-    else:  # half of an adapter's matrices are cut too, the smaller part of what a rank holds
+    else:  # tensor parallelism cuts half of an adapter's matrices too, which are small
         everything, weights = everything + trained, weights + element * trained
     away = weights // ranks if fields["offload"] == "parameters" else 0
-    if stage == 3:  # a share between layers, and what is whole while they compute
+    if stage == 3:  # this rank's share, and the parameters that are whole while layers compute
         live = weights * min(everything, shape.gathered) // everything if ranks > 1 or away else 0
         weights = weights // ranks + live
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
-    # DeepSpeed allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm has two (stage_1_and_2.py,
-    # setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that is reduced; in ZeRO-3 one in fp32
-    # (stage3.py, "IPG"), beside what is scattered from it. An adapter's largest parameter is small beside a bucket.
+    # DeepSpeed allocates whole buckets: in ZeRO-1 in fp32, two with overlap_comm (stage_1_and_2.py, setup_buckets); in
+    # ZeRO-2 two in bf16, and an fp32 copy of the one that is reduced; in ZeRO-3 one in fp32 (stage3.py, "IPG"), and its
+    # scattered parts. The largest parameter of an adapter is smaller than a bucket.
     largest = min(trained, shape.largest) if fields["full"] else 0
     buffers = (4 if _on_host(fields) else 8) * max(min(trained, BUCKET_ELEMENTS), largest)
     buffers += DECODING_BYTES * shape.hidden * shape.ffn if shape.quantised_bytes else 0
@@ -227,7 +226,7 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         host = optimizer + step * trained // ranks
         if stage < 3:  # the largest parameter, on both sides
             buffers, host = buffers + element * largest, host + element * largest
-        if stage == 1:  # the reduced part
+        if stage == 1:  # the reduced gradients of this rank's partition
             gradients += 4 * trained // ranks
         offloaded, host = offloaded + away, host + away
     layer, works = shape.layer_bytes(shards), shape.working_bytes(shards)
@@ -244,9 +243,9 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
 
 
 def residual_bytes(device_kind: str, device_memory_bytes: int, asleep: int) -> int:
-    """Bytes of a device that no plan of weights and states may count on: what a rank's process takes before its first
-    tensor, what `asleep` sleeping engines keep, what torch's allocator cannot use. 0 where devices share the host's
-    memory: there the resident memory of processes is measured."""
+    """Bytes of a device that plans must leave free: for the context of a rank's process, for `asleep` sleeping engines,
+    and for fragmentation in torch's allocator. 0 on logical CPU devices, where processes' resident memory is measured.
+    """
     kind = kind_of(device_kind)
     if kind.on_host:
         return 0
@@ -254,18 +253,18 @@ def residual_bytes(device_kind: str, device_memory_bytes: int, asleep: int) -> i
 
 
 def held_rows(rows: int, chunk: int, hidden: int, element: int) -> int:
-    """Rows of the logits' gradient that are held for one product: they take no more than a float32 sum of the head's
-    size, or are one chunk."""
+    """Rows of the logits' gradient that are kept for one product: as many as take the memory of a float32 sum of the
+    head's size, and at least one chunk."""
     return min(rows, max(chunk, 4 * hidden // element))
 
 
 def snapshot_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """The bytes of one snapshot of the job in the weight store: what the optimizer holds, over all ranks."""
+    """Bytes of one snapshot of the job in the weight store: the optimizer's state of all ranks."""
     return OPTIMIZER_BYTES * trained_parameters(shape, fields)
 
 
 def version_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """The bytes of what the job publishes: an adapter, or a whole model."""
+    """Bytes of a published version: an adapter, or a whole model."""
     adapter = not fields["full"] and fields.get("lora_publish") == "adapter"
     elements = trained_parameters(shape, fields) if adapter else shape.n_parameters
     return ELEMENT_BYTES[fields.get("serve_dtype", "bf16")] * elements
@@ -276,12 +275,12 @@ def _on_host(fields: Mapping[str, Any]) -> bool:
 
 
 def _tokens(fields: Mapping[str, Any]) -> int:
-    """Of a micro-batch on one rank."""
+    """Tokens of a micro-batch on one rank."""
     return fields["micro_batch"] * fields["max_length"] // fields.get("sequence_parallel", 1)
 
 
 def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
-    """What the output head takes in elements of so many bytes, if every token is learnt."""
+    """Bytes that the output head takes if every token is trained. element: bytes per number."""
     if not shape.vocab:
         return 0
     tokens = _tokens(fields)
@@ -294,24 +293,24 @@ def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> in
 
 # --- time
 
-NARROW = 512.0  # products of width h reach h / (h + NARROW) of the rate of large ones
+NARROW = 512.0  # products of width h reach h / (h + NARROW) of the rate of wide ones
 EXPERTS = 0.3
 ATTENTION = 0.6
 TRAFFIC = 3.0  # kernel by kernel; compiled ones 1.2
-ADAPTER = 6.0  # bytes for each element into and out of a layer with one
-HEAD_TRAFFIC = 40.0  # bytes of a logit
-DEQUANTISED = 13.0  # bytes of memory traffic for a weight of a 4-bit base and a pass
-MEMORY_SHARE = 0.85  # of its published rate
+ADAPTER = 6.0  # bytes per element into and out of a layer with an adapter
+HEAD_TRAFFIC = 40.0  # bytes per logit
+DEQUANTISED = 13.0  # bytes of memory traffic per weight of a 4-bit base and pass
+MEMORY_SHARE = 0.85  # of the published memory rate
 LOST = 0.3
-LAYER_S = 0.002  # the least for each layer of a micro-batch: small models do not fill a device
-HOST_MEMORY_RATE = 100e9  # of one machine: two sockets reach twice that where every thread reads its own
+LAYER_S = 0.002  # least time of a layer for a micro-batch, because small models do not fill a device
+HOST_MEMORY_RATE = 100e9  # of a machine; two sockets reach twice that if every thread reads its own socket's memory
 UNKNOWN = Accelerator(100e12, 1e12, 20e9, 25e9, 300, 0.6)
-"""Stands for a device that no table has: it orders layouts, and nobody is shown its hours."""
+"""For devices without published figures: good enough to order layouts; its hours are not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of an optimizer step on one rank: it computes, and links to other ranks or to the host are busy."""
+    """Seconds of an optimizer step on one rank: computing, with busy links to other ranks or to the host, in all."""
 
     compute_s: float
     links_s: float
@@ -331,8 +330,8 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """row_tokens: of one row of a step, on average. attended: tokens of the sequence that a token is in, on average
-    over tokens. forwards: further forward passes that the method makes for each token."""
+    """Mean content of rows. row_tokens: tokens of a row. attended: length of the sequence of a token, averaged over
+    tokens. forwards: additional forward passes of the method per token."""
 
     row_tokens: float
     attended: float
@@ -357,9 +356,9 @@ def step_time(
     rate = device.peak_flops * device.product_share * width / (width + NARROW)
     memory_rate = device.memory_rate * MEMORY_SHARE
 
-    # FLOPs of a token. Products with N weights: 2 N forward, as many for the inputs' gradients and, with all weights
-    # trained, for the weights'; narrow ones and those of experts reach less of the rate. Causal attention to s tokens:
-    # 2 q s forward and 2.5 times that backward (Dao, "FlashAttention-2", arXiv:2307.08691), at ATTENTION of the rate.
+    # FLOPs per token. Products with N weights: 2 N forward, 2 N for gradients of inputs, 2 N for those of weights if
+    # all are trained; narrow products and those of experts reach less of the rate. Causal attention to s tokens: 2 q s
+    # forward and 2.5 times that backward (Dao, "FlashAttention-2", arXiv:2307.08691), at ATTENTION of the rate.
     heads, head = shape.heads, shape.vocab * shape.hidden
     weights = shape.layers * shape.hidden * (2 * heads + 3 * shape.ffn) if shape.layers else shape.n_parameters
     layers = 3 + again + forwards
@@ -367,7 +366,7 @@ def step_time(
         weights += (1 / EXPERTS - 1) * shape.layers * 3 * shape.hidden * shape.ffn
     flops = 2 * weights * (passes + again + forwards) / shards + 2 * head * (passes + forwards)
     flops += 2 * shape.layers * shape.queries * load.attended * (0.5 + layers) / shards / ATTENTION
-    # Memory traffic of what is not a product: TRAFFIC times what layers keep for each pass, and more for adapters.
+    # Memory traffic besides products: TRAFFIC times the bytes that layers keep, for each pass, and more for adapters.
     moved = TRAFFIC * shape.layers * shape.layer_bytes(shards) * layers + HEAD_TRAFFIC * shape.vocab
     moved += 0 if fields["full"] else ADAPTER * shape.lora_sides * layers
     compute = tokens * (flops / rate + moved * element / 2 / memory_rate)
@@ -375,20 +374,21 @@ def step_time(
         compute += DEQUANTISED * (shape.n_parameters - shape.outside) * (2 + again + forwards) / memory_rate
     compute = max(compute, LAYER_S * max(1, shape.layers))
 
-    # Bytes over links (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 7, with fp32 gradients). ZeRO-3 fetches
-    # the weights for both passes of a micro-batch, ZeRO-2 and 3 send its gradients; ZeRO-1 sends them once in a step,
-    # and ZeRO-1 and 2 fetch the new weights.
+    # Bytes over links (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 7, with fp32 gradients). Per micro-batch
+    # ZeRO-3 fetches the weights for both passes, and ZeRO-2 and 3 send gradients. Per step ZeRO-1 sends gradients, and
+    # ZeRO-1 and 2 fetch the new weights.
     trained = trained_parameters(shape, fields)
     cut, others = trained / shards, (groups - 1) / groups
     base = shape.base_bytes(element) / shards
     fetched = 2 * base * others if stage == 3 else 0.0
     links = fetched + (4 * cut * others if stage > 1 else 0.0)
     links_of_step = (4 * cut * others if stage == 1 else 0.0) + (element * cut * others if stage < 3 else 0.0)
-    # All-reduces of tensor parallelism (Shoeybi et al., "Megatron-LM", arXiv:1909.08053) and exchanges of sequence
-    # parallelism (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509) in each layer, which nothing hides.
+    # In each layer: all-reduces of tensor parallelism (Shoeybi et al., "Megatron-LM", arXiv:1909.08053), exchanges of
+    # sequence parallelism (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509); no computation overlaps them.
     each_token = heads * (parts - 1) / parts + shape.hidden * 2 * (shards - 1) / shards
     reduced = (4 + 2 * again) * shape.layers * tokens * element * each_token
-    # Offloading: weights for both passes, gradients down, new weights up, and 28 bytes of memory traffic for Adam.
+    # Offloading: weights to the device for both passes, gradients to the host, new weights to the device, and 28 bytes
+    # of host memory traffic per parameter for Adam.
     host = host_of_step = 0.0
     if offload == "parameters":
         host += 2 * base / groups

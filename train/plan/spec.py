@@ -10,21 +10,20 @@ from typing import Any, ClassVar, Literal
 from train.plan.errors import InvalidSpec
 
 SNAPSHOT_SHARE, SHORTEST_S, LONGEST_S = 0.02, 5.0, 300.0
-"""Snapshots take 2 % of a job's time, and a crash loses no more than 5 minutes."""
+"""Snapshots take at most 2 % of a job's time; a crash loses at most 5 minutes."""
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 FLOOR_RATIO = 0.1
 DECAY_SHARE = 0.2
-"""The share of the steps in which `wsd` comes down: 10 to 20 % is what Hägele et al. (arXiv 2405.18392) found to be
-enough."""
+"""Share of the steps in which `wsd` decays: 10 to 20 % suffice (Hägele et al., arXiv 2405.18392)."""
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """Everything a rank needs to know; the same on all ranks and over every suspension of the job.
+    """The settings of a run; the same on all ranks, and unchanged when the job is suspended and resumed.
 
-    `batch_size` counts packed sequences per optimizer step over all devices. Together with `micro_batch` and
-    `seed` it fixes which tokens a step sees, so the run may move between world sizes (see `auto.allowed_sizes`)
-    without changing its loss curve. What values fit each other is `auto.resolve`'s.
+    `batch_size` counts packed sequences per optimizer step over all devices. Together with `micro_batch` and `seed` it
+    determines the tokens of each step, so the run may move between world sizes (`auto.allowed_sizes`) without changing
+    its loss curve. `auto.resolve` checks which values go together.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"strict": True, "extra": "forbid"}
@@ -37,13 +36,13 @@ class TrainSpec:
     output_model: str  # public name of the result, e.g. ft:base:suffix:id
     base_model: str = ""
     base_version: str = ""  # of base_model
-    base_adapter: str | None = None  # directory of an adapter to be merged into base_path before training
+    base_adapter: str | None = None  # directory of an adapter that is merged into base_path before training
     valid_path: str | None = None
     method: str = "supervised"  # a row of train.methods.methods
-    options: dict = field(default_factory=dict)  # what the method alone takes (Method.own_hyperparameters)
+    options: dict = field(default_factory=dict)  # of the method alone (Method.own_hyperparameters)
     version_prefix: str = ""  # published versions are named "<version_prefix>step-<n>"
-    # When a version is published: at the end alone, or also after each epoch ("checkpoints", and "epoch", where each
-    # answers), or after each validation that is better than all before it. The controller keeps the last ones.
+    # When versions are published: only at the end; also after each epoch ("checkpoints", or "epoch", which serves each
+    # one at once); or after each validation that is the best so far. The controller keeps the last ones.
     publish: Literal["end", "checkpoints", "epoch", "best"] = "end"
     seed: int = 0
 
@@ -75,16 +74,16 @@ class TrainSpec:
     kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embedding and MLPs (train.model.model.use_liger)
     device_kind: str = field(kw_only=True)  # of the devices that its ranks compute on
 
-    # None: as often as it is cheap (every_s); 0: only to leave the devices.
+    # None: as often as is cheap (every_s); 0: only on suspension.
     snapshot_every_s: float | None = None
-    shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
+    shm_budget_bytes: int | None = None  # of the whole weight store; None: the size of the tmpfs
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
     eval_interval: int = 0  # steps between two validations; 0: one after each epoch
-    early_stopping_patience: int = 0  # validations without a better one after which the run ends; 0: never
+    early_stopping_patience: int = 0  # the run ends after so many validations that are not better; 0: never
 
     @property
     def published_kind(self) -> Literal["adapter", "version"]:
-        """The kind of what this run publishes, as the weight store knows it."""
+        """The kind of this run's result in the weight store."""
         return "version" if self.full or self.lora_publish == "merged" else "adapter"
 
     @property
@@ -97,7 +96,7 @@ class TrainSpec:
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> TrainSpec:
         """Raises InvalidSpec for an unknown field, a missing one, or a value of another type."""
-        from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415  the command line reads the fields alone
+        from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415  the command line only reads the fields
 
         try:
             return TypeAdapter(cls).validate_json(json.dumps(given))
@@ -114,11 +113,10 @@ def every_s(cost_s: float) -> float:
 def learning_rate(
     step: int, total_steps: int, *, peak: float, warmup_ratio: float, schedule: Schedule = "cosine"
 ) -> float:
-    """Rate for optimizer step `step` (0-based): linear warm-up to `peak`, then what `schedule` says.
+    """Rate for optimizer step `step` (0-based): linear warm-up from peak / warm-up steps to `peak`, then `schedule`.
 
-    cosine, linear: down to a tenth of `peak`. constant: `peak`. wsd (warm-up, stable, decay; MiniCPM, arXiv
-    2404.06395): `peak` until the last fifth of the steps, then linearly to a tenth. The first step already moves (rate
-    peak / warm-up steps).
+    cosine, linear: decay to a tenth of `peak`. constant: `peak`. wsd (warm-up, stable, decay; MiniCPM, arXiv
+    2404.06395): `peak` until the last fifth of the steps, then linear decay to a tenth.
     """
     warmup_steps = math.ceil(total_steps * warmup_ratio)
     if step < warmup_steps:

@@ -1,8 +1,8 @@
-"""Copies a rank's memory into and out of the files of a snapshot or a version, cast to the dtype of the target, and
-writes one together with the other ranks.
+"""Copies a rank's memory to and from the files of a snapshot or a version, cast to the dtype of the target. All
+ranks write one draft together.
 
-By system calls where elements are in one run: a new process that maps shared memory takes a page fault for every
-4 KiB, which costs twice the copy itself. Columns of a matrix go through a mapping.
+Contiguous elements are copied by system calls: in a new process a mapping of shared memory takes a page fault for every
+4 KiB, which costs twice the copy itself. Columns of a matrix are copied through a mapping.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from weights.format.layout import Layout, Placed
 from weights.format.torch_views import Strided, as_tensor, runs_view, torch_dtype
 from weights.memory.store import WeightStore
 
-_PART_BYTES = 4 << 20  # a staging ring's buffer
+_PART_BYTES = 4 << 20  # of one buffer of a staging ring
 BUFFERS = 8
-THREADS = 3  # of the host, per rank; the ranks of a box share its memory's bandwidth
+THREADS = 3  # per rank; the ranks of a box share the bandwidth of its memory
 Piece = tuple[str, Strided, torch.Tensor]
-"""A stored tensor, which of its elements, and this rank's memory for them: (n,), contiguous."""
+"""The name of a stored tensor, a selection of its elements, and this rank's memory for them: (n,), contiguous."""
 HostCopy = Callable[[torch.Tensor], None]
-"""Takes the elements of a buffer, or fills them."""
+"""Reads the elements of a buffer on the host, or fills them."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Written:
 def write_together(
     store: WeightStore, layout: Layout, reserve: Callable[[], Any], pieces: Iterable[Piece], meta: dict[str, Any]
 ) -> Written:
-    """Collective: rank 0 calls `reserve()`, every rank writes its pieces into the draft, and rank 0 commits it when all
-    have. If a rank dies before that, the draft is never committed. Every error frees what was written.
+    """Collective: rank 0 calls `reserve()` for a draft, every rank writes its pieces into it, and rank 0 commits it
+    when all have written. If a rank dies before that, the draft is never committed. Every error frees its memory.
 
-    Raises StoreFull, on every rank, where memory has no room for the draft or for its manifest.
+    Raises StoreFull, on every rank, if memory has no space for the draft or for its manifest.
     """
     began_s, rank, draft = time.perf_counter(), distributed.get_rank(), None
 
     def agreed(act: Callable[[], dict[str, Any]]) -> Any:
-        """The result of `act` on rank 0, on every rank. Raises StoreFull on every rank."""
+        """Run `act` on rank 0; return its result on every rank. Raises StoreFull on every rank."""
         outcome = {}
         try:
             outcome = act() if rank == 0 else {}
@@ -89,10 +89,10 @@ def write_together(
             write(draft, pieces)
         barrier()
         if rank > 0:
-            draft.close()  # else its memory could not be freed after a commit that fails
+            draft.close()  # an open mapping would keep the memory after a failed commit
         return Written(**agreed(committed), seconds=time.perf_counter() - began_s)
     finally:
-        draft.close()  # rank 0 frees what was not committed
+        draft.close()  # on rank 0 this frees an uncommitted draft
 
 
 def write(draft: Any, pieces: Iterable[Piece]) -> None:
@@ -142,7 +142,7 @@ class _Files:
     def __exit__(self, *error: Any) -> None:
         try:
             self._copying.__exit__(*error)
-        finally:  # a ring's threads use the files until its end
+        finally:  # only now: the threads of a ring use the files until its end
             for fd in self._fds.values():
                 os.close(fd)
 
@@ -166,14 +166,14 @@ class _Files:
 
 
 def _parts(runs: Strided, ours: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """Parts of `ours`, each with its first element's number in the stored tensor."""
+    """Split `ours` into parts of a buffer's size, each with the index of its first element in the stored tensor."""
     most = _PART_BYTES // dtype.itemsize
     for first in range(0, runs.run, most):
         yield runs.start + first, ours[first : first + most]
 
 
 def _repeat(call: Callable[[int, list[memoryview], int], int], fd: int, at: int, memory: torch.Tensor) -> None:
-    """Repeat `call` until it has copied all of `memory`, which is on the host."""
+    """Repeat `call` until it has copied all of `memory`, a tensor on the host."""
     rest = memoryview(memory.detach().view(torch.uint8).numpy())
     while rest:
         count = call(fd, [rest], at)
@@ -183,19 +183,19 @@ def _repeat(call: Callable[[int, list[memoryview], int], int], fd: int, at: int,
 
 
 class StagingRing:
-    """Copies between a device and pageable memory of the host through a ring of page-locked buffers, of `elements`
-    float32 each. For one thread, in whose current stream the device copies. Leave the context to wait for all copies;
-    an error of one is raised there or before.
+    """Copies between a device and pageable host memory through a ring of page-locked buffers, `elements` float32 each.
+    For one thread; the device copies in its current stream. Leaving the context waits for all copies; the error of a
+    copy is raised there or earlier.
 
-    A GPU copies from and to page-locked memory alone. For other memory the driver keeps a small buffer of its own,
-    which one thread fills while the link waits: 10 to 17 GB/s where page-locked copies make 55 (H200, DeepSpeed's pull
-    request 8283). A snapshot's mapping is too large to lock for one use. Here the link fills one buffer while threads
-    empty the others.
+    A GPU copies only to and from page-locked memory. For other memory the driver uses a small buffer of its own, which
+    one thread fills while the link waits: 10 to 17 GB/s instead of 55 (H200, DeepSpeed's pull request 8283). A
+    snapshot's mapping is too large to be locked for one use. Here the link fills one buffer while threads empty the
+    others.
     """
 
     def __init__(self, kind: DeviceKind, elements: int):
         self._kind = kind
-        # Each with what must be over before it is used again.
+        # Each with a function that waits until the buffer may be used again.
         self._free: deque[tuple[torch.Tensor, Callable[[], Any]]] = deque(
             (kind.locked_buffer(elements), lambda: None) for _ in range(BUFFERS)
         )
@@ -216,7 +216,7 @@ class StagingRing:
             self._threads.shutdown()
 
     def to_host(self, source: torch.Tensor, take: HostCopy) -> None:
-        """Begin a copy from the device (n,), whose elements `take` gets."""
+        """Begin a copy of `source` (n,) from the device; `take` receives the elements on the host."""
         buffer, over = self._free.popleft()
         over()
         part = buffer.view(source.dtype)[: source.numel()]
@@ -230,7 +230,7 @@ class StagingRing:
         self._free.append((buffer, self._threads.submit(land).result))
 
     def to_device(self, target: torch.Tensor, fill: HostCopy, dtype: torch.dtype) -> None:
-        """Begin a copy to the device (n,) of elements that `fill` provides in `dtype`."""
+        """Begin a copy to `target` (n,) on the device; `fill` provides the elements in `dtype` on the host."""
         while len(self._filled) > BUFFERS // 2:
             self._send()
         buffer, over = self._free.popleft()
@@ -241,7 +241,7 @@ class StagingRing:
     def _send(self) -> None:
         filling, buffer, part, target = self._filled.popleft()
         filling.result()
-        # Cast on the device: torch would cast on the host, by way of a buffer that is not page-locked.
+        # Cast on the device: torch would cast on the host, through a buffer that is not page-locked.
         target.copy_(
             part if part.dtype == target.dtype else part.to(target.device, non_blocking=True), non_blocking=True
         )

@@ -1,11 +1,11 @@
-"""Which part of which parameter this rank owns under ZeRO, as plain tensors. The only file that knows DeepSpeed's
+"""The parts of parameters that this rank owns under ZeRO (fragments), as plain tensors. No other file uses DeepSpeed's
 private attributes (pinned: 0.19.8; tests/integration/train/test_deepspeed_contract.py notices when they change).
 
-ZeRO cuts parameters without regard to their shapes, so a fragment is a range of the flattened parameter; under tensor
-parallelism of the flattened slice that the rank holds. What all ranks write of their fragments (`written`) covers every
-parameter exactly once; snapshot and publish are copies of fragments and need no collective.
+ZeRO cuts parameters without regard to their shapes, so a fragment is a range of the flattened parameter (under tensor
+parallelism, of the flattened slice on this rank). The fragments that all ranks write (`written`) cover every parameter
+exactly once; snapshot and publish copy fragments and need no collective.
 
-Three optimizers hide behind three stages:
+The optimizers behind the three stages:
 - stage 1 in bf16 with fp32 accumulation is BF16_Optimizer, everything else of stages 1 and 2 is
   DeepSpeedZeroOptimizer; both map each parameter to its fragment in `_hp_mapping`;
 - stage 3 keeps `ceil(numel / world)` elements of each parameter per rank, the last ones padded.
@@ -31,9 +31,9 @@ _WRAPPER = "model."  # packed_objective.PackedObjective holds the model under th
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the model: `name` as in its checkpoint, `shape` whole, whatever ZeRO left of the tensor.
+    """A parameter of the model: `name` as in its checkpoint, `shape` of the whole, however ZeRO has cut the tensor.
 
-    held: the elements of the flattened whole that this rank holds, all of them without tensor parallelism.
+    held: elements of the flattened whole on this rank; without tensor parallelism all of them.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, start + numel) of what the rank holds of the flattened parameter `name`.
+    """Elements [start, start + numel) of this rank's slice of the flattened parameter `name`.
 
     weights: (numel,), the fp32 master if trained, else the frozen weights in the precision of the run.
     moments: exp_avg and exp_avg_sq, (numel,) float32; empty if frozen or before the first step.
-    held: where what the rank holds lies in the whole.
+    held: elements of the flattened whole that make up the slice.
     """
 
     name: str
@@ -67,8 +67,8 @@ class Fragment:
         return self.weights.numel()
 
     def pieces(self) -> Iterator[tuple[Strided, slice]]:
-        """Where its elements lie in the flattened whole, and which of its own they are; one piece without tensor
-        parallelism."""
+        """Elements of the flattened whole, each with the same elements of this fragment; without tensor parallelism in
+        one piece."""
         at = 0
         for runs in part(self.held, self.start, self.numel):
             yield runs, slice(at, at + runs.size)
@@ -91,13 +91,13 @@ def parameters(engine: Any) -> list[Parameter]:
 
 
 def grid(engine: Any) -> Grid:
-    """The place of this rank among the ranks that share data and those that share the model."""
+    """The place of this rank in the grid of data and tensor parallelism."""
     return Grid(comm.get_rank(), comm.get_world_size(), max(1, engine.autotp_size()))
 
 
 def _whole_and_held(tensor: torch.nn.Parameter, tensor_rank: int) -> tuple[tuple[int, ...], Strided]:
     meta = getattr(tensor, DS_AUTOTP_UC_META, None)
-    if meta is None or meta["replicated"]:  # the bias behind a matrix cut by columns is whole
+    if meta is None or meta["replicated"]:  # the bias of a matrix that is cut by columns is whole on every rank
         shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
         numel = torch.Size(shape).numel()
         return shape, Strided(0, numel, numel, 1)
@@ -106,8 +106,8 @@ def _whole_and_held(tensor: torch.nn.Parameter, tensor_rank: int) -> tuple[tuple
 
 
 def written(engine: Any, owned: Iterable[Fragment]) -> Iterator[Fragment]:
-    """What this rank writes of its fragments: all, but of a parameter that every rank of a tensor-parallel group holds
-    whole only its share."""
+    """The parts of its fragments that this rank writes: all, except of a parameter that is whole on every rank of a
+    tensor-parallel group, of which each writes a share."""
     place = grid(engine)
     whole = {p.name for p in parameters(engine) if p.held.size == p.numel} if place.tensor_parallel > 1 else set()
     for fragment in owned:
@@ -123,8 +123,8 @@ def trained_fragments(engine: Any) -> Iterator[Fragment]:
         if not parameter.trained or (place := _place(engine, parameter.tensor)) is None:
             continue
         group, at, start, numel = place
-        # Not mapping.optim_fragment: ZeRO-2 fills it after the step of the first parameter group, when the others
-        # have no state yet, and never again.
+        # Not mapping.optim_fragment: ZeRO-2 fills it once, after the step of the first parameter group, when the other
+        # groups have no state yet.
         state = states.get(masters[group]) or {}
         moments = {key: state[key].narrow(0, at, numel) for key in MOMENTS if key in state}
         weights = masters[group].detach().narrow(0, at, numel)
@@ -132,8 +132,8 @@ def trained_fragments(engine: Any) -> Iterator[Fragment]:
 
 
 def _place(engine: Any, tensor: torch.nn.Parameter) -> tuple[int, int, int, int] | None:
-    """Where this rank has its fragment: the group of the flat master, the first element in it, the first element of
-    what the rank holds of the parameter, and how many they are. None if it has none."""
+    """The place of this rank's fragment: (parameter group, first element in the group's flat master, first element in
+    the rank's slice of the parameter, number of elements). None if it has none."""
     optimizer = engine.optimizer
     if is_zero3(engine):
         group, at, size = optimizer.grad_position[optimizer.get_param_id(tensor)]
@@ -147,7 +147,7 @@ def _place(engine: Any, tensor: torch.nn.Parameter) -> tuple[int, int, int, int]
 
 
 def frozen_fragments(engine: Any) -> Iterator[Fragment]:
-    """This rank's share of the frozen parameters: its partition under ZeRO-3, else an even cut of the replica."""
+    """This rank's fragments of the frozen parameters: its partition under ZeRO-3, else an even share of the replica."""
     place = grid(engine)
     for parameter in parameters(engine):
         if parameter.trained:
@@ -169,18 +169,17 @@ def is_zero3(engine: Any) -> bool:
 
 
 def create_moments(engine: Any, step: int) -> None:
-    """Give the optimizer Adam state as it is after `step` steps, for fragments to be copied into; it keeps its own."""
+    """Give the optimizer the Adam state of `step` steps, for fragments to be copied into; existing moments stay."""
     state = engine.optimizer.optimizer.state
     for flat in _flat_masters(engine):
         moments = {key: state[flat][key] for key in MOMENTS if key in (state.get(flat) or {})}
-        # torch's fused Adam reads the step in its kernel: on the parameter's device, as the optimizer itself makes it.
+        # torch's fused Adam reads the step in its kernel, so it must be on the device of the parameter.
         state[flat] = {"step": torch.tensor(float(step), dtype=torch.float32, device=flat.device)}
         state[flat] |= moments or {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
 
 
 def gather_weights(engine: Any) -> None:
-    """Collective under ZeRO-3: make the weights the model computes with those of the master, after masters were
-    written."""
+    """Collective under ZeRO-3: copy the masters into the weights that the model computes with."""
     optimizer = engine.optimizer
     for group in range(len(optimizer.fp32_partitioned_groups_flat)):
         optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -192,8 +191,8 @@ def gather_weights(engine: Any) -> None:
 def sum_gradients(engine: Any) -> None:
     """Make the engine add the ranks' gradients instead of averaging them.
 
-    The loss carries 1 / (learnt tokens of the global step) already. Dividing by the world size in bf16 would be
-    exact for powers of two only, and the loss curve would depend on the number of devices.
+    The loss is already divided by the learnt tokens of the global step. A division by the world size in bf16 is exact
+    for powers of two only, so the loss curve would depend on the number of devices.
     """
     engine.gradient_average = False
     if is_zero3(engine):
@@ -205,10 +204,9 @@ def sum_gradients(engine: Any) -> None:
 def coarsen_clipping(engine: Any) -> None:
     """Clip by the gradient norm rounded to 13 bits, which is the same on any number of ranks.
 
-    A sum of a few bf16 gradients in fp32 is nearly always exact, whatever its order; the norm, summed by partition,
-    is not. Its last bit then scaled every gradient, and sooner or later tipped a bf16 weight to its neighbour: the
-    loss curves of two world sizes agreed to 1e-7 for some ten steps and to 1e-4 afterwards. BF16_Optimizer takes the
-    norm of whole gradients and needs no help.
+    A sum of a few bf16 gradients in fp32 is nearly always exact in any order; the norm, summed by partition, is not.
+    Its last bit scales every gradient and eventually changes a bf16 weight: the loss curves of two world sizes agreed
+    to 1e-7 for some ten steps and to 1e-4 afterwards. BF16_Optimizer takes the norm of whole gradients, which is exact.
     """
     optimizer = engine.optimizer
     if is_zero3(engine):
@@ -229,4 +227,4 @@ def _flat_masters(engine: Any) -> list[torch.Tensor]:
     for attribute in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, attribute):
             return getattr(optimizer, attribute)
-    raise TypeError(f"{type(optimizer).__name__} keeps its master weights where this version does not know")
+    raise TypeError(f"{type(optimizer).__name__} has its master weights under an unknown attribute")

@@ -1,7 +1,7 @@
-"""Publishes the weights: every rank writes what it owns, cast to the serving dtype, into a version in shared memory.
+"""Publishes the weights: every rank writes its fragments, cast to the serving dtype, into a version in shared memory.
 
-No gather and no process with a full copy. A LoRA run publishes its factors alone, as peft stores them, or merged on
-the way: the rank that owns a range of a base weight adds the same range of scaling * B @ A to it.
+Nothing is gathered, and no process has a full copy. A LoRA run publishes its factors as peft stores them, or merges
+them on the way: the rank that owns a range of a base weight adds the same range of scaling * B @ A to it.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class StoredTensor:
 
 
 StoredNames = dict[str, list[StoredTensor]]
-"""Of each parameter the stored tensors that make it up, by where they start."""
+"""By parameter, the stored tensors that it consists of, in order."""
 
 
 def publish_step(rank: Rank, step: int, epoch: float) -> None:
-    """Collective: a version of the model as it is after this step. Raises StoreFull, on every rank."""
+    """Collective: publish the model after this step as a version. Raises StoreFull, on every rank."""
     spec, adapter_of = rank.spec, None
     rank.progress.enter("publishing")
     version = f"{spec.version_prefix}{version_name(step)}"
@@ -80,7 +80,7 @@ def publish(rank: Rank, version: str, meta: dict[str, Any]) -> Written:
     kind = spec.published_kind
     existing = store.find(kind, spec.output_model, version)
     if existing is not None:
-        # An earlier world of this job committed it at the same step and died before it reported its end.
+        # An earlier world of this job committed it at the same step and died before it reported the version.
         return Written(str(existing.path), existing.nbytes, 0.0)
     meta = {"job": spec.job_id, "base": spec.base_model, "base_version": spec.base_version, **meta}
     if kind == "version":
@@ -96,8 +96,9 @@ def publish(rank: Rank, version: str, meta: dict[str, Any]) -> Written:
 
 @torch.no_grad()
 def fingerprint(engine: Any) -> dict[str, Any] | None:
-    """Collective: the likeliest token after a fixed prompt and its log-probability in nats, for the version's `meta`.
-    An engine that has loaded the version compares it (serve.load.version_check). None of a model without numbers."""
+    """Collective: the likeliest token after a fixed prompt and its log-probability in nats, for the version's `meta`;
+    an engine that loads the version computes it too and compares (serve.load.version_check). None if it is not finite.
+    """
     ids = torch.tensor([FINGERPRINT_PROMPT], device=engine.device)
     positions = torch.arange(ids.shape[1], device=engine.device)[None]
     trains = engine.module.training
@@ -115,7 +116,8 @@ def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
     """The tensors of a published version, in the serving dtype: those of the base checkpoint under their stored names,
     or LoRA's factors.
 
-    In the order of the model's parameters, fused ones in their order in memory: what an engine fuses lies adjacent.
+    They are in the order of the model's parameters, parts of fused ones in their order in memory, so that tensors which
+    an engine fuses are adjacent.
     """
     code = dtype_code(DTYPES[spec.serve_dtype])
     if spec.published_kind == "adapter":
@@ -128,14 +130,15 @@ def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
 
 @lru_cache(maxsize=1)  # a rank has one engine
 def base_names(engine: Any, base_path: str) -> StoredNames:
-    """Raises UnsupportedModel if the result could not be written under the base's own names."""
+    """The stored names of all parameters and buffers. Raises UnsupportedModel if the result could not be written under
+    the names of the base."""
     shapes = {p.name: p.shape for p in fragments.parameters(engine) if not is_factor(p.name)}
     shapes |= {name: tuple(buffer.shape) for name, buffer in _buffers(engine)}
     return stored_names(engine.module.model, shapes, base_path)
 
 
 def _pieces(engine: Any, spec: TrainSpec) -> Iterator[Piece]:
-    """What this rank writes; the first rank also writes buffers."""
+    """The pieces that this rank writes; the first rank also writes buffers."""
     if spec.published_kind == "adapter":
         for fragment in fragments.written(engine, fragments.trained_fragments(engine)):
             for runs, ours in fragment.pieces():
@@ -152,7 +155,7 @@ def _pieces(engine: Any, spec: TrainSpec) -> Iterator[Piece]:
 
 def _stored(names: StoredNames, parameter: str, runs: Strided, weights: torch.Tensor) -> Iterator[Piece]:
     if runs.count > 1:
-        # Columns of a matrix, and train.model.tensor_parallel cuts only what is stored as it is.
+        # Columns of a matrix: train.model.tensor_parallel cuts only parameters that are one stored tensor.
         (stored,) = names[parameter]
         yield stored.name, runs, weights
         return
@@ -162,7 +165,7 @@ def _stored(names: StoredNames, parameter: str, runs: Strided, weights: torch.Te
 
 
 def served_fragments(engine: Any) -> Iterator[Fragment]:
-    """This rank's fragments of what is served, LoRA merged; collective under ZeRO-3 with LoRA."""
+    """This rank's fragments of the served weights, with LoRA merged; collective under ZeRO-3 with LoRA."""
     layers = {
         checkpoint_name(f"{name}.base_layer.weight").removeprefix("model."): layer
         for name, layer in engine.module.named_modules()
@@ -171,7 +174,7 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
     owned = {f.name: f for f in chain(fragments.trained_fragments(engine), fragments.frozen_fragments(engine))}
     for parameter in fragments.parameters(engine):
         fragment = owned.get(parameter.name)
-        if parameter.name in layers:  # on every rank in the same order: gathering is collective
+        if parameter.name in layers:  # in the same order on every rank, because gathering is collective
             layer = layers[parameter.name]
             down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
             gathered = zero.GatheredParameters([down, up]) if fragments.is_zero3(engine) else nullcontext()
@@ -183,8 +186,8 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
 
 
 def _merged(fragment: Fragment, down: torch.Tensor, up: torch.Tensor, scaling: float) -> Fragment:
-    """`fragment` of W (out, in) plus its range of scaling * up (out, r) @ down (r, in), in float32. ZeRO-3 gathers the
-    factors on the device, and keeps W in host memory where the parameters are offloaded."""
+    """`fragment` of W (out, in) plus its range of scaling * up (out, r) @ down (r, in), in float32, on the device of W:
+    with offloaded parameters ZeRO-3 has W in host memory, but gathers the factors on the device."""
     width = down.shape[1]
     first, last = fragment.start // width, -(-(fragment.start + fragment.numel) // width)
     delta = (up[first:last].float() @ down.float()).view(-1)
@@ -195,8 +198,8 @@ def _merged(fragment: Fragment, down: torch.Tensor, up: torch.Tensor, scaling: f
 
 
 def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
-    """adapter_config.json for an adapter; for whole weights config.json with the serving dtype, tokenizer and the
-    like, from the base directory."""
+    """The files besides weights: adapter_config.json for an adapter; else config.json with the serving dtype, the
+    tokenizer and the other small files of the base."""
     if spec.published_kind == "adapter":
         return {CONFIG_FILE: config_json(engine.module.model.peft_config[ADAPTER], spec.base_model)}
     files = {}
@@ -212,7 +215,7 @@ def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
 
 
 def _buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:
-    """Persistent buffers (those in the checkpoint), the same on every rank."""
+    """The persistent buffers (those in checkpoints), the same on every rank."""
     return [
         (f"{prefix}.{name}".removeprefix("model."), buffer)
         for prefix, module in engine.module.named_modules()
@@ -221,20 +224,20 @@ def _buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-# --- how a model's parameters lie in its checkpoint
+# --- from the parameters of a model to the tensors of its checkpoint
 #
-# transformers 5 loads some architectures into other tensors than they are stored in: the experts of Mixtral or
-# Qwen3-MoE are stored one by one and fused on loading into `experts.gate_up_proj` (experts, 2 * width, hidden) and
-# `experts.down_proj`. What is trained must go back under the stored names, because those are what engines load.
+# transformers 5 fuses the stored tensors of some architectures when it loads them: the experts of Mixtral or Qwen3-MoE
+# are stored one by one and become `experts.gate_up_proj` (experts, 2 * width, hidden) and `experts.down_proj`. Results
+# must be written under the stored names again, because engines load those.
 #
-# The map is found in transformers' own terms: every stored name goes through the renamings and converters that loading
-# the model used (`model._weight_conversions`), so a name is never guessed. Only those of the converters' operations are
-# taken on that leave each stored tensor one contiguous range of the parameter, stacking and joining behind the stack:
-# then a ZeRO fragment is cut at the edges of stored tensors, and publishing stays a copy of ranges.
+# The map follows transformers: every stored name goes through the renamings and converters that loading the model used
+# (`model._weight_conversions`), so no name is guessed. Supported are the operations that leave each stored tensor one
+# contiguous range of the parameter: stacking along dimension 0, and joining along the next. A ZeRO fragment is then cut
+# at the edges of stored tensors, and publishing only copies ranges.
 
 
 def cut(tensors: Iterable[StoredTensor], start: int, numel: int) -> Iterator[tuple[str, int, slice]]:
-    """Where elements [start, start + numel) of a parameter go: stored name, first element there, slice of ours."""
+    """The places of elements [start, start + numel) of a parameter: (stored name, first element there, their slice)."""
     for tensor in tensors:
         first, last = max(start, tensor.start), min(start + numel, tensor.start + tensor.numel)
         if first < last:
@@ -242,12 +245,12 @@ def cut(tensors: Iterable[StoredTensor], start: int, numel: int) -> Iterator[tup
 
 
 def stored_names(model: PreTrainedModel, shapes: Mapping[str, Shape], path: str | Path) -> StoredNames:
-    """The map between the checkpoint in `path` and `model`, which was loaded from it.
+    """Map the parameters of `model` to the tensors of the checkpoint in `path`, from which it was loaded.
 
-    shapes: of every parameter (and persistent buffer), whole, tied ones once, under the model's own names. Stored
-    tensors that are not among them (a tied head that is stored all the same, heads for speculation) are left out.
+    shapes: of every whole parameter and persistent buffer, tied ones once, by the model's own names. Stored tensors of
+    no parameter here (the head of a tied model, heads for speculation) are left out.
 
-    Raises UnsupportedModel if a parameter is not made of whole stored tensors, each one contiguous range of it.
+    Raises UnsupportedModel unless every parameter consists of whole stored tensors, each a contiguous range of it.
     """
     conversions = getattr(model, "_weight_conversions", None) or []
     stored = {placed.spec.name: placed.spec.shape for placed in Layout.read(Path(path))}
@@ -255,7 +258,7 @@ def stored_names(model: PreTrainedModel, shapes: Mapping[str, Shape], path: str 
 
 
 def match(conversions: list[Any], prefix: str, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> StoredNames:
-    """`stored_names` on plain values: conversions as transformers lists them, `prefix` of the base model."""
+    """As `stored_names`. conversions: as transformers lists them. prefix: of the base model. stored: shapes by name."""
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
@@ -279,7 +282,7 @@ def match(conversions: list[Any], prefix: str, shapes: Mapping[str, Shape], stor
         if [t.start for t in tensors] + [prod(shape)] != [*accumulate((t.numel for t in tensors), initial=0)]:
             held = ", ".join(f"{t.name} {t.shape}" for t in tensors[:3]) or "nothing"
             raise UnsupportedModel(
-                f"{parameter} {shape} is not filled by what the base checkpoint stores for it: {held}; so the result "
+                f"the stored tensors of {parameter} {shape} do not fill it: the base checkpoint has {held}. The result "
                 "could not be written under names that an engine loads"
             )
     return names
@@ -288,18 +291,18 @@ def match(conversions: list[Any], prefix: str, shapes: Mapping[str, Shape], stor
 def _ranges(
     target: str, lists: list[list[str]], operations: list[Any], stored: Mapping[str, Shape]
 ) -> Iterator[StoredTensor]:
-    """Where the stored tensors lie in `target`: lists[i] are the names of the i-th source pattern, in order."""
+    """The stored tensors of `target` with their first elements; lists[i]: the names of the i-th source pattern."""
     kinds = [type(operation) for operation in operations]
     dims = [getattr(operation, "dim", None) for operation in operations]
     merged = bool(kinds) and kinds[0] is MergeModulelist and dims[0] == 0
     joined = kinds[merged:] == [Concatenate] and dims[-1] == int(merged)
     if not (joined or (merged and len(kinds) == 1)):
         raise UnsupportedModel(
-            f"{target} is made of {lists[0][0]} and others by {' and '.join(map(repr, operations))}; results can be "
-            "written back only where stored tensors are stacked along dimension 0 and joined along the next"
+            f"{target} is made of {lists[0][0]} and others by {' and '.join(map(repr, operations))}; a result can be "
+            "published only if stored tensors are stacked along dimension 0 and joined along the next"
         )
-    # Along the stack, then along the join: the order in which the elements lie in memory. Stacks of different heights
-    # are cut, and then do not fill the parameter.
+    # The order of the elements in memory: along the stack, then along the join. Stacks of different heights are cut
+    # here, and `match` refuses them because they do not fill the parameter.
     rows = zip(*lists, strict=False) if merged else lists
     ordered = [name for row in rows for name in row]
     starts = accumulate((prod(stored[name]) for name in ordered), initial=0)

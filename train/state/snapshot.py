@@ -1,12 +1,12 @@
-"""Snapshots of a run: its state by parameter in shared memory. Each rank writes its fragments; any world size and any
-tensor-parallel size can read it.
+"""Snapshots of a run: its state by parameter in shared memory. Each rank writes its fragments; a world of any size and
+any tensor-parallel size can read it.
 
-A snapshot holds, for every trained parameter, `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>` whole, in
-float32 and in the parameter's shape, the tensors that the run keeps from its beginning, and in its meta what the loop
-needs: the step, how the validations went, and the reports of the newest steps. Data position, order, learning rate and
-random streams are functions of the step and the spec, so there is nothing else to keep.
+For every trained parameter a snapshot has `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>`, whole, float32, in
+the parameter's shape; also tensors that the run computed at its beginning; and in its meta the step, the scores of
+validations, and the reports of the newest steps. Position in the data, order, learning rate and random streams are
+functions of the step and the spec, so nothing else is stored.
 
-It is written between two steps, which wait for it, so only as often as that is cheap (train.plan.spec.every_s).
+Training waits while a snapshot is written, so it is written only as often as that is cheap (train.plan.spec.every_s).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from weights.memory.store import Draft, WeightStore
 
 KIND = "snapshot"
 PARTS = ("master", *fragments.MOMENTS)
-# Fields that must be equal for the continued run to be the same run.
+# Fields of the spec that must be equal for a run to resume the snapshot.
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
 _GUESSED_BYTES_S = 1e9  # of one rank, before the first snapshot was measured
 
 
 @dataclass
 class Validations:
-    """Scores of a run's validations by step, from its first step on, and the steps whose versions it has published.
+    """Scores of a run's validations by step, and the steps whose versions it has published.
 
-    They are in its snapshots: validations by an earlier world do not count for steps that are done again.
+    Snapshots have them, so that a run which repeats steps also forgets the validations of those steps.
     """
 
     scores: dict[int, float] = field(default_factory=dict)
@@ -65,34 +65,35 @@ class Validations:
 
     @property
     def since_best(self) -> int:
-        """How many validations were not better than the best before them."""
+        """Number of validations since the best one."""
         return sum(step > self.best_step for step in self.scores)
 
 
 class Snapshots:
-    """One rank's part in the run's snapshots. The methods but `due` are collective.
+    """One rank's part in the run's snapshots. All methods but `due` are collective.
 
-    tokens: digest of the training data's tokens. kept: float32 tensors on the host by name, equal on every rank, that
-    every snapshot takes along.
+    tokens: digest of the training data's tokens. kept: float32 tensors on the host by name, equal on every rank, which
+    every snapshot contains.
     """
 
     def __init__(self, rank: Rank, tokens: str, validations: Validations, kept: Mapping[str, torch.Tensor]):
         self._spec, self._store, self._engine, self._grid = rank.spec, rank.store, rank.engine, rank.grid
         self._emit, self._progress, self._tokens, self._validations = rank.emit, rank.progress, tokens, validations
         self._kept, self._reported = kept, rank.reported
+        self._identity = {key: getattr(rank.spec, key) for key in _IDENTITY}
         self._newest: tuple[int, Written] | None = None
-        self._refused = False  # the last try found shared memory full, which the job has reported
+        self._refused = False  # shared memory was full at the last attempt, and the job has reported it
         self._last_s, self._cost_s = time.monotonic(), 0.0
 
     def due(self) -> bool:
         """Whether it is time for the next snapshot, on the rank that decides."""
-        fixed_s = self._spec.snapshot_every_s  # 0: none but that of a suspension
+        fixed_s = self._spec.snapshot_every_s  # 0: only when the run is suspended
         if fixed_s is None:
             fixed_s = every_s(self._cost_s or self._layout.nbytes / self._grid.world_size / _GUESSED_BYTES_S)
         return fixed_s > 0 and time.monotonic() - self._last_s >= fixed_s
 
     def save(self, step: int) -> None:
-        """Write the state after `step` steps into shared memory. Training goes on without where that is full."""
+        """Write the state after `step` steps into shared memory. If that is full, training continues without it."""
         try:
             self._write(step, self._store)
         except StoreFull as error:
@@ -102,7 +103,7 @@ class Snapshots:
         self._last_s = time.monotonic()
 
     def suspend(self, step: int) -> Written:
-        """Write the state of a run that has to leave its devices: on disk if shared memory is full."""
+        """Write the state of a run that leaves its devices; to disk if shared memory is full."""
         if self._newest is not None and self._newest[0] == step:
             return replace(self._newest[1], seconds=0.0)
         try:
@@ -112,12 +113,12 @@ class Snapshots:
             return self.save_on_disk(step)
 
     def save_on_disk(self, step: int) -> Written:
-        """Write the state in the same format into the job's directory."""
+        """Write the state in the same format into the job's directory on disk."""
         return self._write(step, WeightStore(Path(self._spec.run_dir) / "snapshots", budget_bytes=None))
 
     @cached_property
     def _layout(self) -> Layout:
-        """The same on every rank and for every step of a run."""
+        """Names and shapes of all tensors; the same on every rank and for every step of a run."""
         trained = [p for p in fragments.parameters(self._engine) if p.trained]
         state = [TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained]
         kept = [TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in self._kept.items()]
@@ -134,7 +135,7 @@ class Snapshots:
                 store.remove(stale)
             return store.reserve(self._layout, kind=KIND, model=self._spec.job_id, version=version_name(step))
 
-        meta = {"step": step, "spec": {key: getattr(self._spec, key) for key in _IDENTITY}, "tokens": self._tokens}
+        meta = {"step": step, "spec": self._identity, "tokens": self._tokens}
         meta["steps"] = [*self._reported]
         meta |= {"validations": [[*self._validations.scores.items()], self._validations.published]}
         written = write_together(store, self._layout, reserve, self._pieces(), meta)
@@ -143,7 +144,7 @@ class Snapshots:
         return written
 
     def _pieces(self) -> Iterator[Piece]:
-        """What this rank writes; `kept` by the first rank."""
+        """The pieces that this rank writes; the first rank also writes `kept`."""
         yield from _state_of(fragments.written(self._engine, fragments.trained_fragments(self._engine)))
         if self._grid.rank == 0:
             yield from self._kept_pieces()
@@ -152,28 +153,25 @@ class Snapshots:
         return ((name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in self._kept.items())
 
     def read(self, path: str) -> int:
-        """Fill the engine, the validations and `kept` with the snapshot at `path`, written at any world size; returns
+        """Load the engine, the validations and `kept` from the snapshot at `path`, written at any world size; return
         its step. Raises SnapshotMismatch if it is gone or belongs to another run."""
-        spec, engine = self._spec, self._engine
+        engine = self._engine
         try:
             stored = StoredVersion.read(Path(path))
         except IntegrityError as error:
-            raise SnapshotMismatch(f"no snapshot at {path}; it was removed or never committed") from error
+            raise SnapshotMismatch(f"there is no snapshot at {path}: it was removed or never committed") from error
         meta = stored.manifest.meta
         with take_lease(stored) as lease, torch.no_grad():
-            for key in _IDENTITY:
-                if meta["spec"][key] != getattr(spec, key):
-                    raise SnapshotMismatch(
-                        f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, the run has "
-                        f"{getattr(spec, key)!r}"
-                    )
+            for key, own in self._identity.items():
+                if (theirs := meta["spec"][key]) != own:
+                    raise SnapshotMismatch(f"the snapshot {path} was made with {key} {theirs!r}, the run has {own!r}")
             if meta["tokens"] != self._tokens:
                 raise SnapshotMismatch(
                     f"the snapshot {path} was made with other tokens of the training data; did the tokenizer or the "
                     "chat template of the base model change?"
                 )
             shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
-            trained = [parameter for parameter in fragments.parameters(engine) if parameter.trained]
+            trained = [p for p in fragments.parameters(engine) if p.trained]
             kept = {name: tuple(tensor.shape) for name, tensor in self._kept.items()}
             for name, shape in ({f"master.{p.name}": p.shape for p in trained} | kept).items():
                 if shapes.get(name) != shape:
@@ -186,10 +184,10 @@ class Snapshots:
             copies.read(lease, _state_of(fragments.trained_fragments(engine)))
             if fragments.is_zero3(engine):
                 fragments.gather_weights(engine)
-            else:  # at a fraction of what an all-gather through gloo costs
+            else:  # far cheaper than an all-gather through gloo
                 copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
             copies.read(lease, self._kept_pieces())
-        engine.global_steps, engine.global_samples = step, step * spec.batch_size
+        engine.global_steps, engine.global_samples = step, step * self._spec.batch_size
         scores, self._validations.published = meta["validations"]
         self._validations.scores = dict(scores)
         self._emit("steps", steps=meta["steps"])
@@ -198,18 +196,18 @@ class Snapshots:
 
 def _state_of(owned: Iterable[Fragment]) -> Iterator[Piece]:
     for fragment in owned:
-        assert fragment.moments.keys() == set(fragments.MOMENTS), "there is no state before the first step"
+        assert fragment.moments.keys() == set(fragments.MOMENTS), "there are no moments before the first step"
         for part, ours in (("master", fragment.weights), *fragment.moments.items()):
             for runs, elements in fragment.pieces():
                 yield f"{part}.{fragment.name}", runs, ours[elements]
 
 
 def _forget_older(store: WeightStore, job_id: str) -> None:
-    """Remove all snapshots of the job but the newest, which is kept while a further one is written."""
+    """Remove all snapshots of the job except the newest, which must last until the next one is committed."""
     of_job = [stored for stored in store.list(KIND) if stored.model == job_id]
     of_job.sort(key=lambda stored: stored.manifest.meta["step"], reverse=True)
     for stored in of_job[1:]:
         try:
             store.remove(stored)
-        except StoreError:  # leased by a copy to disk: the next snapshot tries again
+        except StoreError:  # a copy to disk still reads it: the next snapshot retries
             continue

@@ -29,8 +29,8 @@ from train.plan.errors import InvalidSpec
 from train.plan.spec import TrainSpec
 from train.state import fragments
 
-# DeepSpeed imports Muon with its first engine, and its functions are compiled at import: six seconds of processor time
-# for an optimizer that is not ours.
+# DeepSpeed imports Muon with its first engine and compiles its functions at import: six seconds of processor time for
+# an optimizer that the box does not use.
 _compile, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 compiler.compile = _compile
@@ -41,39 +41,39 @@ ADAM_BETAS = (0.9, 0.95)
 
 
 def meeting_url(meeting: str | Path, rank: int = 0, world_size: int = 1) -> str:
-    """torch's rendezvous URL. The first rank creates the file `meeting`, in a directory private to this user; it must
-    exist as long as the world, which creates groups later.
+    """torch's rendezvous URL for the file `meeting`, in a directory private to this user. The first rank creates the
+    file; it must exist as long as the world, which creates groups later.
 
-    Not torch's TCP store, which listens on every interface and accepts writes from anyone.
+    torch's TCP store would listen on every interface and accept writes from anyone.
     """
     return f"file://{meeting}?rank={rank}&world_size={world_size}"
 
 
 def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
-    """Join the world that meets at `meeting` (see `meeting_url`). Raises InvalidSpec where DeepSpeed computes on
-    devices of another kind.
+    """Join the world that meets at `meeting` (see `meeting_url`). Raises InvalidSpec if DeepSpeed computes on devices
+    of another kind.
 
-    `timeout_s` bounds every collective of every group. DeepSpeed gives it to the first group only; the others take
-    torch's default of 30 minutes, in which a hung peer would go unnoticed, so the default is replaced.
+    `timeout_s` bounds every collective of every group. DeepSpeed passes it to the first group only; for the others
+    torch's default of 30 minutes, in which a hung peer would go unnoticed, is replaced.
     """
     kind = kind_of(device_kind)
     if (accelerator := get_accelerator().device_name()) != kind.name:
         raise InvalidSpec(
-            f"a rank was told to compute on devices of kind {kind.name!r}, and DeepSpeed, which goes by what this "
-            f"machine has, computes on {accelerator!r}"
+            f"the job needs devices of kind {kind.name!r}, but DeepSpeed computes on {accelerator!r}, which it found "
+            "on this machine"
         )
-    # DeepSpeed would compile C++ on first use (shm_comm 30 s, CPUAdam 90 s); torch has what we need of it.
+    # DeepSpeed would compile C++ on first use (shm_comm 30 s, CPUAdam 90 s); torch has the same operations.
     deepspeed.ops.__dict__["__compatible_ops__"] = dict.fromkeys(ALL_OPS, False)
     timeout = timedelta(seconds=timeout_s)
     distributed_c10d._get_default_timeout = lambda backend: timeout
     kind.after_fork()
-    # load_model gives every rank the same bytes; sending them once more through gloo costs more than loading them.
+    # load_model gives every rank the same bytes; a broadcast through gloo would cost more than loading them.
     DeepSpeedEngine._broadcast_model = lambda engine: None
     deepspeed.init_distributed(
         dist_backend=kind.collectives, timeout=timeout, auto_mpi_discovery=False, verbose=False, init_method=meeting
     )
     if not kind.on_host:
-        # Work on the processor (offloaded Adam, states read back from a snapshot) may use a rank's share of it.
+        # Work on the host (offloaded Adam, reading a snapshot) may use this rank's share of the processors.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.get_world_size()))
 
 
@@ -92,10 +92,10 @@ def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
         plan = partition_config(objective.model.config, spec.tensor_parallel)
         config["tensor_parallel"] = {"autotp_size": spec.tensor_parallel, "partition_config": plan}
     if spec.zero_stage == 3:
-        # ZeRO-3 brings parameters to the device one by one and keeps its part of each (zero.Init). But before that the
-        # engine moves the module there, which failed for a model larger than one device.
+        # ZeRO-3 moves parameters to the device one by one and keeps its part of each (zero.Init). Before that the
+        # engine would move the whole module, which fails for a model larger than one device.
         objective.to = partial(place_buffers, objective)
-    # Validations run on whole rows: they keep no activations.
+    # Validations run on whole rows, because they keep no activations.
     groups = UlyssesSPAttentionHF.register_with_transformers(
         objective.model, attention.NAME, spec.sequence_parallel, micro_batch_size=1, disable_in_eval=True
     )
@@ -104,7 +104,7 @@ def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
             model=objective, optimizer=optimizer, config=config, mpu=groups, dist_init_required=False
         )
     if spec.tensor_parallel > 1:
-        # It compares the first batch over the group, and cannot compare a dict of tensors.
+        # The check compares the first batch over the group, and cannot compare a dict of tensors.
         engine.first_dataloader_check.remove()
     fragments.sum_gradients(engine)
     fragments.coarsen_clipping(engine)
@@ -112,7 +112,7 @@ def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
 
 
 def place_buffers(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """`module.to(device)` of its buffers alone."""
+    """Move the buffers of `module` to the device, and no parameters."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
@@ -121,10 +121,10 @@ def place_buffers(module: torch.nn.Module, device: torch.device) -> torch.nn.Mod
 
 
 def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str, Any]]:
-    # ZeRO 1 and 2, and 3 on one device, keep parameters end to end, and torch's grouped product wants a mixture's
-    # experts at whole 16 bytes (GroupedMMUtils.h, on GPUs alone): behind a scale of one element they began at two.
+    # ZeRO 1 and 2, and 3 on one device, keep parameters end to end, and on GPUs torch's grouped product wants experts
+    # aligned to 16 bytes (GroupedMMUtils.h): so parameters with other sizes come last.
     trained = sorted(trained, key=lambda p: prod(p.shape) % 8 != 0)
-    # Norms and biases are not decayed (the convention since GPT-2). Without decay one group: fewer partitions.
+    # Norms and biases are not decayed (the convention since GPT-2). Without decay one group makes fewer partitions.
     if spec.weight_decay == 0:
         return [{"params": trained, "weight_decay": 0.0}]
     matrices = [p for p in trained if p.ndim >= 2]
@@ -134,8 +134,8 @@ def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str
 
 
 def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter]) -> dict[str, Any]:
-    # Stage 0 differs from 1 only in that every rank keeps all optimizer state; in bf16 DeepSpeed has no fp32 master
-    # weights there. Stage 1 computes the same in less memory.
+    # Stage 0 runs as stage 1, which computes the same in less memory: in stage 0 every rank keeps all optimizer state,
+    # and in bf16 DeepSpeed has no fp32 master weights there.
     stage, kind = max(1, spec.zero_stage), kind_of(spec.device_kind)
     elements = sum(p.numel() for p in trained)
     micro_batches = spec.options.get("rows", 1) * spec.batch_size // spec.micro_batch
@@ -156,18 +156,18 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": spec.max_grad_norm,
-        # Reduced and accumulated in fp32: then the loss curve does not depend on the number of ranks.
+        # Gradients are reduced and summed in fp32, so that the loss curve does not depend on the number of ranks.
         "communication_data_type": "fp32",
         "seq_parallel_communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
-        # DeepSpeed has it on by default and reports it to nobody. It waits for the device at both ends of every
-        # micro-batch, so nothing of the next one could be launched meanwhile.
+        # On by default and read by nothing. It waits for the device at both ends of every micro-batch, so the next one
+        # could not be launched meanwhile.
         "timers": {"throughput": {"enabled": False}},
         "wall_clock_breakdown": False,
     }
     if spec.precision == "bf16":
-        # In stage 1 a gradient in bf16 is added to its fp32 sum and freed at once; by default all of them stay beside
-        # their sums for the life of the rank, 2 bytes for each trained parameter.
+        # In stage 1, add each bf16 gradient to its fp32 sum and free it at once; by default all of them stay in memory
+        # for the life of the rank, 2 bytes per trained parameter.
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     return config

@@ -1,4 +1,4 @@
-"""Measures and reports a run's steps and validations: sums over all ranks, events of rank 0, TensorBoard's curves."""
+"""Measures and reports steps and validations: sums over all ranks, events of rank 0, curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """One rank's part in what is reported."""
+    """One rank's part in the reports of a run."""
 
     def __init__(self, rank: Rank, method: Method):
         self._method, self._engine, self._grid, self._emit = method, rank.engine, rank.grid, rank.emit
         self._on_host = kind_of(rank.spec.device_kind).on_host
         self._reported, self._began_s = rank.reported, 0.0
-        # Around each forward pass: what a rank computes by itself, before it waits for others in collectives. All ranks
-        # end a step together, so the step's time says nothing of one of them.
+        # Times each forward pass, which a rank computes by itself. All ranks end a step together, so the time of a step
+        # cannot show a slow rank.
         self.forward_timer = SynchronizedWallClockTimer.Timer("forward")
         self._curves_folder = str(Path(rank.spec.run_dir) / "tb")
         self._curves: SummaryWriter | None = None
 
     def begin(self) -> torch.Tensor:
-        """Begin a step or a validation; return the loss so far, which is zero."""
+        """Begin a step or a validation; return a zero on the device to add losses to."""
         self._began_s = time.perf_counter()
         self._engine.module.take_metrics()
         self.forward_timer.reset()
         return torch.zeros((), dtype=torch.float32, device=self._engine.device)
 
     def end_step(self, step: int, loss: torch.Tensor, data: StepData, **fields: Any) -> None:
-        """Collective: report that `step` steps are done. loss: this rank's part. fields: more for the event. Raises
-        TrainingDiverged, on every rank."""
+        """Collective: report that `step` steps are done. loss: this rank's part. fields: further fields of the event.
+        Raises TrainingDiverged, on every rank."""
         seconds = torch.zeros(self._grid.world_size, dtype=torch.float32, device=loss.device)
         seconds[self._grid.rank] = self.forward_timer.elapsed() / 1000
         total, named, rank_seconds = self._summed(loss, seconds)
@@ -74,7 +74,7 @@ class Metrics:
         self._emit("metrics", **report)
 
     def end_validation(self, loss: torch.Tensor) -> dict[str, float]:
-        """Collective: the scores of the validation by name. loss: this rank's part."""
+        """Collective: the scores of a validation by name. loss: this rank's part."""
         total, named, _ = self._summed(loss, loss.new_zeros(0))
         return {"loss": total, **named}
 
@@ -84,8 +84,8 @@ class Metrics:
         self._emit("validation", step=step, total_steps=total_steps, **scores)
 
     def _write_curves(self, group: str, step: int, values: dict[str, float]) -> None:
-        """Into TensorBoard's event files; steps that were written before a resume are purged. A full disk costs points
-        of a curve and no step; the next point is tried with a new file."""
+        """Write points of curves for TensorBoard; after a resume, later points of the earlier run are purged. A full
+        disk costs points and not the job; the next point is tried with a new file."""
         try:
             if self._curves is None:
                 self._curves = SummaryWriter(self._curves_folder, purge_step=step, flush_secs=10)
@@ -96,13 +96,13 @@ class Metrics:
             self._curves = None
 
     def close(self) -> None:
-        """Write out what is buffered: the process ends without any of Python's own clean-up."""
+        """Flush the curves: the process ends without Python's own clean-up."""
         if self._curves is not None:
-            with suppress(OSError):  # the disk is full, and the last points are lost
+            with suppress(OSError):  # a full disk: the last points are lost
                 self._curves.close()
 
     def _summed(self, loss: torch.Tensor, more: torch.Tensor) -> tuple[float, dict[str, float], list[float]]:
-        """Collective: the loss, the accuracy and the method's own sums by name, and `more`, added up over the ranks."""
+        """Collective: sums over all ranks: the loss, accuracy and the method's metrics by name, and `more`."""
         n_metrics = len(self._method.metric_names)
         own = torch.zeros(3 + n_metrics, dtype=torch.float32, device=loss.device)
         sums = self._engine.module.take_metrics()

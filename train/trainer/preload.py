@@ -1,12 +1,11 @@
 """Imports modules in the warm parent of training, so that a forked rank starts in well under a second.
 
-Imports only: no OpenMP work (a forked child would hang in its thread pool) and no CUDA.
+It must start no OpenMP work (a forked child would hang in the thread pool) and must not touch CUDA.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 
 from runtime.devices import kinds
 
@@ -17,10 +16,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for name, value in kinds.FORK_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 os.environ.setdefault("DS_ACCELERATOR", kinds.present().name)
-
-# For generation and losses transformers imports these where they are: 2.6 s of CPU and 105 MB (2026-11-27). They are
-# there for code of users' graders alone.
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn")))  # type: ignore[arg-type]
 
 # Imported inside deepspeed.init_distributed and deepspeed.initialize.
 import deepspeed.comm.mori  # noqa: E402, F401

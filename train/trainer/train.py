@@ -1,8 +1,8 @@
 """The training loop: data, step, save, publish, stop. `Run.run` is all of it, `Run.train_step` one step.
 
-Every rank runs this. Before each step and each micro-batch the ranks agree over the host whether any of them was
-signalled (train.control.rank), so they leave together, by the exception DevicesWanted. A step is a pure function of the
-seed and its number: an aborted one is repeated, and only time is lost.
+Every rank runs this. Before each step and each micro-batch the ranks agree over the host whether any of them was asked
+to leave (train.control.rank); then all of them raise DevicesWanted at the same point. A step is a pure function of the
+seed and its number: an aborted step is repeated, and only time is lost.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from weights.format.errors import StoreFull
 from weights.format.names import replace_file
 
 KEPT_S = 60.0
-"""Least time before the first step of a world is aborted, so that a job makes progress however often its devices are
-taken."""
-_KEPT_VALIDATION_S = 5.0  # the same of a validation
+"""The first step of a world is not aborted before this time, so that a job makes progress however often its devices
+are taken."""
+_KEPT_VALIDATION_S = 5.0  # the same for a validation
 
 
 def equal_shares(count: int, grid: Grid) -> range:
-    """Numbers of the rows that this rank evaluates, equally many on every rank: under ZeRO-3 each forward is a
-    collective. Numbers from `count` on only fill up."""
+    """Numbers of the rows that this rank evaluates, equally many on every rank: under ZeRO-3 each forward pass is a
+    collective. Numbers from `count` on are padding."""
     return range(grid.data_rank, -(-count // grid.data_size) * grid.data_size, grid.data_size)
 
 
 class DataFeed:
-    """Feeds the steps of a rank with rows of the data. Rollouts (train.rollouts.rollouts) have the same method, for
-    answers that engines sample from the model in training."""
+    """Feeds the steps of a rank with rows of the data. Rollouts (train.rollouts.rollouts) have the same interface, for
+    answers that engines sample from the trained model."""
 
     def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid, sequence_parallel: int = 1):
-        """sequence_parallel: neighbouring ranks that share each row, a part of its tokens each."""
+        """sequence_parallel: number of neighbouring ranks that share a row; each has a part of its tokens."""
         self._method, self._plan, self._tokens, self._grid = method, plan, tokens, grid
         self._parts = sequence_parallel
 
@@ -68,13 +68,13 @@ class DataFeed:
 
 
 class Reference:
-    """Log-probabilities of every sequence of the data to the starting model, for methods that compare the trained model
-    with it (Method.needs_reference). They are computed once, before the first step: until then the model is the
-    starting one (an adapter adds nothing yet), so no second copy of the weights is needed.
+    """Log-probabilities that the starting model gives every sequence of the data, for methods that compare the trained
+    model with it (Method.needs_reference). They are computed once, before the first step: until then the model is the
+    starting model (a new adapter adds nothing), so no second copy of the weights is needed.
 
-    values: (examples, sequences) float32 of a token set, also as its `reference`; NaN where they are not known. The
-    ranks share the packs, and add the values up. They are in `<run_dir>/reference`, by the digest of the tokens, so an
-    aborted pass is resumed, and in every snapshot, for a run that resumes elsewhere.
+    values: (examples, sequences) float32, NaN where unknown; the token set has them as `reference`. The ranks share the
+    packs and sum their values. A file in `<run_dir>/reference`, named by the digest of the tokens, lets an aborted pass
+    resume; every snapshot has them too, for a run that resumes on another machine.
     """
 
     def __init__(self, rank: Rank, tokens: TokenSet):
@@ -86,8 +86,8 @@ class Reference:
             self.values[:] = known.reshape(self.values.shape)
 
     def compute(self, evaluated: Callable[..., Iterator[tuple[dict[str, Any], torch.Tensor]]]) -> None:
-        """Collective: compute the values that are not known yet. The engine's weights must be the starting ones.
-        evaluated: `Run._evaluated`; raises DevicesWanted, and a later run resumes from the values known by then."""
+        """Collective: compute the unknown values. The engine must have the starting model's weights.
+        evaluated: `Run._evaluated`. Raises DevicesWanted; a later run resumes from the values known by then."""
         tokens, grid, began_s, done = self._tokens, self._rank.grid, time.monotonic(), 0
         unknown = [n for n, members in enumerate(tokens.packs) if np.isnan(self.values[members]).any()]
         if not unknown:
@@ -107,11 +107,11 @@ class Reference:
                 self._add(known, unknown[:done])
             raise
         self._add(known, unknown)
-        text = f"the starting model read {tokens.n_examples} examples for reference: "
+        text = f"reference log-probabilities of {tokens.n_examples} examples were computed in "
         self._rank.emit("message", level="info", text=f"{text}{time.monotonic() - began_s:.1f} s")
 
     def _add(self, known: torch.Tensor, packs: list[int]) -> None:
-        """Collective: the values of these packs, which each rank has a part of."""
+        """Collective: sum the ranks' values of these packs and keep them."""
         comm.all_reduce(known)
         if not known.isfinite().all():
             raise TrainingDiverged(0, known.sum().item(), 0.0)
@@ -120,7 +120,7 @@ class Reference:
         self.keep()
 
     def keep(self) -> None:
-        """Keep the values with the job."""
+        """Write the values into the job's directory."""
         if self._rank.grid.rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._path, self.values.tobytes())
@@ -138,7 +138,7 @@ class Run:
         self.train, self.valid = train, valid
         self.method = method_of(spec.method)
         self.step = self.first_step = 0
-        self.ended_s = 0.0  # time.monotonic() after the last step
+        self.ended_s = 0.0  # time.monotonic() when the training ended
         self._resumed_from: str | None = None
         self.validations = Validations()
         sets = {"train": train, "valid": valid} if self.method.needs_reference else {}
@@ -155,7 +155,7 @@ class Run:
         self.metrics = Metrics(rank, self.method)
 
     def resume_from(self, path: str) -> None:
-        """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
+        """Collective: load the state from a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
         self.step = self.first_step = self.snapshots.read(path)
         for reference in self.references.values():
@@ -163,7 +163,8 @@ class Run:
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
-        """Train to the end or until a signal; return the outcome for the final event. Call `metrics.close` next."""
+        """Train to the end, or until the devices are wanted; return the fields of the event "done". Call
+        `metrics.close` afterwards."""
         try:
             self._train()
         except DevicesWanted:
@@ -177,21 +178,22 @@ class Run:
         """Collective. Raises DevicesWanted."""
         for reference in self.references.values():
             reference.compute(self._evaluated)
-        if self.step == 0 or (self.rollouts is not None and self._validates()):  # its answers may be there by now
+        # A validation by rollouts may have been aborted here; its answers may have arrived since.
+        if self.step == 0 or (self.rollouts is not None and self._validates()):
             self._validate()
-        self._publish()  # an earlier world may have been about to finish or to publish
+        self._publish()  # an earlier world may have left just before it published
         while not self._is_over():
             if self._agree(self.step > self.first_step and self.snapshots.due()):
                 self.snapshots.save(self.step)
             self.train_step()
             if self._validates():
                 self._validate()
-            if not self._is_over():  # else it is published as the result
+            if not self._is_over():  # the last step is published as the result
                 self._publish()
 
     def train_step(self) -> None:
-        """Collective: do the next step, all its micro-batches and the optimizer's. Raises DevicesWanted where it was
-        aborted: nothing but gradients has changed, and the process is about to end."""
+        """Collective: do the next step: all its micro-batches and the optimizer's step. Raises DevicesWanted if it is
+        aborted: only gradients have changed by then, and the process is about to end."""
         spec, step, engine = self.spec, self.step, self.engine
         loss = self.metrics.begin()
         data = self.feed.step(step)
@@ -202,21 +204,21 @@ class Run:
         for group in engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
         until_s = time.monotonic() + (KEPT_S if step == self.first_step else 0.0)
-        scale = 1.0 / data.denominator  # of the global step: gradients and losses of micro-batches add up
+        scale = 1.0 / data.denominator  # of the global step, so that gradients and losses of micro-batches add up
         shared = self._divergence("step", ((row, scale * row.weight) for _, row in data.rows), until_s)
         for number, row in data.rows:
             self._abort_if_wanted("step", until_s)
-            # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
+            # Dropout must depend on the micro-batch alone, not on its rank or on earlier micro-batches.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             batch = to_batch(row, scale * row.weight, engine.device) | shared
             self.metrics.forward_timer.start()
             part = engine(batch)
             self.metrics.forward_timer.stop()
-            # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
-            # if told not to (its hook there runs before it detects its own backward).
+            # Pass a new tensor: DeepSpeed 0.19.8 divides the engine's own output by the accumulation steps even with
+            # scale_wrt_gas=False (its hook on that tensor runs before it detects its own backward pass).
             engine.backward(part * 1, scale_wrt_gas=False)
             loss += part.detach()
-            engine.step()  # the optimizer's after the last micro-batch
+            engine.step()  # the optimizer steps after the last micro-batch only
         self.step += 1
         fields = {"total_steps": total, "epoch": min(spec.n_epochs, self._epoch()), "learning_rate": rate}
         self.metrics.end_step(self.step, loss, data, **fields)
@@ -224,10 +226,11 @@ class Run:
     def _evaluated(
         self, phase: str, rows: Iterable[tuple[Row, float]], until_s: float, **more: Any
     ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        """Collective: the batch of each row, and the engine's result without gradients. Raises DevicesWanted.
+        """Collective: yield the batch of each row with the engine's result, without gradients. Raises DevicesWanted.
 
         Args:
-            rows: each with its scale, equally many on every rank: under ZeRO-3 each forward is a collective.
+            rows: each with its scale, equally many on every rank: under ZeRO-3 each forward pass is a collective.
+            until_s: time.monotonic() before which it is not aborted.
             more: further items of every batch.
         """
         self.engine.eval()
@@ -242,7 +245,8 @@ class Run:
             self.engine.train()
 
     def _divergence(self, phase: str, rows: Iterable[tuple[Row, float]], until_s: float) -> dict[str, torch.Tensor]:
-        """Collective: the batches' sum over the step, if the method has one. Raises DevicesWanted."""
+        """Collective: {"divergence": sum over the rows of all ranks} for methods that need it, else {}. Raises
+        DevicesWanted."""
         if not self.method.needs_divergence:
             return {}
         total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
@@ -253,28 +257,28 @@ class Run:
         comm.all_reduce(total)
         return {"divergence": total}
 
-    # --- signals
+    # --- leaving the devices
 
     def _agree(self, due: bool = False) -> bool:
-        """Collective: whether something is due on the first rank. Raises DevicesWanted."""
+        """Collective: the first rank's `due`, on every rank. Raises DevicesWanted."""
         wanted, due = any_rank(self.progress.suspend, due and self.grid.rank == 0)
         if wanted:
             raise DevicesWanted
         return due
 
     def _abort_if_wanted(self, phase: str, until_s: float) -> None:
-        """Collective, before each micro-batch. Raises DevicesWanted, but not before time.monotonic() is `until_s`."""
-        self.progress.enter(phase, self.step)  # for each: a file may take longer than the limit for a hang
+        """Collective, before each micro-batch: raise DevicesWanted if a rank was asked to leave, after `until_s`."""
+        self.progress.enter(phase, self.step)  # a whole file may take longer than the limit for a hang
         if any_rank(self.progress.suspend and time.monotonic() > until_s)[0]:
             if phase == "step":
-                text = f"step {self.step + 1} was left because its devices are wanted; it will be done again"
+                text = f"step {self.step + 1} was aborted because its devices are wanted; it will be repeated"
                 self.rank.emit("message", level="info", text=text)
             raise DevicesWanted
 
     def _suspended(self) -> dict[str, Any]:
-        """Collective: the outcome of a run that leaves its devices."""
+        """Collective: write a snapshot and return the outcome of a run that leaves its devices."""
         path, nbytes, seconds = self._resumed_from, 0, 0.0
-        if self.step > self.first_step:  # else the state is what the run began with
+        if self.step > self.first_step:  # else nothing has changed since the run began
             written = self.snapshots.suspend(self.step)
             path, nbytes, seconds = written.path, written.bytes, written.seconds
         return {
@@ -301,7 +305,7 @@ class Run:
         return self.plan.validates(self.step, self.spec.eval_interval)
 
     def _publish(self) -> None:
-        """Collective: publish this step if it ends an epoch, or is the best and may be the result."""
+        """Collective: publish this step if it ends an epoch, or has the best validation, as `spec.publish` says."""
         spec = self.spec
         of_epoch = spec.publishes_epochs and self.step in self.plan.epoch_end_steps() and self.step > self.first_step
         is_best = spec.publish == "best" and self.validations.best_step == self.step > 0
@@ -311,13 +315,13 @@ class Run:
         try:
             publish_step(self.rank, self.step, self._epoch())
             self.validations.published.append(self.step)
-        except StoreFull as error:  # training goes on: the last step has a version of its own
+        except StoreFull as error:  # training continues: the last step has a version of its own
             text = f"the version of step {self.step}, epoch {self._epoch():.3g}, is not published: {error}"
             self.rank.emit("message", level="warn", text=text)
 
     def _publish_result(self) -> None:
-        """Collective. Raises StoreFull, with the state kept on disk: hours of work must not be lost for lack of memory,
-        and a later start only publishes."""
+        """Collective: publish the last step, unless the result is an earlier version. Raises StoreFull after writing
+        the state to disk: hours of work must not be lost for lack of memory. A later start then only publishes."""
         if not self._best_is_published():
             try:
                 publish_step(self.rank, self.step, self._epoch())
@@ -326,7 +330,7 @@ class Run:
                 raise
 
     def _validate(self) -> None:
-        """Collective. If the devices are wanted before its end it is aborted, and its curve lacks this point."""
+        """Collective: validate and report the scores. If the devices are wanted meanwhile, this point is left out."""
         if self.valid is None:
             return
         try:
@@ -351,20 +355,20 @@ class Run:
         return self.metrics.end_validation(loss)
 
     def _best_is_published(self) -> bool:
-        """Whether the result is a version that was published before."""
+        """Whether the result is an earlier, published version; reports which version is the result."""
         best = self.validations.best_step
         if self._ends_early and self.step < self.plan.total_steps:
             text = (
                 f"training ends at step {self.step} of {self.plan.total_steps}: the last {self.validations.since_best} "
-                f"validations were not better than that of step {best} (early_stopping_patience "
+                f"validations were not better than the one at step {best} (early_stopping_patience "
                 f"{self.spec.early_stopping_patience})"
             )
             self.rank.emit("message", level="info", text=text)
         if self.spec.publish != "best" or not 0 < best < self.step:
             return False
         if is_published := best in self.validations.published:
-            text = f"the result is the version of step {best}, whose validation was the best"
+            text = f"the result is the version of step {best}, which had the best validation"
         else:
-            text = f"the result is the version of step {self.step}: that of step {best}, the best, was not published"
+            text = f"the result is the version of step {self.step}: step {best} was the best but was not published"
         self.rank.emit("message", level="info" if is_published else "warn", text=text)
         return is_published

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weights.format.errors import WeightsError
-from weights.format.foreign_json import is_deeper
+from weights.format.foreign_json import is_exceeding
 
 CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "config.json", "tokenizer_config.json", "special_tokens_map.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -125,7 +125,7 @@ def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise NotACheckpoint(name, f"not JSON: {str(error)[:120]}") from error
-    if is_deeper(body, MAX_DEPTH):
+    if is_exceeding(body, MAX_DEPTH):
         raise NotACheckpoint(name, f"nested too deeply, in more than {MAX_DEPTH} levels")
     if not isinstance(body, kind):
         raise NotACheckpoint(name, f"holds a JSON {type(body).__name__}, expected an object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,11 +43,13 @@ def weight_bits(quantization: Mapping[str, Any]) -> int:
     return size(weights, "num_bits") if isinstance(weights, dict) else 0
 
 
-def is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects of a parsed JSON text are nested in more levels than that."""
+def is_exceeding(value: Any, levels: int, most_fields: float = math.inf) -> bool:
+    """Whether a parsed JSON text nests lists and objects in more levels, or has an object with more fields."""
     level = [value]
     for _ in range(levels + 1):
         level = [node for node in level if isinstance(node, dict | list)]
+        if any(isinstance(node, dict) and len(node) > most_fields for node in level):
+            return True
         if not level:
             return False
         level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]

@@ -1,6 +1,5 @@
-"""The box on this machine, its devices and nodes, and what works whether the box runs or not: `appliance up|down|join`,
-`gpu drain`, `node invite|remove`, `init|doctor|restore` and `backup make|list`.
-"""
+"""The box on this machine, its devices, mode and nodes: `appliance up|down|join|init|doctor|restore`, `gpu drain`,
+`mode set|history`, `node invite|remove` and `backup make|list`."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from appliance.cli.command import TIMEOUT, WAIT, Session, command, until
 from appliance.cli.errors import BadUsage, CommandFailed, Conflict, Ended
 from appliance.cli.locate import BoxFile, data_dir_option, look_for_all, python, resolved
 from appliance.cli.options import CONFIG, DATA_DIR, DEVICES, existing_file, flag, number, opt
-from appliance.cli.resources import segment
+from appliance.cli.resources import MODE, POLICY, draw_handover, draw_mode, limit, mode_fields, segment
 from appliance.paths import BoxPaths, UnsafeFolder, check_closed
 from weights.format.names import replace_file
 
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
     from appliance.config import BoxConfig
     from weights.tiers.objects import Objects
 
+MODE_WAIT_S = 900.0
+_ANSWER_MARGIN_S = 30.0
+_HANDOVERS = "id ?began=started_s reason state >time=seconds ?>bytes >steps:total ?asked_by ?error"
 _LOOK_EVERY_S = 0.1
 _TAIL_BYTES = 3000
 _OF_A_BOX = {"appliance.db", "appliance.toml", "box.json", "logs"}
@@ -86,7 +88,7 @@ def up(session: Session, args: Namespace) -> None:
 
 
 def _check_folder(data_dir: Path) -> None:
-    """Raises Conflict if a box runs there already, CommandFailed if it is no box's or others may write to it."""
+    """Raises Conflict if a box runs there, CommandFailed for a foreign directory or one that others may write to."""
     running = BoxFile.read(data_dir)
     if running.pid is not None:
         raise _runs_already(data_dir, f" ({running.state}, {running.fields.get('url')}, pid {running.pid})")
@@ -96,7 +98,7 @@ def _check_folder(data_dir: Path) -> None:
     if inside - {"lost+found"} and not inside & _OF_A_BOX:
         raise CommandFailed(f"{data_dir} is not empty and not a box's; name an empty directory, or a new one")
     try:
-        check_closed(data_dir)  # before it is closed: what others have put there would stay
+        check_closed(data_dir)  # before the mode changes: files that others have put there would stay
     except UnsafeFolder as error:
         raise CommandFailed(str(error)) from error
 
@@ -107,7 +109,7 @@ def _runs_already(data_dir: Path, known: str = "") -> Conflict:
 
 
 def _started(process: subprocess.Popen[bytes], data_dir: Path) -> BoxFile:
-    """The box once it is ready. Raises CommandFailed or Conflict if the process ends before."""
+    """Wait until the box is ready. Raises CommandFailed or Conflict if its process ends before."""
     with output.progress("starting the box") as meter:
         while (code := process.poll()) is None:
             box = BoxFile.read(data_dir)
@@ -126,9 +128,9 @@ def _started(process: subprocess.Popen[bytes], data_dir: Path) -> BoxFile:
 
 
 def show_ready(session: Session, box: BoxFile, *, detached: bool) -> None:
-    """Print where the box answers, and the key that it made for its owner."""
+    """Print the endpoint, and the key that the box made for its owner."""
     file, data_dir, url = box.fields.get("first_key_file"), str(box.data_dir), f"{box.fields['url']}/v1"
-    # For a person at a terminal. Anything else that reads what we print may be a journal, which would keep the key.
+    # Only for a person at a terminal: a journal would keep the key.
     key = Path(file).read_text().strip() if file and sys.stdout.isatty() else None
     shown = {
         "endpoint": url,
@@ -207,8 +209,50 @@ def drain(session: Session, args: Namespace) -> None:
     session.show(device)
 
 
+@command(
+    "mode set",
+    POLICY,
+    *MODE,
+    *WAIT,
+    opt("--timeout SECONDS", "Then exit code 124.", type=number(float, 1, MODE_WAIT_S), default=MODE_WAIT_S),
+)
+def set_mode(session: Session, args: Namespace) -> None:
+    """Move devices between serving and training. No request is dropped and no job loses a step.
+
+    It holds until it is set again, or until a window of `mode schedule` begins or ends, and survives restarts.
+    Waiting may be interrupted: the box goes on.
+
+    Examples:
+      appliance mode set serve                 every device serves; jobs are suspended and wait
+      appliance mode set train --floor 1       jobs get every device but one, which keeps serving
+      appliance mode set split --train 6       six devices for jobs, the others serve
+      appliance mode set auto                  training takes what serving does not need, and gives it back
+    """
+    body, query = mode_fields(args, (POLICY, *MODE)), {"wait": True, "timeout_s": args.timeout} if args.wait else None
+    with output.progress(f"mode {args.policy}: the devices move"):
+        answer = session.client.send(
+            "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=args.timeout + _ANSWER_MARGIN_S
+        )
+    session.show(answer, draw_mode)
+
+
+@command("mode history", opt("id ID", "Only this one.", nargs="?"), limit(10))
+def history(session: Session, args: Namespace) -> None:
+    """Show hand-overs of devices with their bytes, seconds and who asked for them; with an ID also the steps.
+
+    Examples:
+      appliance mode history --limit 3
+      appliance mode history 42                  one of them, with its details
+    """
+    if args.id is not None:
+        session.show(session.client.get(f"/admin/v1/handovers/{segment(args.id)}"), draw_handover)
+    else:
+        answer = session.client.get("/admin/v1/handovers", limit=args.limit)
+        session.show(answer, lambda found: output.listing(_HANDOVERS, found["data"], empty="no hand-overs yet"))
+
+
 def _invitation(args: Namespace, act: str, *words: str) -> Any:
-    """An act of `appliance.invitation` for the box of these options. Raises CommandFailed."""
+    """Call a function of `appliance.invitation` for the box of these options. Raises CommandFailed."""
     look_for_all()
     from appliance import invitation
 
@@ -307,13 +351,13 @@ def init(session: Session, args: Namespace) -> None:
 def doctor(session: Session, args: Namespace) -> None:
     """Check whether this machine is fit for the box, and whether the box is well.
 
-    It takes a second, no device and no privilege; the box may run or not. Exit code: 0 all is well, 1 something
-    fails, 2 something is to be looked at.
+    It takes a second, no device and no privilege; the box may run or not. Exit code: 0 all is well, 1 a check
+    fails, 2 a check warns.
 
     Examples:
       appliance doctor --all                     every check, with what was measured
       appliance doctor -o json                   for scripts
-      appliance doctor --send-test               do alerts reach somebody?
+      appliance doctor --send-test               are alerts delivered?
     """
     settings = resolved(args.config, data_dir=args.data_dir)
     runs = BoxFile.read(settings.box.data_dir).pid is not None
@@ -365,7 +409,7 @@ _WHERE = opt("place PLACE", "A directory, or s3://bucket/prefix. Default: url in
 def make(session: Session, args: Namespace) -> None:
     """Take a backup of the box on this machine.
 
-    The box may run. Only what is new since the last backup is written: what backups share is there once.
+    The box may run. Only what is new since the last backup is written; backups share the rest.
     A backup has the database, files, models and the jobs' snapshots, not encrypted, and no private keys.
 
     Examples:
@@ -401,7 +445,7 @@ def list_backups(session: Session, args: Namespace) -> None:
 def restore(session: Session, args: Namespace) -> None:
     """Bring a backup back, on this machine or another one.
 
-    The directory is empty or not there, and appears whole. Other nodes have to join again.
+    The data directory must be empty or absent; it appears when all is restored. Other nodes have to join again.
 
     Examples:
       appliance restore /mnt/nas/box-1 --data-dir /srv/box
@@ -422,7 +466,7 @@ def restore(session: Session, args: Namespace) -> None:
 
 @contextmanager
 def _place(args: Namespace) -> Iterator[tuple[BoxConfig, Objects]]:
-    """The configuration, and the place of backups; their errors in the block become CommandFailed."""
+    """Yield the configuration and the place of backups; their errors in the block become CommandFailed."""
     settings = resolved(args.config, data_dir=args.data_dir)
     from appliance.backup import BackupError
     from weights.format.errors import WeightsError
@@ -433,10 +477,6 @@ def _place(args: Namespace) -> Iterator[tuple[BoxConfig, Objects]]:
         raise CommandFailed("no place for backups: name one, or set url in [backup]")
     if not place.startswith("s3://"):
         place = str(Path(place).expanduser().resolve())
-        if not Path(place).is_dir():
-            raise CommandFailed(
-                f"{place} is not a directory. Create it with mkdir; the box does not, in case a disk is unmounted"
-            )
     try:
         yield settings, objects_at(settings.backup.model_copy(update={"url": place}))
     except (BackupError, WeightsError, OSError) as error:

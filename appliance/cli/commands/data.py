@@ -1,12 +1,8 @@
-"""`appliance file`: training data in, checked; results out.
-
-A local file is checked here, and needs no box; the box checks its own.
-"""
+"""`appliance file`: uploads and checks training data, and saves results. A local file is checked without a box."""
 
 from __future__ import annotations
 
 import base64
-import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -20,7 +16,6 @@ from appliance.cli.options import existing_file, flag, number, opt, picked
 from appliance.cli.resources import segment
 from train.methods.methods import METHODS
 
-_ERRORS_ROUTE = re.compile(r"GET /v1/files/(\S+)/errors")
 UPLOAD = opt("path FILE", type=existing_file)
 
 
@@ -29,13 +24,12 @@ def file_path(file_id: str) -> str:
 
 
 def uploaded_id(session: Session, option: str, argument: str) -> str:
-    """The id of a file of the box, or of one that is uploaded now; one with bad lines stays on the box, which knows
-    why. Raises BadUsage and CommandFailed."""
+    """The id of a file of the box, or of one that is uploaded now and stays there. Raises BadUsage, CommandFailed."""
     path = Path(argument).expanduser()
     if path.is_file():
         sent = session.client.upload(path, "fine-tune")
         _refuse_bad(sent)
-        session.unused.append(file_path(sent["id"]))
+        output.say(f"{argument} is {sent['id']} on the box")
         return str(sent["id"])
     if argument.startswith("file-"):
         return argument
@@ -43,10 +37,9 @@ def uploaded_id(session: Session, option: str, argument: str) -> str:
 
 
 def _refuse_bad(answer: dict[str, Any]) -> None:
-    """Raises CommandFailed with line numbers and reasons when the box found bad lines; says what else it noticed."""
+    """Raises CommandFailed with line numbers and reasons if the box found bad lines; prints its other remarks."""
     details = answer.get("status_details") or ""
     if answer.get("status") == "error":
-        details = _ERRORS_ROUTE.sub(r"`appliance file get \1 --errors`", details)
         details = details.replace("; line ", "\n  line ").replace(": line ", ":\n  line ", 1)
         raise CommandFailed(f"{answer['filename']} cannot be trained on ({answer['id']}):\n  {details}")
     if details:
@@ -76,7 +69,7 @@ def upload(session: Session, args: Namespace) -> None:
     flag("--errors", "Every bad line of training data, and why."),
 )
 def get(session: Session, args: Namespace) -> None:
-    """Show what the box knows of a file, or save its content.
+    """Show a file of the box and its status, or save its content.
 
     Examples:
       appliance file get file-abc123 --errors
@@ -152,7 +145,7 @@ def check(session: Session, args: Namespace) -> None:
 
 
 def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """The report of a file of this machine. Raises CliError."""
+    """Check a file of this machine and return the report. Raises CliError."""
     look_for_all()
     from train.data_checks.process import report_on
     from train.plan.errors import TrainError

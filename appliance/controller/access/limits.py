@@ -31,7 +31,7 @@ from appliance.store.rows import UNFINISHED, KeyRow
 
 ANSWERS_PER_INPUT = 3
 """Answers of a batch are longer than its lines: an error is three times as long as a short one."""
-# A key that is not in the table (the box of a test) is an owner of its own.
+# A key without a row, such as in tests, counts as its own owner.
 _OF = "key_id IN (SELECT ?1 UNION SELECT id FROM keys WHERE owner = (SELECT owner FROM keys WHERE id = ?1))"
 _TUNED = "models WHERE kind = 'fine-tuned' AND owner IN (SELECT owner FROM keys WHERE id = ?1)"
 _UNFINISHED = {table: f"{table} WHERE {where} AND {_OF}" for table, where in UNFINISHED.items()}
@@ -52,7 +52,7 @@ class Disk:
         self._path, self._floor_bytes, self._statvfs = path, floor_bytes, statvfs
 
     def room_bytes(self) -> int:
-        """Free above the floor; negative below it."""
+        """Free bytes above the floor; negative below it."""
         now = self._statvfs(self._path)
         total, floor = now.f_blocks * now.f_frsize, self._floor_bytes
         floor = min(max(2 * GIB, total // 50), 20 * GIB, total // 10) if floor is None else floor
@@ -68,7 +68,7 @@ class Disk:
 
 @contextmanager
 def disk_may_be_full() -> Iterator[None]:
-    """Raises ApiError 507 in place of an OSError that says so."""
+    """Raises ApiError 507 in place of an OSError for a full disk."""
     try:
         yield
     except OSError as error:
@@ -86,7 +86,7 @@ def _no_room(why: str) -> ApiError:
 
 
 class Quotas:
-    """Raises ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
+    """Raises ApiError: 429 for too many objects, 413 for too many bytes, and 507 for any caller on a short disk."""
 
     def __init__(self, db: Database, config: ControllerConfig, disk: Disk):
         self._db, self._config, self.disk = db, config, disk
@@ -97,10 +97,10 @@ class Quotas:
         return self._config.bounds.model_copy(update=row.bounds) if row and row.bounds else self._config.bounds
 
     def check(self, caller: Principal, more_bytes: int = 0, *, begins: bool = False) -> None:
-        """Admits this many more bytes.
+        """Check whether the caller may store this many more bytes.
 
         Args:
-            begins: it is work that ends: a job, a batch, a run of an evaluation, a response in background, an upload.
+            begins: the bytes belong to new work: a job, batch, evaluation run, background response or upload.
         """
         self.disk.check(more_bytes)
         if caller.is_admin or caller.key_id is None:
@@ -194,7 +194,7 @@ def spent_quota(db: Database, row: KeyRow, now_s: float) -> tuple[float | None, 
         )
         if limit is not None and (over := usage.tokens_since(db, row.id, begin.timestamp()) - limit) >= 0
     ]
-    # On the last day of a month both are renewed at once: the one that is overdrawn most is named.
+    # On the last day of a month both are renewed at once: name the quota that is exceeded most.
     end_s, _, words = max(spent, default=(None, 0, ""))
     return end_s, words
 

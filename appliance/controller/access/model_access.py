@@ -7,7 +7,6 @@ The gateways apply the same rule to the table (`gateway.table.Principal`): a req
 from __future__ import annotations
 
 import re
-import string
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -46,12 +45,6 @@ def suffix_in_name(suffix: str) -> str:
     return _NOT_IN_SUFFIX.sub("-", suffix.lower()).strip("-._")
 
 
-def fine_tuned_name(base: str, organization: str, suffix: str | None) -> str:
-    """`ft:{base}:{organization}:{suffix}:{8 characters}`, as OpenAI names them; the suffix may be empty."""
-    assert set(organization) <= set(string.ascii_lowercase + string.digits + "-")
-    return f"ft:{base}:{organization}:{suffix_in_name(suffix or '')}:{new_id('', 8)}"
-
-
 def is_stable_name(name: str) -> bool:
     """Whether the owner of a job may choose this name for its model. Without ":" and "/": such a name is nobody's
     checkpoint, no fine-tuned model that the box names itself, and no model of a hub's organisation."""
@@ -69,17 +62,15 @@ def checkpoint_name(job: JobRow, step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The meaning of a public name: a checkpoint, `MODEL@VERSION` (pinned), or the model with its active version."""
+    """The meaning of a public name: a checkpoint, `MODEL@VERSION`, or the model with its active version."""
 
     name: str
     model: ModelRow
     version: VersionRow
-    is_checkpoint: bool = False
-    pinned: bool = False
 
     @property
     def quantization(self) -> str | None:
-        """The form of its quantised layers; None without any."""
+        """The format of its quantised layers; None if it has none."""
         form: str | None = self.version.meta.get("quantization", self.model.info.get("quantization"))
         return form
 
@@ -93,11 +84,11 @@ def resolve(db: Database, name: str) -> Resolved | None:
     version = models.find_checkpoint(db, name)
     if version is not None:
         model = models.find(db, version.model)
-        return Resolved(name, model, version, is_checkpoint=True) if model else None
+        return Resolved(name, model, version) if model else None
     model_name, at, version_name = name.rpartition(models.VERSION_MARK)
     if at:
         model, version = models.find(db, model_name), models.find_version(db, model_name, version_name)
-        return Resolved(name, model, version, pinned=True) if model and version else None
+        return Resolved(name, model, version) if model and version else None
     return None
 
 
@@ -110,7 +101,7 @@ def model_of(db: Database, name: str) -> str:
 
 
 def made_by_jobs(db: Database, name: str) -> bool:
-    """Whether jobs make the model of this name, or will: nothing else may bring a version of it in."""
+    """Whether jobs make, or will make, the model of this name: imports may not add versions to it."""
     row = models.find(db, name)
     has_job = row is not None and row.job_id is not None
     return has_job or bool(jobs.list_unfinished(db, " AND output_model = ?", name))
@@ -152,7 +143,7 @@ def known_model(db: Database, name: str) -> Resolved:
 
 
 def usable_model(db: Database, caller: Principal, name: str) -> Resolved:
-    """One that the caller's key may not use counts as absent. Raises NotFound."""
+    """The model, unless the caller's key may not use it. Raises NotFound."""
     if not caller_may_use(db, caller, name):
         raise unknown_model(name)
     return known_model(db, name)
@@ -166,8 +157,8 @@ def stored_model(db: Database, name: str) -> ModelRow:
 
 
 def caller_of(db: Database, key_id: str | None) -> Principal:
-    """The principal of work that outlives its request: this key, or the box itself. The work itself checks whether the
-    key still lives."""
+    """The principal of work that outlives its request: this key, or the box itself. It does not check whether the key
+    has ended."""
     if key_id is None:
         return Principal(None, frozenset({ADMIN}), new_id("req_"), "")
     row = keys.find(db, key_id)
@@ -193,8 +184,8 @@ def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
 
 
 def check_may_ask(db: Database, caller: Principal, name: str, param: str = "model") -> None:
-    """A caller who makes the box ask a model needs the scope of inference, whatever the route. param: of the request,
-    that names the model. Raises Forbidden, and NotFound for a model that the caller may not use."""
+    """Check that the caller has the scope inference and may use the model. param: field of the request that names the
+    model. Raises Forbidden, NotFound."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
     lacks_version = "@" in name and models.find(db, name) is None and resolve(db, name) is None
@@ -203,8 +194,8 @@ def check_may_ask(db: Database, caller: Principal, name: str, param: str = "mode
 
 
 def base_of(db: Database, job: JobRow) -> Resolved | None:
-    """What a job trains; None once it was deleted, or the job's key may not use it any more (the sharing has ended).
+    """The model that a job trains; None once it is deleted or the job's key may not use it any more.
 
-    Asked at each step of a job: it may wait for weeks between its creation and its run.
+    Call it at each stage of a job, which may wait for weeks between its creation and its run.
     """
     return resolve(db, job.model) if may_use(db, job.key_id, job.model) else None

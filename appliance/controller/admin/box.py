@@ -78,7 +78,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
         return await answer(of_store)
 
-    # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
+    # Without `response_class`, which would declare errors as plain text in the OpenAPI document too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     @needs(READ, METRICS)
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
@@ -124,7 +124,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise NotFound(message, "handover_id", "handover_not_found")
         return handover
 
-    # Logs name people and what they asked for: administrators alone read them.
+    # Only administrators read logs, which name people and their requests.
     @router.get("/logs")
     @needs(ADMIN)
     def list_logs() -> dict[str, Any]:
@@ -135,20 +135,17 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @needs(ADMIN)
     def show_log(name: str, lines: Annotated[int, Query(ge=1, le=5000)] = 500) -> dict[str, Any]:
         """The last `lines` of a log, 256 KiB at most."""
-        # Only names in the list are opened: what a client writes is never a path.
+        # Only listed names are opened: a client's text is never used as a path.
         if name not in {log["name"] for log in logs_in(logs)}:
             raise NotFound(f"No log {shown(name)}; GET /admin/v1/logs lists them.", "name", "log_not_found")
-        try:
-            return {"name": name, "lines": end_of(logs / name, _LOG_BYTES)[-lines:]}
-        except FileNotFoundError:  # turned over meanwhile
-            return {"name": name, "lines": []}
+        return {"name": name, "lines": end_of(logs / name, _LOG_BYTES)[-lines:]}
 
 
 # --- hand-overs; the CLI and scripts rely on these keys
 
 
 def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | None:
-    """None where there is none, or no more."""
+    """The view of a hand-over; None if there is none."""
     row = HANDOVERS.find(db, handover_id) if handover_id else None
     return _handover(row) if row else None
 
@@ -215,7 +212,7 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
         with db.transaction():
             fresh = cordons.drain(db, device, reason, by, time.time())
             if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
-                # Its owner reads this, and knows no names of others' keys.
+                # The owner reads this and may not see names of others' keys.
                 why = f": {reason}" if reason else ""
                 text = f"Device {device_id} is drained by an operator{why}; the job moves off it."
                 add_message(db, holder["id"], text, level="warn", data={"device": device_id, "reason": reason})
@@ -319,7 +316,7 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
         _check(context, body)
         with db.transaction():
             by_hand = mode.write_mode(db, mode.Mode(**body.model_dump(), by=name_of(context, caller)))
-            # Now, for the answer may wait for minutes.
+            # Before the answer, which may take minutes.
             record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
         limit_s = min(timeout_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
         try:

@@ -56,14 +56,12 @@ class KeyLimits(StrictBody):
     tokens_per_day: Limit | None = None
     tokens_per_month: Limit | None = None
     max_priority: Priority | None = None
-    bounds: dict[Bound, Amount | None] | None = None  # type: ignore[valid-type]
+    bounds: dict[Bound, Amount] | None = None  # type: ignore[valid-type]
     expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
     def columns(self) -> dict[str, Any]:
         """The columns of the fields that are set."""
         limits = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
-        if self.bounds is not None:
-            limits["bounds"] = {name: bound for name, bound in self.bounds.items() if bound is not None} or None
         if "max_priority" in limits:
             limits["max_priority"] = limits["max_priority"] or 0
         return limits
@@ -104,7 +102,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/keys")
     @audited("key.create", "scopes", "owner")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
-        # A key for certain models is for using them; one for training too names its scopes.
+        # A key limited to models gets inference alone, unless it names its scopes.
         scopes: Sequence[str] = body.scopes or [INFERENCE, *([FINE_TUNING] if body.models is None else [])]
         if (owner := body.owner or body.name) in RESERVED_OWNERS:
             param = "owner" if body.owner else "name"
@@ -127,7 +125,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
-            # Jobs that have a model which it may not use any more.
+            # Jobs that train a model which the key may not use any more.
             paused = {"jobs": ids} if (ids := pause_jobs_without_model(db)) else {}
             record(context, caller, "key.limit", row.id, name=row.name, **limits, **paused)
         context.spending.publish_keys()
@@ -139,7 +137,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def rotate(id_or_name: str, request: Request, caller: Caller) -> dict[str, Any]:
         """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
         the page that came by it; jobs, batches, usage and limits stay."""
-        await request.body()  # gateways cut off what still arrives by the old one, and nobody would see the new one
+        await request.body()  # gateways cut off requests of the old secret, and the new one would not arrive
         row = _known(context, id_or_name)
         if row.subject:
             message = f"{row.name} comes by the login provider, and nobody holds that key; make one of the same owner."
@@ -153,14 +151,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
         """Stops the key's work: fails its background responses, batches, runs of evals and operations, pauses its jobs.
-        Revoking it again has no further effect, and says so."""
+        Revoking it again has no further effect."""
         before = _known(context, id_or_name, live=False)
         stopped = end_key(context, before.id, caller, "key.revoke")
         context.spending.publish_keys()
         context.scheduler.nudge(f"{before.id} was revoked")
-        admins = sum(ADMIN in key.scopes for key in keys.list_live(db))
-        more = {"stopped": stopped, "already_revoked": before.revoked_s is not None, "admin_keys": admins}
-        return key_view(keys.find(db, before.id) or before) | more
+        return key_view(keys.find(db, before.id) or before) | {"stopped": stopped}
 
     @router.get("/usage")
     @needs(READ, INFERENCE, FINE_TUNING)
@@ -184,7 +180,7 @@ def key_view(row: KeyRow) -> dict[str, Any]:
 
 
 def _known(context: ControllerContext, id_or_name: str, *, live: bool = True) -> KeyRow:
-    """live: not a revoked key. Raises NotFound."""
+    """live: without revoked keys. Raises NotFound."""
     row = keys.find(context.db, id_or_name)
     if row is None or (live and row.revoked_s is not None):
         raise NotFound(f"No {'live ' * live}key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
@@ -222,8 +218,7 @@ def end_key(context: ControllerContext, key_id: str, caller: Principal, action: 
 
 
 async def end_expired(context: ControllerContext) -> None:
-    """Revoke the keys whose time is over. The gateways refuse them by themselves from then on, so the table of all
-    keys is written once for all of them: a course's three hundred end in the same second."""
+    """Revoke the keys whose time is over, and publish the table once for all of them: many may expire together."""
     ended = keys.list_all(context.db, "expires_s <= ? AND revoked_s IS NULL", time.time())
     for row in ended:
         end_key(context, row.id, caller_of(context.db, None), "key.expire")
@@ -234,15 +229,14 @@ async def end_expired(context: ControllerContext) -> None:
 
 # --- a person who leaves
 #
-# Deleted: files, uploads, stored responses, batches, evals, job folders and events. Kept without the name: usage, the
-# audit log, jobs. Revoked: the keys. Models that were trained on their files are listed. Repeating the request
-# continues where the last one stopped. A row belongs to its own owner, or to the owner of the key it was made with.
+# Deleted: files, uploads, stored responses, batches, evals, job folders and events. Kept under a pseudonym: usage, the
+# audit log, jobs. A repeated request continues where the last one stopped.
 
 _COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
 _WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
 _NAMED = (("audit", "target"), ("model_settings", "by_whom"), ("handovers", "asked_by"))
-"""Columns that say by the name of a key or an owner who did something; those of `_NAMED_IN` are JSON, in which the name
-is replaced only behind this text: a key may be called "train", as the mode is."""
+"""Columns that name a key or an owner. Those of `_NAMED_IN` are JSON, where only a name behind the third text is
+replaced, because a key may have the name of a mode, such as "train"."""
 _NAMED_IN = (("audit", "detail", ""), ("box", "value", '"by":'), ("cordons", "drain", '"by":'))
 Owner = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -264,7 +258,7 @@ def forget_routes(context: ControllerContext, router: APIRouter) -> None:
         """End an owner's work, delete what is stored of it, and take its name out of what stays. `done` false: the work
         in `unfinished` has not ended yet; ask again."""
         db, owner = context.db, body.owner
-        # Once each: a client that polls would restart, every half second, what ends the work of a key.
+        # Once each: a polling client would restart the end of the key's work every half second.
         for row in keys.list_all(db, "owner = ? AND revoked_s IS NULL", owner):
             end_key(context, row.id, caller, "key.revoke")
         context.spending.publish_keys()
@@ -279,12 +273,12 @@ def forget_routes(context: ControllerContext, router: APIRouter) -> None:
         context.spending.publish_keys()
         counts = {kind: stored[kind] for kind in _COUNTED}
         record(context, caller, "owner.forget", pseudonym, keys=len(stored["keys"]), **counts)
-        await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
+        await asyncio.to_thread(db.empty_log)  # deleted rows stay in the log until it is overwritten
         return {"owner": owner, "done": True, "pseudonym": pseudonym, **stored}
 
 
 def _stored_of(db: Database, owner: str) -> dict[str, Any]:
-    # One of several versions is enough.
+    # One version trained on the files is enough.
     models_of_files = db.column(
         f"WITH given AS (SELECT id FROM files WHERE {_mine('files')}), known AS (SELECT id FROM jobs WHERE"
         f" {_mine('jobs')} OR training_file IN given OR validation_file IN given)"
@@ -320,7 +314,7 @@ def _delete(context: ControllerContext, owner: str) -> None:
     for job_id in _ids(db, "jobs", owner):
         file_ids += jobs.get(db, job_id).result_files
         shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
-        # W&B's files on the box have the job's name, its tags and its project.
+        # W&B's local files contain the job's name, tags and project.
         for run in (context.files_dir.parent / "tracking" / "wandb").glob(f"*run-*-{glob.escape(job_id)}-*"):
             shutil.rmtree(run, ignore_errors=True)
         for table in ("job_events", "job_judges"):
@@ -335,8 +329,8 @@ def _delete(context: ControllerContext, owner: str) -> None:
 
 
 def rename(db: Database, owner: str, pseudonym: str) -> None:
-    """Give the owner's keys, jobs and what else stays a pseudonym. What the owner wrote goes: a job's suffix and
-    metadata, details of what was done. Call it on a thread: it reads whole tables."""
+    """Put a pseudonym in place of the owner, and delete what the owner wrote in the rows that stay: a job's suffix and
+    metadata, and details in the audit log. Call it on a thread: it reads whole tables."""
     known = keys.list_all(db, "owner = ?", owner)
     with db.transaction():
         db.execute(
@@ -353,7 +347,7 @@ def rename(db: Database, owner: str, pseudonym: str) -> None:
                 db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", texts)
         for number, key in enumerate(known, 1):
             keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
-        # Every table with an owner, so that one that is added later is not left out.
+        # From the schema, so that a table added later is not forgotten.
         tables = "SELECT m.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE c.name = 'owner'"
         for table in db.column(f"{tables} AND m.type = 'table'"):
             db.execute(f"UPDATE {table} SET owner = ?2 WHERE owner = ?1", [owner, pseudonym])

@@ -39,7 +39,7 @@ LASTS_S = 24 * 3600.0
 COOKIE = "x-appliance-cookie"
 """For the gateway, which makes a cookie of it (`gateway.server.controller`); no client sees it."""
 
-# Public keys alone: with the secret's own family, whoever knows the secret could sign.
+# Only public-key algorithms: with HMAC, everybody who knows the client secret could sign tokens.
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 ANSWER_S: Final = 10.0
 _LEEWAY_S: Final = 60
@@ -118,7 +118,7 @@ def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Delete logins whose time is over, also at gateways, which then end their requests."""
+    """Delete expired logins, also at the gateways, which then end their requests."""
     if context.db.execute("DELETE FROM page_sessions WHERE until_s <= ?", [now_s]).rowcount:
         context.spending.publish_keys()
 
@@ -137,7 +137,7 @@ class OidcFinish(StrictBody):
 
 
 def _oidc_routes(context: ControllerContext) -> APIRouter:
-    """A browser without a key calls these. It keeps what its login began with (`binder`), so the box keeps nothing."""
+    """Routes for browsers without a key. The browser keeps the state of its login (`binder`), the box nothing."""
     router, settings = make_router("/admin/v1/oidc", GATEWAY), context.config.oidc
     redirect_uri = f"{context.box['public_url']}/ui"  # the page itself
 
@@ -153,7 +153,7 @@ def _oidc_routes(context: ControllerContext) -> APIRouter:
         return {"object": "oidc", "name": settings.name if settings.issuer else None}
 
     @router.post("/begin")
-    @unaudited  # who comes back is known by `finish`
+    @unaudited  # `finish` records the person
     async def begin() -> dict[str, Any]:
         """`url`: where the browser goes; `binder`: what it keeps for `finish`: nobody finishes another's login."""
         with _refusals():
@@ -188,7 +188,7 @@ def _oidc_routes(context: ControllerContext) -> APIRouter:
 
 
 def refused(why: str) -> ApiError:
-    """An answer of the provider, or of somebody in its place, is not acceptable."""
+    """The error for an answer of the provider that is not acceptable."""
     return ApiError(403, f"The login was not accepted: {why}.", code="login_refused")
 
 
@@ -254,7 +254,7 @@ async def _claims(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What Authlib raises, as an ApiError."""
+    """Turn Authlib's exceptions in the block into ApiErrors."""
     try:
         yield
     except OAuthError as error:

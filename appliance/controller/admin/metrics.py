@@ -88,7 +88,7 @@ def _counted(name: str, text: str, labels: str, rows: Iterable[Sequence[str]]) -
 
 
 async def read_engines(engines: Mapping[str, tuple[str, str]]) -> Engines:
-    """What engines say of themselves, those that answer in time. engines: (model, address) by replica."""
+    """Read the figures of the engines that answer in time. engines: (model, address) by replica."""
     answers = await asyncio.gather(*(_figures(address) for _, address in engines.values()))
     return {(replica, model): figures for (replica, (model, _)), figures in zip(engines.items(), answers, strict=True)}
 
@@ -123,7 +123,7 @@ class ControllerCollector(Collector):
         yield from ProcessCollector(namespace="appliance_controller", registry=None).collect()
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
         for state in get_args(HandoverState):
-            # A series that begins with its first failure has had no increase for Prometheus.
+            # All outcomes from the start: Prometheus sees no increase in a series that begins with a failure.
             ended.add_metric([state], *self._now["handovers_ended"].get(state, (0, 0.0)))
         yield ended
         for part in (self._of_scheduler, self._of_engines, self._of_devices, self._of_jobs, self._of_storage):
@@ -196,7 +196,7 @@ class ControllerCollector(Collector):
             ((row.id, row.model, str(rank), device), seconds)
             for row in running
             if (step := newest.get(row.id)) is not None and step.rank_seconds is not None
-            # Another number of ranks: it has got other devices since that step.
+            # Not a step with another number of ranks, before the job moved.
             if len(step.rank_seconds) == len(row.devices)
             for rank, (seconds, device) in enumerate(zip(step.rank_seconds, row.devices, strict=True))
         ]
@@ -204,9 +204,8 @@ class ControllerCollector(Collector):
         yield series("job_rank_seconds", text, "job model rank device", ranks)
 
     def _mfu(self, row: JobRow) -> float | None:
-        """The share of the device's peak that the arithmetic of the weights takes: six operations of each weight for
-        each token (four with adapters, because what is frozen needs no gradient). None where other arithmetic counts
-        too: other methods ask other models, a token meets only some experts, and float32 has other rates."""
+        """Model FLOPs utilisation: six operations per weight and token (four with adapters, whose frozen weights need
+        no gradient) over the device's peak. None for other methods, mixtures of experts and float32."""
         name = next((device["name"] for device in self._now["devices"] if device["id"] in row.devices), "")
         device, model, chosen = accelerator(name), models.find(self._db, row.model), row.resolved or {}
         if device is None or model is None or row.tokens_per_s is None or chosen.get("precision") != "bf16":

@@ -47,7 +47,7 @@ from weights.format.tool_template import with_tools
 
 Replicas = Annotated[int, Field(ge=0, le=65536)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
-# What an adapter has of its own: its host's engines are kept for it. Everything else is a matter of those engines.
+# Settings that an adapter has itself; all others belong to the engines of its host.
 _OF_ADAPTERS = ("min_replicas", "pinned")
 
 
@@ -104,7 +104,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         changes, row = body.model_dump(exclude_unset=True), rows.DEPLOYMENTS.find(db, stored_model(db, name).id)
         row = row or DeploymentRow(model=name, created_s=time.time())
         base = next((row.base for row in models.callable_adapters(db) if row.name == name), None)
-        # Null is taken: it removes what was set while the name had whole weights.
+        # Null is allowed: it removes a value from the time when the name had whole weights.
         given = (field for field, value in changes.items() if field not in _OF_ADAPTERS and value is not None)
         if base is not None and (field := next(given, None)) is not None:
             why = f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}."
@@ -114,12 +114,13 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
             why = f"max_replicas is {changed.max_replicas} and min_replicas {changed.min_replicas}"
             expected = "expected min <= max, and at least one for a pinned model"
             raise InvalidValue(f"{why}; {expected}.", "max_replicas")
-        nodes = job_settings.nodes_of(context)
-        # Values set before a node left stay valid while other fields change.
-        if "tensor_parallel" in changes:
-            nodes.refuse_more("tensor_parallel", changed.tensor_parallel)
-        if "tensor_parallel" in changes or "min_replicas" in changes:
-            nodes.refuse_more_replicas("min_replicas", changed.min_replicas, changed.tensor_parallel)
+        nodes, each = job_settings.nodes_of(context), changed.tensor_parallel
+        if "tensor_parallel" in changes:  # a value from before a node left stays valid while other fields change
+            nodes.refuse_more("tensor_parallel", each)
+        most = sum(count // each for count in nodes.counts)
+        if changed.min_replicas > most and changes.keys() & {"tensor_parallel", "min_replicas"}:
+            why = f"min_replicas is {changed.min_replicas}; expected at most {most}, of {each} devices each."
+            raise BadRequest(why, "min_replicas", "insufficient_devices")
         rows.DEPLOYMENTS.put(db, changed)
         context.scheduler.loop.reset_failures(name)  # engines that failed with the old settings may start now
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
@@ -175,7 +176,7 @@ def deployment_view(row: DeploymentRow) -> dict[str, Any]:
     return {**columns(row, names), "pinned": bool(row.pinned)}
 
 
-# --- which version answers: roll back, begin and end a canary
+# --- the active version: roll back, begin and end a canary
 
 
 def _version_routes(context: ControllerContext, router: APIRouter, running: Canaries) -> None:
@@ -183,7 +184,7 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
 
     @router.post("/models/{name:path}/rollback")
     async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
-        """Without a version: ends the canary if there is one, else goes back to the version before."""
+        """Without a version: end the canary if there is one, else return to the previous version."""
         version = body.version if body else None
         stored_model(db, name)
         async with activation.lock(name):
@@ -208,15 +209,11 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
 
     @router.post("/models/{name:path}/promote")
     async def promote(name: str, caller: Caller) -> dict[str, Any]:
-        """A request that comes again, after minutes without an answer, is told what the first has changed."""
         async with activation.lock(name):
-            model, last = stored_model(db, name), rows.CANARIES.find(db, name)
-            if last is not None and last.state == "promoted" and last.version == model.active_version:
-                return {"model": name, "from": last.before, "to": last.version}
-            return await running.promote(model, caller, "asked for")
+            return await running.promote(stored_model(db, name), caller, "asked for")
 
 
-# --- how a model's engines are set up, and every version of that
+# --- settings of a model's engines, and their versions
 
 
 def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
@@ -255,9 +252,6 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
         if refused := await context.settings_check.refused(model, version, devices, settings):
             raise InvalidValue(f"vLLM does not start {name} with these settings: {refused[:2000]}", "set")
         with db.transaction():
-            if _settings(db, name) != before:
-                text = f"The settings of {name} changed meanwhile; look at them and try again."
-                raise BadRequest(text, "set", "conflict")
             if settings.as_json() != before:
                 by = name_of(context, caller)
                 models.add_settings(db, name, settings.as_json(), settings.digest, by, time.time())
@@ -329,7 +323,7 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
             if not body.as_version and (existing is not None or made_by_jobs(db, name)):
                 remedy = "delete it first or choose another name"
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
-        context.quotas.disk.check()  # only the import itself finds out how much more it needs
+        context.quotas.disk.check()  # only the import itself knows how many bytes it needs
         arguments = columns(body, "source origin name revision as_version")
         try:
             find, ops = context.model_ops.library.find_adapter, context.model_ops

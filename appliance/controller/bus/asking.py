@@ -83,7 +83,7 @@ class Asking:
         return self._wanted.keys()
 
     def why(self, key_id: str | None, model: str) -> str:
-        """Why requests of this key wait; empty where none waits."""
+        """Why requests of this key wait; empty if none waits."""
         row = self._table().get(model)
         asleep = row is not None and all(replica["state"] != OPEN for replica in row.get("replicas", ()))
         return NOT_AWAKE if asleep else self._refusals.get((key_id, model), "")
@@ -117,7 +117,7 @@ class Asking:
                     if retry_s is None:
                         return answer
                     self._refusals[key_id, model] = answer.error
-                    # At random times: all requests of a key would else come back at once where one may go.
+                    # At random times, so that not all requests of a key come back at once.
                     await asyncio.sleep(retry_s * random.uniform(1, 3))  # noqa: S311
         except TimeoutError:
             why = f"no answer within {within_s:.0f} s: {self.why(key_id, model) or 'its engines are busy'}"

@@ -86,7 +86,7 @@ MESSAGE = json.Decoder(Report | Usage)
 log = logging.getLogger("appliance.controller")
 
 LINE_BYTES = 64 << 20
-CATCH_UP_S = 2.0  # longest wait of a changing request for the gateway, which needs milliseconds but may hang
+CATCH_UP_S = 2.0  # a change waits at most this long for the gateway, which normally needs milliseconds
 LOOK_EVERY_S = 0.05  # how often a wait checks whether time alone has ended it
 _GENERATIONS_PER_START = 10**9
 
@@ -150,7 +150,7 @@ class Bus:
         if self._writer is None:
             return
         if self._writer.transport.get_write_buffer_size() > LINE_BYTES:
-            self._writer.transport.abort()  # it does not read; once it connects again it gets the newest table
+            self._writer.transport.abort()  # it does not read; after a reconnect it gets the newest table
             return
         message = {"type": "table", "generation": self.generation, **self.table}
         self._writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
@@ -234,7 +234,7 @@ class Bus:
             with self._background.guard("usage"):
                 self.on_usage(message.rows)
             if not writer.is_closing():
-                writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
+                writer.write(b'{"type":"counted"}\n')  # also for invalid rows, else they come again
         elif self._writer is writer:
             self._report = message
             for name, row in message.models.items():

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from scheduler.ray.nodes import Nodes
 
 
-# --- the scheduler as routes use it: all is done by its loop
+# --- the scheduler as routes use it; its loop does the work
 
 SchedulerStatus = dict[str, Any]
 """As `Scheduler.status` makes it.
@@ -150,7 +150,7 @@ class Scheduler:
 
     async def withdraw(self, model: str) -> None:
         """The model's rows are gone from the store: returns when no replica of it is left."""
-        # Under its own name or that of one of its versions.
+        # Under its own name or `MODEL@VERSION`.
         while any(r["model"].partition("@")[0] == model for r in self.loop.status()["replicas"]):
             await self.loop.wait_settled(self.loop.nudge())
 

@@ -120,14 +120,14 @@ class Tasks:
         self._slots: dict[str, asyncio.Semaphore] = {}  # by kind
         self._slots_of_owners: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
         self._live: dict[tuple[str, ...], asyncio.Task[None]] = {}  # by kind and object
-        self._restarting: set[tuple[str, ...]] = set()  # live ones that were cancelled to begin again
+        self._restarting: set[tuple[str, ...]] = set()  # live tasks that were cancelled to start over
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def add(self, kind: Kind) -> None:
         self._kinds[kind.name], self._slots[kind.name] = kind, asyncio.Semaphore(kind.at_once)
 
     def resume(self) -> None:
-        """Run what earlier processes have left, and from now on what is started."""
+        """Run the tasks that earlier processes left; from now on also new ones."""
         self._loop = asyncio.get_running_loop()
         for row in TASKS.list_all(self._db):
             self._begin((row.kind, row.id))
@@ -176,7 +176,7 @@ class Tasks:
             self._loop.call_soon_threadsafe(self._begin, name, restart)
 
     def _begin(self, name: tuple[str, ...], restart: bool = True) -> None:
-        """restart: a live one is cancelled and begins again."""
+        """restart: cancel a live task and start it over."""
         if name not in self._live:
             task = self._live[name] = asyncio.create_task(self._run(*name), name=" ".join(name))
             task.add_done_callback(lambda _: self._ended(name))
@@ -193,7 +193,7 @@ class Tasks:
 
     async def _run(self, name: str, object_id: str) -> None:
         try:
-            with self._db.transaction():  # a thread that has just started it commits first
+            with self._db.transaction():  # waits for the commit of a thread that has just started it
                 row = TASKS.find(self._db, name, object_id)
             if row is None:
                 return

@@ -40,7 +40,7 @@ def drained(db: Database) -> set[str]:
 
 
 def _names(device: Mapping[str, Any]) -> list[str]:
-    """Names that a device's cordon may have, the one for a new cordon first."""
+    """Possible names of a device's cordon; a new cordon gets the first."""
     return [name for name in (device.get("uuid"), device["id"]) if name]
 
 
@@ -158,7 +158,7 @@ class DeviceWatch:
             kept = self._readings.setdefault(reading.device_id, deque())
             kept.append(reading)
             while len(kept) > 2 and reading.at_s - kept[1].at_s > self._kept_s:
-                del kept[1]  # never the first: it has the errors from before the watch began
+                del kept[1]  # keep the first, which has the error counts from before the watch
         self.judge()
 
     def newest(self) -> dict[str, Reading]:
@@ -172,13 +172,13 @@ class DeviceWatch:
         if change == "joined":
             known = NODES.find(self._db, node)
             NODES.put(self._db, NodeRow(node, [columns(device, _SHOWN) for device in devices]))
-            if known is None or known.lost is not None:  # else a new controller meets a node of its predecessor
+            if known is None or known.lost is not None:  # not a node that an earlier controller knew
                 self._record("node.joined", node)
             self.check(devices)
             return
         for device_id in [name for name in self._readings if name.startswith(f"{node}/")]:
             del self._readings[device_id]
-        if change == "left":  # in order, and is not expected back
+        if change == "left":  # an orderly leave: it is not expected back
             NODES.delete(self._db, node)
             self._record("node.left", node)
         else:
@@ -196,7 +196,7 @@ class DeviceWatch:
         self._record("node.lost", node, reason)
 
     def check(self, devices: Collection[Device]) -> None:
-        """Note which devices are present, and cordon those that cannot be used before anything is placed on them."""
+        """Record the present devices, and cordon unusable ones before anything is placed on them."""
         nodes = {device.node for device in devices}
         others = {name: uuid for name, uuid in self._uuids.items() if node_of(name) not in nodes}
         self._uuids = others | {device.id: device.uuid for device in devices if device.uuid}
@@ -226,7 +226,7 @@ class DeviceWatch:
             for name, row in before.items():
                 device_id = ids.get(name, name)
                 due = row.retry_s is not None and now_s >= row.retry_s and not row.drain
-                if due and device_id not in faults and "/" in device_id:  # one that is absent is known by its UUID only
+                if due and device_id not in faults and "/" in device_id:  # an absent device has only a UUID
                     self._record("device.try_again", device_id, f"it was cordoned: {row.fault}")
                     CORDONS.delete(self._db, name)
                     lifted.append(device_id)

@@ -44,15 +44,8 @@ def read_mode(db: Database) -> Mode:
 
 
 def write_mode(db: Database, mode: Mode, now_s: float | None = None) -> Mode:
-    """Store a mode set by hand. `since_s` moves only on a change: setting the current mode again is not a change.
-
-    While a window applies it is a change: the mode set by hand then holds until the next edge.
-    """
-    now_s = time.time() if now_s is None else now_s
-    before, mode = read_mode(db), replace(mode, since_s=now_s)
-    same = box.get(db, "mode") is not None and mode == replace(before, since_s=now_s, by=mode.by)
-    if same and mode_in_force(db, 0, now_s).window is None:
-        return before
+    """Store a mode set by hand. While a window applies, it holds until the next edge."""
+    mode = replace(mode, since_s=time.time() if now_s is None else now_s)
     box.put(db, "mode", asdict(mode))
     return mode
 
@@ -64,12 +57,10 @@ def policy_of(mode: Mode, box_floor: int) -> Policy:
 
 
 def floor_notes(policy: Policy, device_count: int) -> list[str]:
-    """Notes for users about a floor that leaves training nothing. A floor above the number of present devices is no
-    error if it was set earlier: the box keeps what it has, and more once a node has joined."""
-    if policy.kind == "serve" or not device_count or policy.serving_floor < device_count:
+    """A note for users if the floor leaves training no device."""
+    if policy.kind == "serve" or policy.serving_floor < max(1, device_count):
         return []
-    have = "all" if policy.serving_floor == device_count else "all there are,"
-    return [f"The serving floor of {policy.serving_floor} keeps {have} {device_count} devices: training gets none."]
+    return [f"The serving floor of {policy.serving_floor} keeps all {device_count} devices: training gets none."]
 
 
 def mode_windows(db: Database, box_floor: int) -> tuple[Window, ...]:
@@ -128,7 +119,7 @@ class PowerKeeper:
 
 J_PER_KWH = 3.6e6
 WHOLE = 0.9
-"""Nothing is told per step or token of a job that was metered for less of its time."""
+"""Share of its time below which a job gets no energy per step or token."""
 
 
 class EnergyMeter:
@@ -148,7 +139,7 @@ class EnergyMeter:
             if before is None or holder.get("kind") != "job":
                 continue
             joules = (now.energy_j or 0.0) - (before.energy_j or 0.0)
-            if joules >= 0 and now.at_s > before.at_s:  # else its driver, or who reads it, has begun again
+            if joules >= 0 and now.at_s > before.at_s:  # not after a restart of the driver or the reader
                 booked[holder["id"]][0] += joules
                 booked[holder["id"]][1] += now.at_s - before.at_s
         self._seen = readings

@@ -82,7 +82,7 @@ class BusRouting:
         self._bus, self._db, self._engine_sizes, self._spending = bus, db, sizes, spending
         self._troubles: dict[str, Failure] = {}
         self._replicas: dict[str, _Served] = {}
-        self._avoided: set[str] = set()  # not only open ones: engines may hang before a controller starts
+        self._avoided: set[str] = set()  # also closed replicas: engines may hang before a controller starts
         self._names: dict[str, _Callable] = {}
         self._guests: dict[str, list[str]] = {}  # by model, the other names that its engines serve
         self._sizes: dict[str, EngineSize] = {}  # by model
@@ -115,7 +115,7 @@ class BusRouting:
             self.refresh()
 
     def version(self, replica_id: str) -> str:
-        """The version in the table of an open replica; "" of any other."""
+        """The version that an open replica serves; "" for any other."""
         served = self._replicas.get(replica_id)
         return served.version if served is not None and served.state == OPEN else ""
 
@@ -133,7 +133,7 @@ class BusRouting:
             self.refresh()
 
     def trouble(self, model: str, trouble: Failure | None) -> None:
-        """Publish what keeps the model's engines from starting now; None: nothing any more."""
+        """Publish why the model's engines do not start; None: they do."""
         self._troubles.pop(model, None)
         if trouble is not None:
             self._troubles[model] = trouble
@@ -163,11 +163,11 @@ class BusRouting:
         return self._bus.publish(models=table)
 
     async def offer_policy(self, name: str, base: str, base_version: str, version: str) -> None:
-        """Have the gateway serve a model in training, to the box alone."""
+        """Have the gateway serve a model in training to the box itself."""
         if self.policies.get(name) != (policy := Policy(base, base_version, version)):
             self.policies[name] = policy
             self.refresh()
-        await self._bus.wait_applied(self._bus.generation)  # also if it was offered only a moment ago
+        await self._bus.wait_applied(self._bus.generation)  # also if the gateway has not applied an earlier offer
 
     def keep_policies(self, is_kept: Callable[[str], bool]) -> None:
         """Withdraw the other models in training."""
@@ -203,7 +203,7 @@ class BusRouting:
             sum(row.waiting_prompt_tokens for row in rows),
             max((row.last_request_s for row in rows if row.last_request_s is not None), default=None),
             max((row.tpot_p95_s for row in rows if row.tpot_p95_s is not None), default=None),
-            # What engines compute of them; the prefix cache has the others.
+            # Tokens to compute, without those in the prefix cache.
             round(sum(row.prompt_tokens * (1.0 if row.computed_part is None else row.computed_part) for row in rows)),
         )
 
@@ -281,7 +281,7 @@ class BusRouting:
             "host": row.host or "",
             "trouble": failure,
             "trained_from": policy.base if policy is not None else "",
-            # Of an adapter in training each request names its version.
+            # Requests for an adapter in training name its version themselves.
             "adapter": row.adapter.engine_name if row.adapter and policy is None else "",
             "pins": row.pins if row.pins and not row.adapter else "",
             "canary": {"name": canary.name, "share": canary.share, "since_s": canary.created_s} if canary else None,
@@ -293,7 +293,7 @@ def _answers(served: _Served, name: str, row: _Callable) -> bool:
     adapter = row.adapter
     if adapter is not None:
         if policy_of(name) is not None and not served.socket.startswith("/"):
-            return False  # ranks write it into the shared memory of their own machine
+            return False  # ranks write it only to the shared memory of their own machine
         return served.takes_adapters and (served.owner, served.version) == (adapter.base, adapter.base_version)
     if row.pins is not None:
         return (served.model, served.version) == (row.pins, row.version)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -48,11 +47,6 @@ T = TypeVar("T")
 GPU_ENGINE_BYTES = 4 * 2**30
 """Host memory of an engine whose tensors are on a GPU: Python, torch, the CUDA context, vLLM's buffers."""
 
-READERS_LEAVE_S = 30.0
-"""For an engine that is unloading an adapter, or a copy to a tier, before a deleted version is left to eviction."""
-AT_ONCE = 4
-"""A tier elsewhere takes seconds for each, on threads that requests use too."""
-
 
 class VersionProvider:
     """Implements `scheduler.ray.effects.Versions`.
@@ -73,7 +67,7 @@ class VersionProvider:
 
     async def in_memory(self, model: str, version: str) -> Path:
         name = Name("version", model if policy_of(model) is not None else self._resolve(model).model.id, version)
-        async with self._locks.setdefault(name, asyncio.Lock()):  # engines that start at once: the first one reads it
+        async with self._locks.setdefault(name, asyncio.Lock()):  # of engines that start together the first reads
             try:
                 stored = await asyncio.to_thread(self._tiers.bring_in, name)
                 lease = self._store.lease(stored)
@@ -90,7 +84,7 @@ class VersionProvider:
                 del self._leases[model, version]
 
     def _resolve(self, name: str) -> Resolved:
-        """The model of this name; of a model in training its base, whose engines are set up alike."""
+        """The model of this name; for a model in training its base, which has the same engine settings."""
         job = jobs.find(self._db, policy_of(name) or "")
         resolved = resolve(self._db, name if job is None else job.model)
         if resolved is None:
@@ -147,14 +141,12 @@ class AdapterSource(AdapterServer):
     def __init__(self, path: Path, db: Database, store: WeightStore, tiers: Tiers) -> None:
         super().__init__(path, self._bring_in, (LookupError, WeightsError, OSError))
         self._db, self._store, self._tiers = db, store, tiers
-        self._places = asyncio.Semaphore(AT_ONCE)
 
     async def _bring_in(self, model: str, version: str) -> Lease:
         row = models.find_version(self._db, model, version)
         if row is None or not row.meta.get("adapter"):
             raise LookupError(f"{model} {version} is not an adapter of this box")
-        async with self._places:
-            return self._store.lease(await asyncio.to_thread(self._tiers.bring_in, name_of(row)))
+        return self._store.lease(await asyncio.to_thread(self._tiers.bring_in, name_of(row)))
 
 
 class LibraryOps:
@@ -194,22 +186,19 @@ class LibraryOps:
         await self._elsewhere(names)
 
     async def _forget(self, name: Name) -> None:
-        """Remove it from shared memory once it has no readers. If readers stay, eviction removes it later."""
-        until_s = time.monotonic() + READERS_LEAVE_S
-        while (stored := await self.run(self._store.find, *name)) is not None:
-            try:
-                await asyncio.to_thread(self._store.remove, stored)
-            except VersionNotFound:
-                return
-            except VersionLeased as error:
-                if time.monotonic() > until_s:
-                    log.warning("%s was deleted, but %s", name, error)
-                    await self.run(unpin, stored)
-                    return
-                await asyncio.sleep(0.05)
+        """Remove it from shared memory. If it has readers, eviction removes it later."""
+        if (stored := await self.run(self._store.find, *name)) is None:
+            return
+        try:
+            await asyncio.to_thread(self._store.remove, stored)
+        except VersionNotFound:
+            return
+        except VersionLeased as error:
+            log.info("%s was deleted and leaves shared memory later: %s", name, error)
+            await self.run(unpin, stored)
 
 
-# --- sizes of engines: memory and context, for everybody who asks; and their settings, by vLLM's own check
+# --- sizes of engines (memory and context), and vLLM's own check of their settings
 
 
 class EngineSizes:
@@ -296,7 +285,7 @@ TIMEOUT_S = 60.0
 
 
 class SettingsCheck:
-    """Asks in a process that has vLLM imported, one check at a time."""
+    """Checks settings in a process that has vLLM imported, one check at a time."""
 
     def __init__(self, sizes: EngineSizes, home: NodeConfig, device: Device):
         self._sizes, self._home, self._device = sizes, home, device

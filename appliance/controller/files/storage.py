@@ -83,15 +83,15 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    """The bytes go before the row does: after a crash in between, the row leads here again."""
+    """Delete the bytes, then the row: after a crash in between, the row causes another deletion."""
     with context.db.transaction():
         files.delete(context.db, row.id)
         (context.files_dir / row.id).unlink(missing_ok=True)
 
 
 def sweep(context: ControllerContext) -> None:
-    """Call at start, before anything is written: delete what a crash left half written, and what is left of uploads
-    and batches that have ended. Other bytes that no row names stay: the database that knows them may come back."""
+    """Delete half-written files, and bytes of uploads and batches that have ended; call it at start. Other bytes
+    without a row stay: the database that has their rows may be restored."""
     of_parts = context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*")
     for half in (*of_parts, *context.files_dir.glob(f"{INCOMING_PREFIX}*")):
         half.unlink()
@@ -107,8 +107,8 @@ def sweep(context: ControllerContext) -> None:
 
 @contextlib.contextmanager
 def growing(files_dir: Path, *file_ids: str) -> Iterator[list[Path]]:
-    """Yield paths for the bytes of new files with these ids. Bytes that are not kept within are deleted, and so are
-    those kept by a transaction that fails: without a row they would have no owner until the next start."""
+    """Yield paths for the bytes of new files with these ids. Bytes without a row are deleted at the end of the block:
+    those that `keep` did not move, and after an error all of them."""
     paths = [files_dir / f"{INCOMING_PREFIX}{file_id}" for file_id in file_ids]
     try:
         yield paths
@@ -168,8 +168,8 @@ async def checked(
     tokenizer: Path | None = None,
     cut_at: int | None = None,
 ) -> DataReport:
-    """Check a training file, in a process of its own if it is large or its tokens are counted. One of a shape that the
-    method does not take has an error in its first line. Raises OSError.
+    """Check a training file, in a process of its own if it is large or its tokens are counted. A file in a format that
+    the method does not take has an error in its first line. Raises OSError.
 
     Args:
         chat_path: where to write it in the method's format.
@@ -192,35 +192,28 @@ async def described(context: ControllerContext, path: Path, row: FileRow) -> Fil
     if row.purpose != "fine-tune":
         return row
     report = await checked(context, path)
-    # Without the tokens of each example, before they are copied one by one: a row stays small, and whoever plans a job
-    # counts again, with the model's tokenizer.
+    # Without the tokens of each example, which a job counts again with its model's tokenizer.
     stored = asdict(replace(report, example_tokens=[]))
     del stored["example_tokens"]
     return replace(
         row,
         status="processed" if report.ok else "error",
-        status_details=summary(report, f"/v1/files/{row.id}/errors"),
+        status_details=summary(report, f"appliance file get {row.id} --errors"),
         report=stored,
     )
 
 
-def summary(report: DataReport, errors_url: str = "") -> str | None:
+def summary(report: DataReport, command: str = "") -> str | None:
     """For `status_details`: the first bad lines with their reasons, or the warnings and notes; None if there are none.
-    errors_url: where all of them are, as `errors_object` lists them."""
+    command: lists all of them."""
     if not report.ok:
-        # Many lines often have one cause: it is said once, with its first line.
+        # Lines with the same cause are reported once, with the first line.
         first = {reason: line for line, reason in reversed(report.errors)}
         shown = sorted(first, key=first.__getitem__)[:_CAUSES_SHOWN]
         lines = "; ".join(f"line {first[reason]}: {reason}" for reason in shown)
-        where = f"; GET {errors_url} has all of them" if errors_url and report.n_errors > len(shown) else ""
+        where = f"; `{command}` lists all of them" if command and report.n_errors > len(shown) else ""
         return f"{report.n_errors} bad example(s): {lines}{where}"
     return "; ".join([*report.warnings, *report.notes]) or None
-
-
-def errors_object(errors: list[tuple[int, str]], total: int) -> dict[str, Any]:
-    """A file's errors by line, as far as they are kept. total: their number, kept or not."""
-    data = [{"object": "file.error", "line": line, "reason": reason} for line, reason in errors]
-    return {"object": "list", "data": data, "total": total, "has_more": len(data) < total}
 
 
 def file_object(row: FileRow) -> dict[str, Any]:
@@ -267,7 +260,7 @@ def file_routes(context: ControllerContext) -> APIRouter:
     def content(file_id: str, caller: Caller) -> FileResponse:
         row = FILES.known(db, file_id, caller)
         headers = {
-            # RFC 6266: the encoded form carries any name; nothing of the name is interpreted by a browser.
+            # RFC 6266: the encoded form carries any name, and a browser interprets no part of it.
             "content-disposition": f"attachment; filename*=utf-8''{quote(row.filename, safe='')}",
             "x-content-type-options": "nosniff",
         }
@@ -275,9 +268,11 @@ def file_routes(context: ControllerContext) -> APIRouter:
 
     @router.get("/{file_id}/errors")
     def errors(file_id: str, caller: Caller) -> dict[str, Any]:
-        """The first hundred bad examples that the check at upload found, by line."""
+        """The first hundred bad examples that the check at upload found, by line. total: of all."""
         report = FILES.known(db, file_id, caller).report or {}
-        return errors_object(report.get("errors", []), report.get("n_errors", 0))
+        total, bad = report.get("n_errors", 0), report.get("errors", [])
+        data = [{"object": "file.error", "line": line, "reason": reason} for line, reason in bad]
+        return {"object": "list", "data": data, "total": total, "has_more": len(data) < total}
 
     @router.delete("/{file_id}")
     async def delete(file_id: str, caller: Caller) -> dict[str, Any]:
@@ -307,7 +302,7 @@ def _copied(sources: Iterable[BinaryIO], target: Path) -> tuple[str, str]:
 
 
 def checked_filename(name: str, param: str = "file") -> str:
-    """The name is shown and sent back, never used as a path; names that look like a path are still rejected."""
+    """Check a filename, which is only displayed: names that look like a path are rejected. Raises BadRequest."""
     too_long = len(name.encode("utf-8", "replace")) > MAX_FILENAME_BYTES
     if name in ("", ".", "..") or too_long or "/" in name or "\\" in name or not name.isprintable():
         rule = f"a bare name of 1 to {MAX_FILENAME_BYTES} printable bytes"

@@ -112,7 +112,7 @@ class EvalRunner:
         await asyncio.to_thread(evals.delete, self._db, object_id)
 
     def cancel(self, run_id: str) -> None:
-        """Items that are judged stay so. Idempotent."""
+        """End the run; judged items stay. Idempotent."""
         self._end(run_id, "canceled", None)
         self._context.tasks.restart(RUN_TASKS, run_id)
 
@@ -128,7 +128,7 @@ class EvalRunner:
             async with asyncio.timeout(row.created_s + WINDOW_S - time.time()):
                 if row.status == "queued":
                     await self._check_data(row, evaluation, source)
-                # Code may take minutes for a sample: jobs grade in between, and no call gives up the rest of it.
+                # Small groups for code, which may take minutes per sample: jobs grade in between.
                 group_size = MOST_BROKEN if any(map(sources, graders)) else AT_ONCE
                 async with aclosing(finished(self._unjudged(row, source, graders), AT_ONCE)) as groups:
                     async for answered in groups:
@@ -136,7 +136,7 @@ class EvalRunner:
                             items = answered[first : first + group_size]
                             await self._grade(row, graders, items)
                             row = await to_thread.run_sync(self._store, row, items)
-        except InvalidGrader as error:  # the box may have become stricter since the eval was made
+        except InvalidGrader as error:  # checks may have become stricter since the eval was made
             raise TaskFailed("invalid_grader", f"A criterion of the eval is refused: {error}.") from None
         except TimeoutError:
             raise TaskFailed("expired", f"The run did not end within {WINDOW_S / 3600:.0f} hours.") from None
@@ -176,7 +176,7 @@ class EvalRunner:
                 evals.update_run(self._db, row.id, status="in_progress", total=total)
 
     def _entries(self, row: EvalRunRow, source: shapes.FileContent | shapes.FileId) -> Iterator[Entry]:
-        """Raises TaskFailed, also while they are read."""
+        """The entries of the data. Raises TaskFailed, also during iteration."""
         if isinstance(source, shapes.FileContent):
             return iter(source.content)
         file = file_rows.find(self._db, source.id, viewer=caller_of(self._db, row.key_id).viewer)
@@ -308,10 +308,6 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         criteria = await _criteria(context, body, caller)
         schema, param = body.data_source_config.item_schema, "data_source_config.item_schema"
         await check_schema(context.graders, schema, caller, param)
-        kinds = schema.get("type", "object")
-        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-            message = f"Invalid '{param}': is of type {kinds!r}, and an item is an object."
-            raise BadRequest(message, param, "invalid_json_schema")
 
         def make() -> EvalRow:
             size, now_s = len(orjson.dumps([schema, criteria])), time.time()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -50,9 +49,9 @@ from train.rollouts.samples import Prompt, Verdict
 _LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")
 URL = "/v1/completions"
 MOST_ANSWERS = 8
-"""As many as one request has at most; no engine of the box has fewer places unless it was told so."""
+"""Answers of one request at most: no engine has fewer slots by default."""
 MOST_TOKENS = 8192
-"""The tokens of the answers of one request together, where it has several: the controller reads them in one go."""
+"""Tokens of all answers of one request together, which the controller reads at once."""
 MOST_SCORED_TOKENS = 1 << 16
 """Tokens of a text at most, if a client asks for its log-probabilities."""
 GENERATED_TOKENS = 1
@@ -82,7 +81,7 @@ def sampling_request(
         "seed": seed,
         "max_tokens": max_tokens,
         "stop_token_ids": list(ends),
-        # All of them: an engine takes what is left out from the model's generation_config.json.
+        # All sampling fields: an engine takes missing ones from the model's generation_config.json.
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
@@ -120,10 +119,9 @@ def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
 
 
 ANSWER_WITHIN_S = 3600.0
-"""How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
-person may want exactly that for a while."""
+"""How long a model that samples, judges or teaches may take, while the job's devices wait."""
 WARN_EVERY_S = 600.0
-"""Between two events of one kind of a job."""
+"""Between two warnings of a job."""
 MOST_REWARD = 1e9
 """The largest reward: ranks learn in float32, where the squared gradients of larger rewards overflow and the loss
 becomes NaN."""
@@ -132,13 +130,13 @@ Judged = dict[str, tuple[dict[str, Any], ModelAnswer]]
 
 
 class CannotGoOn(Exception):
-    """Why a job gets no samples any more, in words."""
+    """A job gets no more samples; the text says why."""
 
 
 class Grading:
     def __init__(self, db: Database, hosts: GraderHosts, asking: Asking):
         self._db, self._hosts, self._asking = db, hosts, asking
-        self._event_s: dict[tuple[str, str], float] = {}  # of a job's newest event, by the job and the event's kind
+        self._event_s: dict[str, float] = {}  # of a job's newest warning
 
     async def chat(self, key_id: str | None, body: dict[str, Any], within_s: float | None = None) -> ModelAnswer:
         """A model's answer to a chat completion, asked on behalf of this key, or in `error` why there is none."""
@@ -205,9 +203,8 @@ class Grading:
         return await self._reward(row, grader, prompt, answers)
 
     async def _reward(self, row: JobRow, grader: Grader, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
-        """The reward is None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, and 0
-        where the grader failed. It is no error if an answer is not JSON although JSON is expected, or lacks an expected
-        field: the model has to learn that."""
+        """Rewards: None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, 0 where the
+        grader failed. An answer that is not the expected JSON, or lacks a field, is no error: the model learns that."""
         record = prompt.record
         item = {**record["item"], "messages": record["messages"]}
         sample_of = Sample.with_calls if record.get("tools") else Sample
@@ -219,8 +216,7 @@ class Grading:
         if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
             failed = f"{sum(map(bool, errors))} of {len(errors)} answers to a prompt, of which the first {counts}"
-            kind = str([name for name, value in asdict(graded[first].errors).items() if value is True])
-            self._warn(row, kind, f"the grader failed at {failed}: {errors[first]}")
+            self._warn(row, f"the grader failed at {failed}: {errors[first]}")
         return {"rewards": rewards, "errors": errors}
 
     async def _teach(self, row: JobRow, teacher: str, prompt: Prompt, samples: Sequence[Sampled]) -> Verdict:
@@ -232,7 +228,7 @@ class Grading:
         ask = partial(self._asking.ask, row.key_id, teacher, URL, within_s=ANSWER_WITHIN_S)
         answers = await asyncio.gather(*map(ask, bodies))
         if fatal := next((answer for answer in answers if answer.code == ENGINES_DIED), None):
-            # The same sample would make an engine die again in each step, and others would lose their requests with it.
+            # Repeated, the same sample would kill engines with the requests of others.
             raise CannotGoOn(f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}")
         log_probs, errors = list[list[float] | None](), list[str]()
         for answer, tokens, sample in zip(answers, texts, samples, strict=True):
@@ -244,23 +240,21 @@ class Grading:
                     why = f"the teacher gave {error}"
             log_probs.append(scores)
             errors.append(why)
-        if counted := Counter(filter(None, errors)):
-            ((why, _),) = counted.most_common(1)
-            text = f"some answers train nothing, because the teacher {teacher} did not score them: {why}"
-            self._warn(row, text, text)
+        if why := next(filter(None, errors), ""):
+            self._warn(row, f"some answers train nothing, because the teacher {teacher} did not score them: {why}")
         return {"log_probs": log_probs, "errors": errors}
 
-    def _warn(self, row: JobRow, kind: str, text: str) -> None:
-        """Add an event, unless the job had one of this kind within WARN_EVERY_S."""
-        event, now_s = (row.id, kind), time.monotonic()
-        self._event_s = {key: at_s for key, at_s in self._event_s.items() if now_s - at_s < WARN_EVERY_S}
-        if event not in self._event_s:
-            self._event_s[event] = now_s
+    def _warn(self, row: JobRow, text: str) -> None:
+        """Add an event, unless the job had one within WARN_EVERY_S."""
+        now_s = time.monotonic()
+        self._event_s = {job_id: at_s for job_id, at_s in self._event_s.items() if now_s - at_s < WARN_EVERY_S}
+        if row.id not in self._event_s:
+            self._event_s[row.id] = now_s
             add_message(self._db, row.id, text, level="warn")
 
 
 def _rewarded(graded: Graded) -> tuple[float | None, str]:
-    """The reward of an answer, and its error."""
+    """The reward of an answer, None without one, and its error."""
     errors = graded.errors
     if abs(graded.reward) > MOST_REWARD:
         return None, f"the reward is {graded.reward:g}: a model can learn from rewards within ±{MOST_REWARD:,.0f}"
@@ -446,7 +440,7 @@ def _result(grader: Grader, graded: Graded, took_s: float) -> dict[str, Any]:
             "scores": graded.sub_rewards or {grader.name: graded.reward},
             "token_usage": tokens if models else None,
             "sampled_model_name": ", ".join(sorted(models)) or None,
-            # OpenAI's type does not have this: what went wrong, in words.
+            # Not in OpenAI's type: messages of the errors.
             "messages": graded.messages,
         },
         "model_grader_token_usage_per_model": {

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Rollouts:
-    """nudge: called when a job begins or ceases to wait for samples."""
+    """nudge: called when a job starts or stops waiting for samples."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Rollouts:
         return max((step_of(entry.version) for entry in stored), default=-1)
 
     async def _draw(self, row: JobRow, plan: SamplesPlan, file: SamplesFile, step: int) -> Samples:
-        """A file's answers from the weights after this step, judged."""
+        """Sample the answers of a file from the weights after this step, and judge them."""
         prompts = await asyncio.to_thread(plan.prompts, file)
         whole = plan.policy_kind == "version"
         spec, name = plan.spec, policy_name(row.id)
@@ -167,7 +167,7 @@ class Rollouts:
         return answers, await self._grading.verdict(row, prompt, answers)
 
     def _write(self, plan: SamplesPlan, file: SamplesFile, samples: Samples) -> None:
-        """Write the file, and delete those of steps that no snapshot goes back to."""
+        """Write the file, and delete files of steps before the snapshot."""
         samples.write(file.path(plan.spec.run_dir))
         row = jobs.find(self._db, plan.spec.job_id)
         first = row.snapshot["step"] if row is not None and row.snapshot is not None else 0

@@ -30,7 +30,7 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import RESPONSES, BadRequest, BodyTooLarge, Forbidden
 from appliance.controller.interfaces.principal import Principal, read_principal
 from runtime.devices.kind import Reading
-from weights.format.foreign_json import is_deeper
+from weights.format.foreign_json import is_exceeding
 
 MAX_BYTES = 3 << 20
 """Of a JSON body: a grader has 2 MiB at most (train.graders), and more than this comes as a file."""
@@ -135,16 +135,10 @@ def json_of(text: bytes) -> tuple[Any, str]:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         return None, error.msg
-    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
-        return None, f"it is nested deeper than {MAX_DEPTH} levels"
-    if text.count(b":") > MAX_FIELDS and _has_wide_object(value):
-        return None, f"an object in it has more than {MAX_FIELDS:,} fields"
+    is_large = text.count(b"[") + text.count(b"{") > MAX_DEPTH or text.count(b":") > MAX_FIELDS
+    if is_large and is_exceeding(value, MAX_DEPTH, MAX_FIELDS):
+        return None, f"it is nested deeper than {MAX_DEPTH} levels, or an object has more than {MAX_FIELDS:,} fields"
     return value, ""
-
-
-def _has_wide_object(value: Any) -> bool:
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (isinstance(value, dict) and len(value) > MAX_FIELDS) or any(map(_has_wide_object, children))
 
 
 class StrictRoute(APIRoute):

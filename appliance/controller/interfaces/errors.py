@@ -204,9 +204,8 @@ def _place(first: Mapping[str, Any], value: Any) -> list[str]:
 
 
 def first_error(errors: Sequence[Any]) -> dict[str, Any]:
-    """The first error. Of a union, the error of the branch into which the value got furthest: for a wrong object in
-    place of true or false, the mistake in the object. For a missing field, an unknown one of the same object: a
-    misspelt name is both, and the message of the missing one alone would not show it."""
+    """The error to report: of a union, that of the branch which accepted most of the value; for a missing field, an
+    unknown field of the same object, because a misspelt name causes both."""
     first: dict[str, Any] = errors[0]
     parent = first["loc"][:-1]
     if first["type"] == "missing":

@@ -90,9 +90,9 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
 
 
 def answers_at_once(db: Database, job: JobRow, new: VersionRow) -> bool:
-    """Whether this version of a job answers now: the job asks for that, or nothing else would answer, or the job's own
-    version answers. Never if the version that answers is of the other kind (adapter, whole weights), because its
-    engines would have to go first. Nor if a gate judges the job: the gate lets it answer."""
+    """Whether this version of a job answers now: the job requests it, no version answers yet, or one of the job's own
+    does. Never if the active version is of the other kind (adapter, whole weights), whose engines would have to stop
+    first, nor if a gate judges the job."""
     active = resolve(db, job.output_model)
     if job.gate is not None or active is None:
         return job.gate is None
@@ -145,7 +145,7 @@ class JobEvents:
 
     def resumed(self, job_id: str, step: int) -> None:
         """Its ranks begin after `step`. Records which steps are repeated, if any."""
-        # Not the row's step: the handler of the end has already reset it to the snapshot's.
+        # Not the row's step, which was already reset to the snapshot's.
         reached = jobs.last_step(self._db, job_id)
         if (lost := reached - step) > 0:
             text = f"The job resumed from step {step}: {lost} steps up to step {reached} are repeated"
@@ -159,9 +159,8 @@ class JobEvents:
             add_message(self._db, job_id, text, data={"step": step})
 
     def conclude(self, job_id: str) -> None:
-        """Make the result file of a job whose ranks report no more; there may be 100,000 steps. A full disk costs the
-        table and not the success: an error here would reach the scheduler's loop, which would end the job again in each
-        round and plan nothing."""
+        """Make the result file of a job whose ranks have ended. On a full disk the job succeeds without the file,
+        because an error would stop the scheduler's loop."""
         db, row = self._db, jobs.get(self._db, job_id)
         table = _metrics_table(db, row)
         try:
@@ -213,14 +212,14 @@ class JobEvents:
             meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
             models.update_version(db, row.output_model, result.version, meta=meta)
             message = self._serve_result(row, result.version)
-            # Not the row's step: one that was suspended once its last step was done has the snapshot's.
+            # Not the row's step, which is the snapshot's if the job was suspended after its last step.
             jobs.update(db, job_id, step=jobs.last_step(db, job_id) or row.step)
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, message)
             add_message(db, job_id, "The job has successfully completed")
 
     def _serve_result(self, row: JobRow, version: str) -> str:
-        """Let the job's result answer, unless another version is to go on. Returns what to say of it."""
+        """Activate the job's result if the job allows that. Returns the message of its event."""
         db, name = self._db, row.output_model
         before = model.active_version if (model := models.find(db, name)) is not None else None
         activated = serve_if_allowed(db, row, version)
@@ -245,11 +244,11 @@ class JobEvents:
 
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, at_s = self._db, int(event["step"]), event.pop("at_s", None)
-        # One that is done again, after the death of a rank, say, counts once.
+        # A step that is repeated, for example after the death of a rank, counts once.
         before = jobs.find_metric(db, row.id, step)
         if before is not None and before.created_s == at_s:
-            return  # the last one that an earlier controller took, delivered again
-        # Not the time of reading: steps of a time without a controller are read all at once.
+            return  # an event that an earlier controller recorded, delivered again
+        # Not the time of reading: after a controller's restart many steps are read at once.
         created_s, measured = time.time() if at_s is None else float(at_s), _measured(row, event, "train_")
         of_step = {name: event.get(name) for name in _OF_STEP}
         jobs.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
@@ -277,7 +276,7 @@ class JobEvents:
         metric = JobMetricRow(row.id, step, time.time(), valid_loss=loss, valid_measured=_measured(row, event))
         jobs.upsert_metric(db, metric)
         jobs.update(db, row.id, valid_loss=loss)
-        total = event.get("total_steps") or row.total_steps  # before the first step the event alone knows
+        total = event.get("total_steps") or row.total_steps  # before the first step only the event has it
         known = ("event", "job", "step", "total_steps")
         data = {"step": step, "total_steps": total}
         data |= _of_validation({key: value for key, value in event.items() if key not in known})
@@ -288,7 +287,7 @@ class JobEvents:
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
         if models.find(db, row.output_model) is None:
-            base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
+            base = resolve(db, row.model)  # deleted during training
             fields: dict[str, Any] = {"arch": "unknown", "params": 0}
             if base is not None:
                 fields = columns(base.model, "arch params max_model_len info")
@@ -308,7 +307,7 @@ class JobEvents:
         stored: dict[str, Any] = {"bytes": int(event["bytes"]), "shm_path": str(event["path"]), "meta": meta}
         source, now_s = f"job {row.id}", time.time()
         new = VersionRow(row.output_model, version, source, created_s=now_s, **stored, **of_job)
-        # Also epochs before the last, and those of a job that does not reach its end.
+        # Also earlier epochs, and epochs of a job that does not reach its end.
         held_back = publish != "epoch" or not answers_at_once(db, row, new)
         models.insert_version(db, replace(new, held_back=int(held_back)))
         kind = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
@@ -316,7 +315,7 @@ class JobEvents:
         add_message(db, row.id, f"{kind} created at step {step}", data=data)
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
-        """An event tells of the first: small models on a CPU write one at nearly every step."""
+        """Only the first one gets an event: small models write one at nearly every step."""
         jobs.update(self._db, row.id, snapshot={"step": int(event["step"]), "path": str(event["path"])})
         if row.snapshot is None:
             data = {key: event[key] for key in ("step", "bytes", "seconds")}
@@ -341,19 +340,19 @@ def _shown(name: str, value: float | None) -> str:
 
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:
-    """What the job's method measures beside the loss, where the event has it."""
+    """The values that the job's method measures besides the loss, if the event has them."""
     values = {name: event.get(f"{prefix}{name}", event.get(name)) for name in METHODS[row.method].measured}
     return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _of_validation(scores: dict[str, Any]) -> dict[str, Any]:
-    """A validation's scores by OpenAI's names, which has others for one of the whole file, as all are."""
+    """A validation's scores by OpenAI's names; a score of the whole file has a second one."""
     whole = {f"full_valid_{name}": scores[name] for name in _OF_VALIDATION if name in scores}
     return {f"valid_{name}": value for name, value in scores.items()} | whole
 
 
 def _metrics_table(db: Database, job: JobRow) -> bytes:
-    """What OpenAI's result files hold: CSV in base64, one line per step; of a supervised job exactly its columns."""
+    """The content of a result file as at OpenAI: CSV in base64, one line per step; extra columns for other methods."""
     out = io.StringIO()
     writer = csv.writer(out)
     first, *others = METHODS[job.method].measured
@@ -361,7 +360,7 @@ def _metrics_table(db: Database, job: JobRow) -> bytes:
     more = [f"{part}_{name}" for name in others for part in ("train", "valid")]
     writer.writerow(["step", "train_loss", train, "valid_loss", valid, *more])
     for m in jobs.all_metrics(db, job.id):
-        if m.step > 0:  # what is measured before the first step is of the starting model
+        if m.step > 0:  # step 0 measures the starting model
             trained, validated = m.measured or {}, m.valid_measured or {}
             values = [value for name in others for value in (trained.get(name), validated.get(name))]
             writer.writerow([m.step, m.loss, trained.get(first), m.valid_loss, validated.get(first), *values])
@@ -464,14 +463,13 @@ def pause_jobs_of(db: Database, key_id: str) -> list[str]:
 
 def pause_jobs_without_model(db: Database) -> list[str]:
     """Pause the jobs whose keys may not use the models that they train any more; returns their ids. Call it in every
-    transaction that takes access to a model away: a waiting job would fail at its start, and a running one would go on
-    learning from a model that its owner may not see."""
+    transaction that takes away access to a model."""
     lost = [row for row in jobs.list_unfinished(db) if not may_use(db, row.key_id, row.model)]
     return _pause(db, lost, MODEL_WITHDRAWN)
 
 
 def _pause(db: Database, rows: list[JobRow], why: str) -> list[str]:
-    """Running ones stop at their next step, as after any pause."""
+    """Pause the jobs that want to run; a running one stops at its next step."""
     paused = [row.id for row in rows if row.wanted == "run"]
     for job_id in paused:
         jobs.set_wanted(db, job_id, "pause")

@@ -1,6 +1,5 @@
-"""Chooses the settings of a job, and its numbers of devices, from model, data and box; and validates a job, which
-chooses them for good. Requests, validation and `plan job` call the same function, so that a plan and the job that
-follows cannot differ."""
+"""Chooses the settings of a job and its numbers of devices from model, data and box, and validates jobs. Requests,
+validation and `plan job` call the same function, so a plan and its job cannot differ."""
 
 from __future__ import annotations
 
@@ -8,14 +7,14 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from anyio import to_thread
 
@@ -29,7 +28,7 @@ from appliance.controller.jobs.events import VALIDATIONS, add_message, fail
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Estimator, Verdict
 from appliance.store import files, jobs, models
-from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow, VersionRow
+from appliance.store.rows import FileRow, JobRow, TaskRow, VersionRow
 from appliance.tiers.tiers import name_of
 from runtime.devices.kinds import kind_of
 from train.data.formats import TEXT
@@ -70,31 +69,22 @@ class NodeSizes:
 
     def refuse_more(self, name: str, devices: int, shown: str = "") -> None:
         """Raise BadRequest if no node has as many devices. name: the field at fault. shown: its value, in words."""
-        node = "the box" if len(self.counts) == 1 else "the largest node of the box"
-        _refuse_more(name, devices, self.largest, f", which is all that {node} has", shown)
-
-    def refuse_more_replicas(self, name: str, engines: int, tensor_parallel: int) -> None:
-        """Raise BadRequest if the nodes cannot hold as many engines of `tensor_parallel` devices each."""
-        most = sum(count // tensor_parallel for count in self.counts)
-        _refuse_more(name, engines, most, f": each replica takes {tensor_parallel} of {sum(self.counts)} devices")
-
-
-def _refuse_more(name: str, value: int, most: int, why: str, shown: str = "") -> None:
-    if value > most:
-        raise BadRequest(
-            f"{name} is {shown or value}; expected at most {most}{why}. Ask for less, or join a node with more devices "
-            "first (`appliance join`).",
-            param=name,
-            code="insufficient_devices",
-        )
+        if devices > self.largest:
+            node = "the box" if len(self.counts) == 1 else "the largest node of the box"
+            raise BadRequest(
+                f"{name} is {shown or devices}; expected at most {self.largest}, which is all that {node} has. Ask for "
+                "less, or join a node with more devices first (`appliance join`).",
+                param=name,
+                code="insufficient_devices",
+            )
 
 
 def nodes_of(context: ControllerContext) -> NodeSizes:
     devices = cordons.in_view(context.db, context.scheduler.status()["devices"])
-    # Home's devices come first: other nodes run what home prepared, for its kind of devices.
+    # The home node's devices come first, and other nodes are used only with devices of their kind.
     kind = devices[0]["kind"]
     counts = tuple(Counter(d["node"] for d in devices if d["kind"] == kind).values())
-    # Ranks that share a core take longer than fewer ranks.
+    # More ranks than cores are slower than fewer ranks.
     return NodeSizes(counts, min(max(counts), host_cores()) if kind_of(kind).on_host else max(counts))
 
 
@@ -125,9 +115,8 @@ class DeviceBounds:
         return by_batch, [size for size in by_batch if size >= self.least]
 
     def check(self, resolved: dict[str, Any] | None, nodes: NodeSizes) -> list[int]:
-        """The numbers of `divided` within the bounds, also those that only a node yet to join could provide; none
-        before the job is resolved. A `max_devices` that no node has only limits. Raises BadRequest if there is none, or
-        none for the known nodes."""
+        """The numbers of devices within the bounds that divide a step, also those that only a node yet to join has;
+        none before the job is resolved. Raises BadRequest if there is none, or none that a known node has."""
         least, most = self.least, self.max_devices
         if most is not None and least > most:
             raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
@@ -136,22 +125,26 @@ class DeviceBounds:
             return []
         by_batch, fitting = self.divided(resolved, nodes)
         if not fitting:
-            raise InvalidValue(no_size(resolved, by_batch), "min_devices")
+            together = auto.ranks_of_row(resolved)
+            grouped = f", each over {together} devices (tensor_parallel, sequence_parallel)," if together > 1 else ""
+            raise InvalidValue(
+                f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']}{grouped} "
+                f"divides into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices and "
+                "max_devices leave none of them.",
+                "min_devices",
+            )
         sizes = ", ".join(map(str, fitting))
         reason = f"such that a step of {resolved['batch_size']} sequences divides into {sizes} devices only"
         nodes.refuse_more("min_devices", fitting[0], reason)
         return fitting
 
 
-def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
-    """The message for a job that has no valid number of devices."""
-    together = auto.ranks_of_row(resolved)
-    grouped = f", each over {together} devices (tensor_parallel, sequence_parallel)," if together > 1 else ""
-    return (
-        f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']}{grouped} divides "
-        f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices and max_devices leave "
-        "none of them."
-    )
+class _Candidate(NamedTuple):
+    """The fields of a TrainSpec with one number of ranks for a row, the layouts that fit, and a warning about them."""
+
+    fields: dict[str, Any]
+    layouts: list[capacity.Layout]
+    warning: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +179,10 @@ class SettingsRequest:
 
         Returns the fields of a TrainSpec; whether it fits, and on how many devices; and the layouts that fit as
         `Estimator.described` has them, the best first, which is that of the fields. Raises InvalidHyperparameter;
-        BadRequest if no number of devices within the bounds divides a step."""
+        BadRequest as `DeviceBounds.check` does."""
         bounds, method, dataset, resolved = self.bounds, self.method, self.dataset, self.resolve()
         nodes = nodes_of(self.context)
-        by_batch, sizes = bounds.divided(resolved, nodes)
-        if not sizes:
-            raise BadRequest(no_size(resolved, by_batch), param="min_devices", code="invalid_devices")
+        sizes = bounds.check(resolved, nodes)
         speed, memory = jobs.factors(self.context.db, self.base.name, method.name, resolved["full"])
         box = replace(box_facts(self.context), memory_factor=memory, speed_factor=speed)
         kept = [name for name in capacity.LAYOUT if self._is_set(name)]
@@ -202,22 +193,23 @@ class SettingsRequest:
             shared = resolved | {"sequence_parallel": parts}
             sizes = bounds.divided(shared, nodes)[1]
             by_micro = {n: bounds.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
-            # A micro-batch that the box chooses never costs a number of devices.
+            # The micro-batch that the box chooses must not exclude a number of devices.
             by_micro = {n: possible for n, possible in by_micro.items() if possible and set(sizes) <= set(possible)}
             layouts, warning = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
             if layouts:
-                candidates.append((shared, layouts, warning))
+                candidates.append(_Candidate(shared, layouts, warning))
                 if parts == 1 and layouts[0].risk == capacity.NO_RISK and not warning:
-                    break  # ranks that share a row talk in every layer, and rule out numbers of devices
-        layouts, warning = [], ""
-        # A request that is kept counts more than speed: without a warning before with one.
-        if candidates := [candidate for candidate in candidates if not candidate[2]] or candidates:
-            best = capacity.fastest_of([layouts[0] for _, layouts, _ in candidates], capacity.NEAR)
-            resolved, layouts, warning = next(candidate for candidate in candidates if candidate[1][0] is best)
-        resolved = resolved | (layouts[0].fields if layouts else estimator.leanest())
+                    break  # sharing a row costs communication in every layer and excludes numbers of devices
+        chosen = _Candidate(resolved, [], "")
+        # Requested settings count more than speed: layouts without a warning come first.
+        if candidates := [candidate for candidate in candidates if not candidate.warning] or candidates:
+            best = capacity.fastest_of([candidate.layouts[0] for candidate in candidates], capacity.NEAR)
+            chosen = next(candidate for candidate in candidates if candidate.layouts[0] is best)
+        layouts = chosen.layouts
+        resolved = chosen.fields | (layouts[0].fields if layouts else estimator.leanest())
         verdict = estimator.verdict(resolved, bounds.divided(resolved, nodes)[1])
-        if warning:
-            verdict = replace(verdict, warnings=(warning, *verdict.warnings))
+        if chosen.warning:
+            verdict = replace(verdict, warnings=(chosen.warning, *verdict.warnings))
         return resolved, verdict, [estimator.described(layout, resolved, steps) for layout in layouts]
 
     def _row_parts(self, resolved: dict[str, Any], box: BoxFacts) -> list[int]:
@@ -313,9 +305,8 @@ def _tokenizer_version(context: ControllerContext, base: Resolved) -> VersionRow
     return base.version
 
 
-# --- validation, before a job takes any device. A valid job gets its own copy of its data, as chat JSONL, so deleting
-# the uploaded file later does not stop it. Safe to run again after a crash: the phase stays "validating" until
-# everything is on disk.
+# --- validation, before a job takes any device. A valid job gets its own copy of its data, as chat JSONL. After a crash
+# validation runs again: the phase stays "validating" until everything is on disk.
 
 _COPIES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
 MOST_ROWS = 1_000_000
@@ -328,19 +319,13 @@ class InvalidData(TaskFailed):
     """The data of a job cannot be used for training; `report` says where."""
 
     def __init__(self, param: str, file_id: str, report: DataReport, job_id: str):
-        summary = storage.summary(report, f"/v1/fine_tuning/jobs/{job_id}/errors")
+        summary = storage.summary(report, f"appliance job logs {job_id}")
         super().__init__(f"invalid_{param}", f"The file {file_id} has {summary}", param)
         self.report = report
 
 
-def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]:
-    """The bad examples in a job's events, as `JobValidation.fail` writes them, and how many there were."""
-    bad = [event.data for event in events if event.data is not None and "of" in event.data]
-    return [(data["line"], data["reason"]) for data in bad], bad[-1]["of"] if bad else 0
-
-
 def remove_copies(context: ControllerContext, job_id: str) -> None:
-    """Delete the data of a job that has ended: nothing reads it any more."""
+    """Delete the copied data of a job that has ended."""
     for name in _COPIES.values():
         (context.jobs_dir / job_id / name).unlink(missing_ok=True)
     shutil.rmtree(context.jobs_dir / job_id / TOKENS, ignore_errors=True)
@@ -413,7 +398,8 @@ class JobValidation:
                 messages += [(level, f"{file.filename}: {text}") for text in texts]
         if "validation_file" in paths:
             compare = partial(_compare_rows, *paths.values())
-            messages += await to_thread.run_sync(compare, limiter=context.file_threads)
+            warning = await to_thread.run_sync(compare, limiter=context.file_threads)
+            messages += [("warn", warning)] if warning else []
         dataset = dataset_of(reports["training_file"])
         bounds = DeviceBounds(row.min_devices, row.max_devices)
         request = SettingsRequest(context, base, method, row.hyperparameters, dataset, bounds)
@@ -425,7 +411,7 @@ class JobValidation:
         # Of the row as it is now: an operator may have changed it during the check.
         bounds = DeviceBounds(now.min_devices, now.max_devices)
         resolved, verdict, layouts = replace(request, bounds=bounds).choose()
-        # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
+        # Fixed from now on, so that a waiting job does not train a version made after the request.
         resolved = resolved | {"base_version": base.version.version}
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
@@ -482,15 +468,15 @@ class JobValidation:
                 raise InvalidData(param, file_id, cut, row.id)
 
     def _file(self, file_id: str) -> FileRow:
-        # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.
+        # Ignores the expiry: the file was valid when the job was created.
         row = files.find(self._db, file_id, viewer=None, now_s=0)
         if row is None:
             raise _unreadable(f"the file {file_id} was deleted")
         return row
 
 
-def _compare_rows(training: Path, validation: Path) -> list[tuple[str, str]]:
-    """A warning if both files share many rows. Raises TaskFailed if they have the same, OSError."""
+def _compare_rows(training: Path, validation: Path) -> str:
+    """A warning if both files share many rows, else "". Raises TaskFailed if they have the same, OSError."""
     trained, held_out = set(_hashes(training)), set(_hashes(validation))
     if held_out == trained:
         raise TaskFailed(
@@ -501,12 +487,11 @@ def _compare_rows(training: Path, validation: Path) -> list[tuple[str, str]]:
         )
     shared = len(held_out & trained)
     if not shared or shared < SHARED_SHARE * len(held_out):
-        return []
-    text = (
+        return ""
+    return (
         f"{shared:,} of the {len(held_out):,} validation examples are training examples too: the validation loss looks "
         "better than it is. Keep them in one of the files."
     )
-    return [("warn", text)]
 
 
 def _hashes(path: Path) -> Iterator[bytes]:

@@ -38,7 +38,7 @@ def lock(model: str) -> asyncio.Lock:
 async def change(
     context: ControllerContext, row: ModelRow, version: str, caller: Principal, action: str, why: str
 ) -> None:
-    """`switch` at a person's request, whose failure is audited as `action`. Raises Conflict."""
+    """`switch` at a person's request; a failure is audited as `action`. Raises Conflict."""
     try:
         await switch(context, row, version, f"{row.id} {why}")
     except SwapFailed as error:
@@ -79,14 +79,14 @@ class Canaries:
         self._context, self._db = context, context.db
 
     async def look(self, now_s: float) -> None:
-        """Start a task for each canary whose model is not being changed, which ends the canary if that is due. One task
-        each, because a swap may take minutes, in which another model's bad canary has to be rolled back."""
+        """Start a task for each canary whose model is not being changed; it ends the canary if that is due. Separate
+        tasks, because a swap may take minutes, during which another model's canary may have to be rolled back."""
         for row in models.running_canaries(self._db):
             if not lock(row.model).locked():
                 self._context.background.once(f"canary: {row.model}", partial(self._look_at, row.model, now_s))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in {row.name for row in CANARIES.list_all(self._db, "state != 'running'")} - served:
-            self._context.model_ops.let_go(name)  # only now: a starting engine would hold its version again
+            self._context.model_ops.let_go(name)  # after its engine has gone
 
     async def _look_at(self, name: str, now_s: float) -> None:
         # NotFound: the model may be deleted meanwhile.
@@ -157,7 +157,7 @@ class Canaries:
 
     def _decision(self, row: CanaryRow, model: ModelRow, now_s: float) -> Decision:
         active = model.active_version
-        if active == row.version:  # published by another caller, or the process ended after the swap
+        if active == row.version:  # activated by another caller, or the process ended after the swap
             return Decision("promote", f"{active} answers all requests")
         if active != row.before:
             reason = f"{active} became the active version while {row.version} was compared with {row.before}"
@@ -262,8 +262,8 @@ def p95_s(counts: Mapping[int, int]) -> float | None:
 
 
 def chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
-    """The chance of at least as many errors of `new`, if errors hit requests at random (Fisher's exact test);
-    1 if `new` fails no more often than `old`."""
+    """P-value of Fisher's exact test: the chance of at least as many errors of `new` if both fail equally often; 1
+    if `new` fails no more often than `old`."""
     requests, errors = new.requests + old.requests, new.errors + old.errors
     if not old.requests or new.errors * requests <= errors * new.requests:
         return 1.0

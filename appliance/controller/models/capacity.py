@@ -7,7 +7,7 @@ show them in decimal units (1 GB is 10^9 bytes), like all user-visible texts of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -23,7 +23,7 @@ from train.plan.estimate import Load, ModelShape
 CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 """Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
 context and pinned buffers."""
-_LEAST_TOKENS = 512  # of a row; a shorter one saves little, and cuts examples
+_LEAST_TOKENS = 512  # shortest advised row: shorter ones save little and truncate examples
 _MOST_DEVICES = 16  # of one machine
 FOUR_BITS = 0.5 + estimate.SCALE_BYTES  # bytes of a quantised weight
 LAYOUT = ("zero_stage", "offload", "activation_checkpointing", "micro_batch")
@@ -214,46 +214,54 @@ class Estimator:
             sizes: numbers of devices that it may have, ascending, by micro-batch.
             kept: names of LAYOUT whose value in `fields` stays.
         """
-        box, shape = self.box, self.shape
-        fields = {**fields, "device_kind": box.device_kind}
-        load = self.load or Load(fields["max_length"], fields["max_length"])
-        fixed = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
-        pairs = [(stage, "none") for stage in (1, 2, 3)]
-        candidates = []
-        if not box.on_host or "offload" in kept:
-            pairs.append((3, "parameters"))
-            if fields["full"] or "offload" in kept:  # an adapter's optimizer is small
-                pairs += [(stage, "optimizer") for stage in (1, 2, 3)]
-        # One copy of the model has no other to share with.
-        if "zero_stage" not in kept and max(map(max, sizes.values())) <= fields["tensor_parallel"]:
-            pairs = [(stage, offload) for stage, offload in pairs if stage == 1 or offload == "parameters"]
-        for (stage, offload), recompute, micro in product(pairs, (False, True), sizes):
-            chosen = dict(zip(LAYOUT, (stage, offload, recompute, micro), strict=True))
-            differs = any(chosen[name] != value for name, value in fixed.items())
-            if differs or (box.on_host and micro != fields["micro_batch"]):
-                continue
-            spec = fields | chosen
-            memory = {size: self.method.rank_memory(shape, spec, size) for size in sizes[micro]}
-            fitting = tuple(
-                size
-                for size, of_rank in memory.items()
-                if box.holds(of_rank, size)
-                and not _offload_problem(n := size * of_rank.host_bytes, self._stored(spec, n)[0], box)
-            )
-            if fitting:
-                time = estimate.step_time(shape, spec, fitting[-1], box.accelerator, load=load)
-                micro_s = time.step_s * micro * (fitting[-1] // ranks_of_row(fields)) / fields["batch_size"]
-                bytes_of = box.takes(memory[fitting[-1]]), box.room_per_rank(fitting[-1])
-                # Nothing is known of links between processes of one host: the simplest that fits is as good as any.
-                weighed_s = 0.0 if box.on_host else time.step_s * (1 + WAIT * micro_s)
-                candidates.append(Layout(chosen, fitting, *bytes_of, time, weighed_s))
-        by_kind = defaultdict(list)  # by all but the micro-batch
-        for layout in candidates:
-            by_kind[tuple(layout.fields.values())[:3]].append(layout)
+        fields = {**fields, "device_kind": self.box.device_kind}
+        by_kind = defaultdict(list)
+        for values in self._candidates(fields, sizes, kept):
+            if layout := self._fitting(fields | values, sizes[values["micro_batch"]]):
+                by_kind[values["zero_stage"], values["offload"], values["activation_checkpointing"]].append(layout)
         fastest = sorted(map(fastest_of, by_kind.values()), key=lambda layout: (*layout.risk, layout.weighed_s))
         if not fastest:
             return []
-        return [best := fastest_of(fastest, NEAR), *(layout for layout in fastest if layout is not best)]
+        best = fastest_of(fastest, NEAR)
+        return [best, *(layout for layout in fastest if layout is not best)]
+
+    def _candidates(
+        self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], kept: Collection[str]
+    ) -> Iterator[dict[str, Any]]:
+        """Values of LAYOUT worth an estimate. Arguments as of `layouts`."""
+        on_host = self.box.on_host
+        is_single = max(map(max, sizes.values())) <= fields["tensor_parallel"]
+        requested = {name: fields[name] for name in kept}
+        if "zero_stage" in requested:
+            requested["zero_stage"] = max(1, fields["zero_stage"])
+        for stage, offload, recompute, micro in product((1, 2, 3), OFFLOADS, (False, True), sizes):
+            values = dict(zip(LAYOUT, (stage, offload, recompute, micro), strict=True))
+            wasteful = offload == "parameters" and stage < 3
+            if "offload" not in kept:  # an adapter's optimizer is small
+                wasteful |= (on_host and offload != "none") or (offload == "optimizer" and not fields["full"])
+            if "zero_stage" not in kept:  # a single copy of the model has nothing to shard across
+                wasteful |= is_single and stage > 1 and offload != "parameters"
+            if values | requested == values and not wasteful and not (on_host and micro != fields["micro_batch"]):
+                yield values
+
+    def _fitting(self, fields: Mapping[str, Any], sizes: Sequence[int]) -> Layout | None:
+        """The layout of `fields` on those of `sizes` that it fits; None if it fits none."""
+        box = self.box
+        memory = {size: self.method.rank_memory(self.shape, fields, size) for size in sizes}
+        offloaded = {size: size * of_rank.host_bytes for size, of_rank in memory.items()}
+        fitting = [size for size in sizes if box.holds(memory[size], size)]
+        fitting = [n for n in fitting if not _offload_problem(offloaded[n], self._stored(fields, offloaded[n])[0], box)]
+        if not fitting:
+            return None
+        most = fitting[-1]
+        load = self.load or Load(fields["max_length"], fields["max_length"])
+        time = estimate.step_time(self.shape, fields, most, box.accelerator, load=load)
+        micro_s = time.step_s * fields["micro_batch"] * (most // ranks_of_row(fields)) / fields["batch_size"]
+        # The speed of links within a host is unknown, so the simplest layout that fits is chosen.
+        weighed_s = 0.0 if box.on_host else time.step_s * (1 + WAIT * micro_s)
+        values = {name: fields[name] for name in LAYOUT}
+        taken, room = box.takes(memory[most]), box.room_per_rank(most)
+        return Layout(values, tuple(fitting), taken, room, time, weighed_s)
 
     def fit(
         self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], requested: Collection[str]
@@ -270,7 +278,7 @@ class Estimator:
         return [], ""
 
     def leanest(self) -> dict[str, Any]:
-        """The layout that takes the least memory of devices."""
+        """The layout that needs the least device memory."""
         offload = "none" if self.box.on_host else "parameters"
         return {"zero_stage": 3, "offload": offload, "activation_checkpointing": True}
 
@@ -302,7 +310,7 @@ class Estimator:
         whole_rows, micro = replace(self, load=None), fields["micro_batch"]
 
         def option(label: str, by: Estimator = whole_rows, sizes: Sequence[int] = sizes, **changes: Any) -> str:
-            """In words; "" if it does not fit either."""
+            """Describe the option; "" if it does not fit either."""
             layouts = by.layouts({**fields, **changes}, {micro: sizes})
             return f"{label} on {_devices(layouts[0].sizes[-1])}: {gb(layouts[0].device_bytes)} each" if layouts else ""
 
@@ -358,7 +366,7 @@ def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[
 
 
 def fastest_of(layouts: Sequence[Layout], near: float = 1.0) -> Layout:
-    """Of the safest, the cheapest that takes at most `near` times as long as the fastest."""
+    """The cheapest of the safest layouts that take at most `near` times as long as the fastest."""
     least = min(layout.risk for layout in layouts)
     safest = [layout for layout in layouts if layout.risk == least]
     near_s = near * min(layout.weighed_s for layout in safest)

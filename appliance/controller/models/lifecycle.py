@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, NoReturn
+from typing import Any
 
-from appliance.controller.access.model_access import base_of, known_model, made_by_jobs, may_use
+from appliance.controller.access.model_access import base_of, made_by_jobs, may_use
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, OperationFailed, shown
 from appliance.controller.interfaces.principal import Principal
@@ -105,7 +105,7 @@ async def register(
     elif info.get("chat_template") is not None:
         meta = {"chat_template": info["chat_template"]}
     if not serves:
-        meta["quantization"] = info.get("quantization")  # it may have another form than the model's other versions
+        meta["quantization"] = info.get("quantization")  # its format may differ from that of the model's other versions
     now_s = time.time()
     version = VersionRow(imported.name, imported.version, source, imported.bytes, now_s, str(imported.path), meta=meta)
     why, code = "", "model_exists"
@@ -149,15 +149,6 @@ async def register(
 
 
 # --- deletion
-
-
-def to_delete(db: Database, name: str) -> tuple[ModelRow, VersionRow | None]:
-    """The model and version of a name to delete; without a version the whole model, even if no version of
-    it answers (its job may have failed after publishing some). Raises NotFound."""
-    if (model := models.find(db, name)) is not None:
-        return model, None
-    resolved = known_model(db, name)
-    return resolved.model, resolved.version
 
 
 async def remove(
@@ -218,7 +209,7 @@ def _is_in_use(db: Database, row: VersionRow) -> bool:
 
 
 def _answers(db: Database, row: VersionRow) -> str:
-    """How this version answers requests, and what ends that; "" if it does not."""
+    """Why this version answers requests, with the remedy; "" if it does not."""
     model, running = models.find(db, row.model), models.find_canary(db, row.model)
     if model is not None and model.active_version == row.version:
         return f"the active version of {row.model}; roll back to another version first, or delete the model."
@@ -228,7 +219,7 @@ def _answers(db: Database, row: VersionRow) -> str:
 
 
 def _names(row: VersionRow) -> set[str]:
-    """Names by which a job may refer to this version, without its model's."""
+    """Names by which a job may refer to this version itself."""
     return {f"{row.model}@{row.version}"} | ({row.checkpoint} if row.checkpoint else set())
 
 
@@ -244,12 +235,10 @@ def _refuse_if_in_use(db: Database, name: str, model: str, version: VersionRow |
         may_start = may_ask and base_of(db, job) is not None
         if job.wanted != "cancel" and (job.phase == "running" or may_start):
             user = job.id if caller.viewer in (None, job.owner) else "of another owner"
-            _in_use(f"{name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")
+            why = f"{name} is used by the fine-tuning job {user}; cancel the job or wait for its end."
+            raise Conflict(why, "model", "model_in_use")
     for adapter in models.adapters_on(db, model):
         if version is None or version.version == adapter.base_version:
             user = adapter.model if models.is_visible(db, adapter.model, caller.viewer) else "of another owner"
-            _in_use(f"The adapter {user} is served on {adapter.base} {adapter.base_version}; delete the adapter first.")
-
-
-def _in_use(why: str) -> NoReturn:
-    raise Conflict(why, param="model", code="model_in_use")
+            why = f"The adapter {user} is served on {adapter.base} {adapter.base_version}; delete the adapter first."
+            raise Conflict(why, "model", "model_in_use")

@@ -45,8 +45,6 @@ from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, UnsupportedModel
 
-# If a job fails on its data, its last events are one for each bad line that the report lists, and one for the failure.
-_ERROR_EVENTS = 200
 # OpenAI has no "paused" or "suspended"; the events have the phase and the reason.
 _STATUS_OF_PHASE = {"validating": "validating_files", "suspended": "queued"}
 _OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
@@ -56,7 +54,7 @@ _reads = needs(FINE_TUNING, READ)
 
 
 def routes(context: ControllerContext) -> APIRouter:
-    """A key of the scope `read` sees that every job exists, and its progress."""
+    """Routes of jobs. A key of the scope `read` sees every job and its progress."""
     router, db = JOBS.router(), context.db
 
     def known(job_id: str, caller: Principal) -> JobRow:
@@ -126,13 +124,6 @@ def routes(context: ControllerContext) -> APIRouter:
         page, names = JOB_EVENTS.page(db, {"job_id": job_id}, **part), "level message type"
         return list_object(page, lambda row: object_of(row, "fine_tuning.job.event", names, data=row.data or {}))
 
-    @router.get("/{job_id}/errors")
-    def errors(job_id: str, caller: Caller) -> dict[str, Any]:
-        """Errors in the job's data, by line; empty if it did not fail on its data."""
-        JOBS.known(db, job_id, caller)
-        events = JOB_EVENTS.page(db, {"job_id": job_id}, limit=_ERROR_EVENTS).data
-        return storage.errors_object(*settings.lines_of(reversed(events)))
-
     @router.get("/{job_id}/checkpoints")
     def checkpoints(job_id: str, caller: Caller, part: Annotated[Part, part(10)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
@@ -142,7 +133,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
 
 def _view(context: ControllerContext, row: JobRow, caller: Principal) -> dict[str, Any]:
-    """With its grader or teacher, unless the caller sees the job by the scope `read` alone."""
+    """The job's object, with its grader or teacher unless the caller has only the scope `read`."""
     sees = row.method in _JUDGED and caller.viewer in (None, row.owner)
     return job_object(row, context.config.organization, jobs.find_judge(context.db, row.id) if sees else None)
 
@@ -211,7 +202,7 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
         _JOB_COLUMNS,
         fine_tuned_model=row.output_model if succeeded else None,
         finished_at=None if row.finished_s is None else int(row.finished_s),
-        # OpenAI has them here for its first method alone.
+        # At the top level only for the supervised method, as at OpenAI.
         hyperparameters=trained_with if row.method == DEFAULT.name else {},
         organization_id=f"org-{organization}",
         status=status,
@@ -262,7 +253,7 @@ def plan_routes(context: ControllerContext, router: APIRouter) -> None:
     async def plan(body: JobPlan, caller: Caller) -> dict[str, Any]:
         base, method = usable_model(context.db, caller, body.model), METHODS[body.method]
         counted = body.training_file is not None
-        if body.training_file is not None:  # what the job's validation would find in it
+        if body.training_file is not None:  # counted as the job's validation does
             row = FILES.known(context.db, body.training_file, caller, "training_file")
             tokenizer = settings.tokenizer_of(context, base)
             report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
@@ -398,7 +389,7 @@ def queue_routes(context: ControllerContext, router: APIRouter) -> None:
 
 
 def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) -> dict[str, Any]:
-    """The columns to write. Raises BadRequest."""
+    """Columns to write for these fields. Raises BadRequest."""
     if not fields:
         raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
     changes = dict(fields)

@@ -19,6 +19,7 @@ from appliance.controller.access.model_access import (
     OwnerName,
     Resolved,
     caller_may_use,
+    known_model,
     resolve,
     unknown_model,
     usable_model,
@@ -28,7 +29,7 @@ from appliance.controller.http.routers import Status, StrictBody, audited, make_
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.events import pause_jobs_without_model
-from appliance.controller.models.lifecycle import remove, to_delete
+from appliance.controller.models.lifecycle import remove
 from appliance.store import keys, models
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow, columns
@@ -63,8 +64,8 @@ def routes(context: ControllerContext) -> APIRouter:
         range_header: Annotated[str | None, Header(alias="range")] = None,
         if_range: Annotated[str | None, Header()] = None,
     ) -> StreamingResponse:
-        """All files of a version in one tar file, for the model's owner; of a base model for all who may use it.
-        `Range` resumes a download that broke off. base: the version that this adapter belongs to."""
+        """All files of a version in one tar file, for the model's owner; base models for all who may use them.
+        `Range` resumes an interrupted download. base: download the base version of this adapter instead."""
         resolved = usable_model(db, caller, name)
         if base:
             if (adapter := resolved.version.meta.get("adapter")) is None:
@@ -78,7 +79,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 lease = take_lease(context.tiers.bring_in(name_of(resolved.version)))
                 folder, done = lease.path, BackgroundTask(lease.release)
             return _archive(folder, name, range_header, if_range, done)
-        except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box
+        except (LookupError, WeightsError, OSError) as error:  # not shown: its text may contain paths of the box
             log.warning("%s cannot be downloaded: %s", name, error)
             text = f"The files of {shown(name)} cannot be read now; ask again later."
             raise Conflict(text, "model", "model_not_ready") from error
@@ -93,7 +94,10 @@ def routes(context: ControllerContext) -> APIRouter:
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
         if not caller_may_use(db, caller, name):
             raise unknown_model(name)
-        model, version = to_delete(db, name)
+        model, version = models.find(db, name), None
+        if model is None:  # the name is one version's
+            resolved = known_model(db, name)
+            model, version = resolved.model, resolved.version
         if model.kind == "base" and not caller.is_admin:
             raise Forbidden(ADMIN)
         _refuse_unless_own(model, caller, "delete")
@@ -108,7 +112,7 @@ def routes(context: ControllerContext) -> APIRouter:
         has those of the owners who have none."""
         resolved = usable_model(db, caller, name)
         model, change = resolved.model, models.unshare if body.stop else models.share
-        if resolved.is_checkpoint or resolved.pinned:
+        if name != model.id:
             raise InvalidValue(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", "model")
         _refuse_unless_own(model, caller, "share")
         if not body.owners and not body.everybody:
@@ -148,7 +152,7 @@ def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
 def _view(context: ControllerContext, resolved: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
     """OpenAI's object, plus the box's fields: its context in tokens, what the model does now, and why if it does not
     serve; for its owner and admins also the owner and whom it is shared with."""
-    made_s = resolved.version.created_s if resolved.is_checkpoint or resolved.pinned else resolved.model.created_s
+    made_s = (resolved.model if resolved.name == resolved.model.id else resolved.version).created_s
     own = caller.viewer in (None, resolved.model.owner)
     return {
         "id": resolved.name,
@@ -163,7 +167,7 @@ def _view(context: ControllerContext, resolved: Resolved, caller: Principal, sta
 
 
 def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
-    """For a model that the caller sees. Raises ApiError."""
+    """Raises ApiError for another owner's model, which the caller may see."""
     if caller.viewer not in (None, model.owner):
         why = f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it."
         raise ApiError(403, why, "model", "insufficient_permissions")

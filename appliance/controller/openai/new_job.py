@@ -13,17 +13,10 @@ from pydantic import BaseModel, Field, StringConstraints, create_model
 from appliance.controller.access import model_access
 from appliance.controller.access.model_access import Resolved, resolve, root_base, usable_model
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.grading.evals import EVALS
 from appliance.controller.grading.judging import check_code, check_form, form_of, grader_of, teacher_of
 from appliance.controller.http.routers import Metadata, StrictBody
-from appliance.controller.interfaces.errors import (
-    ApiError,
-    BadRequest,
-    Conflict,
-    Forbidden,
-    InvalidValue,
-    NotFound,
-    shown,
-)
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, max_priority
@@ -128,8 +121,8 @@ class Training:
 
 
 def training_of(request: JobCreate) -> Training:
-    """The deprecated top-level hyperparameters and those of the method may both be present, not disagree. Raises
-    BadRequest."""
+    """The method and its hyperparameters, also from the deprecated top-level field, which may repeat but not contradict
+    them. Raises BadRequest."""
     choice: Any = request.method
     method = METHODS.get(choice.type) if choice else DEFAULT
     if method is None:
@@ -161,8 +154,7 @@ def refused(error: InvalidHyperparameter, where: str) -> BadRequest:
     return BadRequest(message, param, "invalid_hyperparameter")
 
 
-# The event of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are to
-# run here unchanged.
+# The event of a job's wandb integration. A box without W&B accepts the job, so that scripts run unchanged.
 _WANDB = {
     "online": "W&B gets a run of this job when it starts; its address follows here.",
     "offline": "A W&B run of this job is written on the box when it starts, for `wandb sync`; where follows here.",
@@ -192,8 +184,8 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     if body.validation_file is not None:
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
     bounds, nodes = settings.DeviceBounds(body.min_devices, body.max_devices), settings.nodes_of(context)
-    bounds.check(None, nodes)  # before the batch size that follows from it
-    # Counts of the check at upload, which had no tokenizer.
+    bounds.check(None, nodes)  # before the batch size is derived from them
+    # Estimates of the check at upload, which had no tokenizer.
     counted, names = data["training_file"].report or {}, ("n_examples", "n_rows", "n_tokens_estimate")
     of_upload = DataReport(**{name: counted[name] for name in (*names, "longest_example_tokens") if name in counted})
     try:
@@ -225,7 +217,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     )
     judge = _judge(context, training, base, resolved, caller) if method.judged_by else None
     for param, file in data.items():
-        # By the check at upload; bad lines are left to the validation, which reports each by its number.
+        # By the check at upload; the validation reports bad lines by their numbers.
         report = file.report or {}
         if report.get("n_errors") == 0 and (why := method.refuses(report["shape"])) is not None:
             message = f"invalid {param}: {shown(file.id)} ({shown(file.filename)}) {why}."
@@ -288,7 +280,8 @@ def _output_model(
             param = "gate" if body.gate is not None else "activate"
             why = f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it."
             raise InvalidValue(why, param)
-        return model_access.fine_tuned_name(root_base(db, base.model), context.config.organization, suffix)
+        root, part = root_base(db, base.model), model_access.suffix_in_name(suffix or "")
+        return f"ft:{root}:{context.config.organization}:{part}:{new_id('', 8)}"  # as OpenAI names them
     if suffix is not None:
         why = "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one."
         raise InvalidValue(why, "suffix")
@@ -301,7 +294,7 @@ def _output_model(
     is_import = existing is not None and existing.job_id is None
     if is_import or owners - {caller.owner} or models.find_checkpoint(db, name) is not None:
         raise _name_refused(name, "is taken: versions are made of fine-tuned models of one's own. Choose another name.")
-    # Engines are set up for a model, so its versions may differ only in their numbers.
+    # Engines have settings per model, so its versions must have the same architecture.
     root, bases = root_base(db, base.model), [(job.model, resolve(db, job.model)) for job in others]
     roots = {root_base(db, base.model) if base is not None else model for model, base in bases}
     if wrong := sorted((roots | ({root_base(db, existing)} if existing is not None else set())) - {root}):
@@ -325,8 +318,7 @@ def _gate(context: ControllerContext, gate: Gate, caller: Principal) -> dict[str
     """The new job's `JobRow.gate`. Raises ApiError."""
     if not caller.may(INFERENCE):  # the box asks models for it
         raise Forbidden(INFERENCE)
-    if evals.find(context.db, gate.eval_id, viewer=caller.viewer) is None:
-        raise NotFound(f"No eval found with id {shown(gate.eval_id)}.", "gate.eval_id", "eval_not_found")
+    EVALS.known(context.db, gate.eval_id, caller, "gate.eval_id")
     if evals.newest_sampled(context.db, gate.eval_id, viewer=caller.viewer) is None:
         why = f"{gate.eval_id} has no run yet in which a model answered items of a file, whose data the gate could use"
         raise BadRequest(f"{why}: run it once (`appliance eval run`).", "gate.eval_id", "eval_not_run")

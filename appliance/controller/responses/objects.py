@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 import orjson
 
 from appliance.gateway.requests.answers import OPTIONS
-from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
+from appliance.store.rows import UNFINISHED_STATUSES, ResponseRow, ResponseStatus
 
 Object = dict[str, Any]
 COMPLETION = "chat.completion"
@@ -39,7 +39,7 @@ _DEFAULTS = {
     "top_p": 1.0,
     "truncation": "disabled",
 }
-_ENDED = frozenset(get_args(ResponseStatus)) - {*UNFINISHED_RESPONSE}
+_ENDED = frozenset(get_args(ResponseStatus)) - {*UNFINISHED_STATUSES}
 _ANSWERED = ("id", "object", "created", "model", "choices", "usage", "system_fingerprint", "service_tier")
 _CHOICE = ("index", "message", "logprobs", "finish_reason")
 
@@ -69,7 +69,7 @@ def _row(key_id: str, owner: str, items: Any, answer: Object, request: Object | 
 
 
 def ended_status(status: str | None) -> ResponseStatus:
-    """Of an answer: a newer engine may report a status that rows do not have, and a completion has none."""
+    """The status of an answer as rows have it: newer engines may report others, and a completion has none."""
     return cast(ResponseStatus, status) if status in _ENDED else "completed"
 
 
@@ -83,7 +83,7 @@ def copy_row(copy: Object, owner: str) -> ResponseRow:
 def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> ResponseRow:
     completion = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
     completion["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
-    # As OpenAI's stored objects have them, null where nothing was asked.
+    # Null where the request has none, as in OpenAI's stored objects.
     completion["input_user"] = request.get("user")
     described = {"model": answer["model"], "metadata": request.get("metadata") or None}
     return _row(key_id, owner, request["messages"], completion, kind=COMPLETION, **described)
@@ -147,10 +147,8 @@ def _parts(content: Any, answered: bool) -> Any:
 
 
 def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
-    """The events of its stream so far with numbers above `after`, each with its number, in wire format. While the
-    response runs, more are appended and none of these changes.
-
-    One by one: most of them contain the whole request, so that all together would be several times its size."""
+    """Yield the events of its stream so far with numbers above `after`, each with its number, in wire format. While the
+    response runs, later calls append events and change none."""
     for place, (kind, data) in enumerate(_events(response)):
         if place > after:
             body = orjson.dumps({"type": kind, "sequence_number": place, **data})
@@ -196,7 +194,7 @@ def completion_object(row: ResponseRow) -> Object:
 
 
 def stored_messages(row: ResponseRow) -> Iterator[Object]:
-    """What it was asked with, each message with an id."""
+    """Yield the messages of its request, each with an id."""
     for place, message in enumerate(row.input):
         content = message.get("content")
         parts = content if isinstance(content, list) else None

@@ -55,8 +55,6 @@ _LOOK_EVERY_S = 0.02
 RESPONSES = Resource("response", URL, (INFERENCE,), ROWS.find_visible, fields=("status",))
 _NOT_FOUND = "chat_completion_not_found"
 COMPLETIONS = Resource("completion", "/v1/chat/completions", (INFERENCE,), ROWS.find_visible, code=_NOT_FOUND)
-_OF_KIND = {"response": (RESPONSES, "resp_"), COMPLETION: (COMPLETIONS, "chatcmpl-")}
-"""And how the ids of engines begin, the only ones that can be on their way."""
 
 
 class CompletionUpdate(StrictBody):
@@ -64,7 +62,7 @@ class CompletionUpdate(StrictBody):
 
 
 class StoredResponses:
-    """Those of all owners. `viewer`: the calling owner, who sees only its own; None: an admin or the box."""
+    """Stored answers of all owners. `viewer`: the owner who asks and sees only their own; None: an admin or the box."""
 
     def __init__(self, context: ControllerContext):
         self._context, self._db, self._config, self._quotas = context, context.db, context.config, context.quotas
@@ -75,14 +73,14 @@ class StoredResponses:
         what it was asked with, an object. Returns how many were new. Raises ApiError 507."""
         if not self._config.responses_kept_days:
             return 0
-        self._quotas.disk.check()  # gateways count what is refused as not stored
+        self._quotas.disk.check()  # gateways count refused copies as not stored
         return await asyncio.to_thread(lambda: sum(map(self._add, copies)))
 
     def _add(self, copy: Any) -> bool:
-        """Whether it is new. One transaction each, for a copy may have megabytes."""
+        """Insert a copy in its own transaction, for it may have megabytes; whether it was new."""
         row = objects.copy_row(copy, keys.owner_of(self._db, copy["key"]))
         with self._db.transaction():
-            # A gateway keeps copies while the controller is away; they would bring back a person who was forgotten.
+            # A gateway may send old copies, also of a person who was forgotten meanwhile.
             has_left = keys.how_ended(self._db, row.key_id) and keys.without_key(self._db, [row.owner])
             if has_left or ROWS.find(self._db, row.id) is not None:  # a copy may arrive twice
                 return False
@@ -90,14 +88,13 @@ class StoredResponses:
         return True
 
     async def find(self, response_id: str, viewer: str | None, kind: AnswerKind = "response") -> ResponseRow:
-        """Raises NotFound."""
-        resource, begins = _OF_KIND[kind]
-        until_s = time.monotonic() + (ARRIVES_WITHIN_S if response_id.startswith(begins) else 0.0)
+        """The row, which may arrive within ARRIVES_WITHIN_S. Raises NotFound."""
+        until_s = time.monotonic() + ARRIVES_WITHIN_S
         find = partial(ROWS.find_visible, self._db, response_id, viewer=viewer)
         while (row := await asyncio.to_thread(find)) is None and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_EVERY_S)
         if row is None or row.kind != kind:
-            raise resource.absent(response_id)
+            raise (RESPONSES if kind == "response" else COMPLETIONS).absent(response_id)
         return row
 
     async def conversation(self, response_id: str, viewer: str | None) -> list[Object]:
@@ -133,7 +130,7 @@ class StoredResponses:
             response_id = row.previous_id
 
     def keep_house(self, now_s: float) -> None:
-        """Delete what is too old, what is past its owner's bounds, and what belongs to nobody any more. On a thread."""
+        """Delete old answers, those beyond an owner's bounds, and those of owners without a live key. On a thread."""
         db, ended = self._db, f"NOT {UNFINISHED['responses']}"
         lives = "SELECT owner FROM keys WHERE revoked_s IS NULL"
         left = f"SELECT id FROM keys WHERE revoked_s IS NOT NULL AND owner NOT IN ({lives})"
@@ -149,7 +146,7 @@ class StoredResponses:
     # --- in background: a task each; the row has the request until the response has ended
 
     def cancel(self, response_id: str) -> None:
-        """One that has ended stays unchanged."""
+        """Cancel a response, unless it has ended."""
         self._change(response_id, status="cancelled")
         self._context.tasks.restart(TASKS, response_id)
 
@@ -184,7 +181,7 @@ class StoredResponses:
         self._change(task.id, **fields | {"status": objects.ended_status(answer.body.get("status"))})
 
     async def _body(self, response_id: str) -> Object:
-        """Raises ApiError where the earlier turns are gone."""
+        """The request to the engine. Raises ApiError if earlier turns are gone."""
         row = ROWS.find(self._db, response_id)
         if row is None:
             raise ApiError(404, "The response was deleted.")
@@ -231,7 +228,7 @@ async def _completion(completion_id: str, request: Request, caller: Caller) -> R
     return await request.app.state.responses.find(completion_id, caller.viewer, COMPLETION)
 
 
-# What the URL names, which may be on its way from a gateway.
+# The object in the URL, which a gateway may still be sending.
 Stored = Annotated[ResponseRow, Depends(_stored)]
 Completion = Annotated[ResponseRow, Depends(_completion)]
 
@@ -241,7 +238,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
     router = RESPONSES.router()
 
     @router.post("", include_in_schema=False)
-    @unaudited  # a request of inference, as the access log and usage have it
+    @unaudited  # inference, which the access log and usage record
     async def create(request: Request, caller: Caller) -> Response:
         """Background responses only: a gateway forwards the body after its own checks."""
         body = await request.json()
@@ -297,7 +294,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
 
     @internal.post("", include_in_schema=False)
     @takes(lambda _: MAX_COPIES_BYTES)
-    @unaudited  # copies of answers to requests of inference
+    @unaudited  # copies of recorded inference
     async def take(request: Request) -> dict[str, int]:
         return {"stored": await stored.take(await request.json())}
 

@@ -1,4 +1,4 @@
-"""Builds the spec for a job's ranks, handles what they report, and deletes what nobody reads any more."""
+"""Builds the spec for a job's ranks, handles their reports, and deletes files that are no longer needed."""
 
 from __future__ import annotations
 
@@ -61,11 +61,7 @@ class JobRuns:
         self._routing, self._inbox, self._rollouts = routing, inbox, rollouts
         self._verified: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
-        self._dropped: list[VersionRow] = []  # of checkpoints whose rows are gone, their bytes not yet
-
-    def _unfinished(self, job_id: str | None) -> JobRow | None:
-        row = jobs.find(self._db, job_id or "")
-        return row if row is not None and not row.finished else None
+        self._dropped: list[VersionRow] = []  # checkpoints without rows whose bytes are still there
 
     async def prepare(self, job_id: str) -> None:
         """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""
@@ -105,7 +101,7 @@ class JobRuns:
         spec = TrainSpec.from_dict(
             {
                 **row.resolved,
-                # What its answers are held to, where the request has that beside its grader.
+                # The format of its answers, which the request has next to its grader.
                 "options": row.resolved.get("options", {}) | {name: value for name, value in form.items() if value},
                 "job_id": job_id,
                 "method": row.method,
@@ -162,7 +158,7 @@ class JobRuns:
             lease = self._store.lease(stored)
         except VersionNotFound:
             return False
-        except IntegrityError:  # its reader says what is wrong with it
+        except IntegrityError:  # its reader reports the damage
             return True
         self._leases.setdefault(job_id, []).append(lease)
         return True
@@ -203,7 +199,7 @@ class JobRuns:
     async def will_succeed(self, job_id: str) -> None:
         try:
             await asyncio.to_thread(self._events.conclude, job_id)
-        except (OSError, sqlite3.Error) as error:  # the end of the job is reported all the same
+        except (OSError, sqlite3.Error) as error:  # the end of the job is reported anyway
             log.warning("the table of its steps is not written yet: %s", error, extra={"job_id": job_id})
 
     def on_stopped(self, job_id: str) -> None:
@@ -221,13 +217,13 @@ class JobRuns:
                 jobs.update(self._db, row.id, snapshot=None)
                 self._tiers.nudge()
         self._rollouts.follow()
-        self._routing.keep_policies(lambda name: self._unfinished(policy_of(name)) is not None)
+        self._routing.keep_policies(lambda name: jobs.find_unfinished(self._db, policy_of(name)) is not None)
         await self._tidy_policies(unload)
         while self._dropped:
             version = self._dropped.pop()
             try:
                 await remove(version)
-            except OperationFailed as error:  # no row names it: the next sweep of the store takes what is left
+            except OperationFailed as error:  # without a row, the next sweep of the store deletes the rest
                 log.warning("%s %s was replaced by newer checkpoints, but %s", version.model, version.version, error)
 
     async def _tidy_policies(self, unload: Unload) -> None:
@@ -239,9 +235,9 @@ class JobRuns:
                 if policy_of(stored.model) is not None:
                     by_model[kind, stored.model].append(stored)
         for (kind, model), versions in by_model.items():
-            row, n_kept = self._unfinished(policy_of(model)), 0
+            row, n_kept = jobs.find_unfinished(self._db, policy_of(model)), 0
             if row is not None:
-                # Those that may still sample answers, and the one that ranks have just written.
+                # Versions that may still sample answers, and the one that ranks have just written.
                 n_kept = int((row.resolved or {}).get("options", {}).get("staleness", 0)) + 2
             for stored in versions[: max(0, len(versions) - n_kept)]:
                 try:
@@ -262,6 +258,6 @@ class JobRuns:
         except VersionLeased:
             return False
         except VersionNotFound:
-            return self._forget(job_id)  # the ending job removed it itself a moment ago
+            return self._forget(job_id)  # the ending job has just removed it
         shutil.rmtree(self._jobs_dir / job_id / "snapshots", ignore_errors=True)
         return True

@@ -36,9 +36,9 @@ from weights.memory.store import WeightStore
 _DIGITS = re.compile(r"[0-9]+")
 
 CHECKPOINT_IDLE_S = 300.0
-"""Limit for models that nobody deployed: checkpoints called by name, and hosts of adapters."""
+"""Idle limit of undeployed models: checkpoints called by name, and hosts of adapters."""
 POLICY_IDLE_S = 1.0
-"""The same for models in training, whose jobs may wait for the devices."""
+"""Idle limit of models in training, whose jobs may wait for the devices."""
 LEARN_EVERY_S = 0.25
 """Least time between two steps of learning: reports come more often."""
 MOST_REPLICAS = 64
@@ -79,22 +79,21 @@ class SqliteStateStore:
         self._starved = starved
         self._settings: dict[str, str] = {}
         self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
-        self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
+        self._remaining_device_s: dict[str, float] = {}  # as last reported by each job
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
         """Requeue jobs that a crash left "running", except those whose ranks still run (`adopted`)."""
         usage.close_left_open(self._db, set(adopted))
         for row in JOBS.list_all(self._db, "phase = 'running'"):
-            if row.id in adopted:
-                continue
-            self.job_waiting(row.id, "the box was restarted")
+            if row.id not in adopted:
+                self.job_waiting(row.id, "the box was restarted")
 
     def load(self, *, free_devices: int) -> Workload:
         planned = list[JobRow]()
         for row in jobs.list_unfinished(self._db):
             if row.wanted != "cancel":
                 planned += [row] if row.phase != "validating" else []
-            elif row.phase != "running":  # a running one stops first, because the workload lacks it
+            elif row.phase != "running":  # a running job stops first, because the workload leaves it out
                 self._events.cancelled(row.id)
         mode = read_mode(self._db)
         self._settings = {model: row.digest for model, row in models.settings_in_force(self._db).items()}
@@ -110,7 +109,7 @@ class SqliteStateStore:
         )
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
-        row = self._open(job_id)
+        row = jobs.find_unfinished(self._db, job_id)
         if row is None:
             return
         usage.devices_held(self._db, job_id, len(devices), time.time())
@@ -118,7 +117,7 @@ class SqliteStateStore:
             self._events.started(job_id, list(devices))
 
     def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
-        row = self._open(job_id)
+        row = jobs.find_unfinished(self._db, job_id)
         if row is None:
             return
         devices_text = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
@@ -129,7 +128,7 @@ class SqliteStateStore:
 
     def job_waiting(self, job_id: str, reason: str) -> None:
         usage.devices_held(self._db, job_id, 0, time.time())
-        row = self._open(job_id)
+        row = jobs.find_unfinished(self._db, job_id)
         if row is None:
             return
         reason = pause_reason(self._db, row) or reason
@@ -151,7 +150,7 @@ class SqliteStateStore:
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
         self._remaining_device_s.pop(job_id, None)
         usage.devices_held(self._db, job_id, 0, time.time())
-        if self._open(job_id) is None:
+        if jobs.find_unfinished(self._db, job_id) is None:
             return
         match outcome:
             case "succeeded":
@@ -163,7 +162,7 @@ class SqliteStateStore:
                 self._events.cancelled(job_id)
 
     def model_trouble(self, model: str, trouble: Failure | None) -> None:
-        """Only the loop keeps it: failures before a restart predict nothing about tries after it."""
+        """Not stored: failures before a restart predict nothing about tries after it."""
         self._routing.trouble(model, trouble)
 
     def model_served(self, model: str, build: Build) -> None:
@@ -186,14 +185,14 @@ class SqliteStateStore:
         return True
 
     def _deployments(self) -> tuple[DeploymentView, ...]:
-        """Everything that needs engines of its own. An adapter's demand goes to its host."""
+        """All names that need engines of their own. The demand for an adapter counts for its host."""
         # From an index alone: whole rows of 2,400 models take 50 ms.
         active = dict(self._db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL"))
         adapters = {row.name: row for row in callable_adapters(self._db)} | self._routing.policy_adapters()
         deployed = [row for row in DEPLOYMENTS.list_all(self._db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
         for adapter in adapters.values():
-            if adapter.host not in views:  # its base serves another version now or is not deployed
+            if adapter.host not in views:  # its base serves another version or is not deployed
                 like = views.get(adapter.base)
                 views[adapter.host] = self._on_demand(adapter.host, adapter.base, adapter.base_version, like)
         for row in deployed:
@@ -212,7 +211,7 @@ class SqliteStateStore:
             if name not in adapters:
                 views[name] = self._on_demand(name, model, version)
         for name, policy in self._routing.policies.items():
-            if policy.version:  # it gives way as soon as its samples are there
+            if policy.version:  # its engine stops as soon as the samples are there
                 views[name] = self._on_demand(name, policy.base, policy.version, idle_limit_s=POLICY_IDLE_S)
         return tuple(views.values())
 
@@ -226,13 +225,8 @@ class SqliteStateStore:
         own |= {"idle_limit_s": CHECKPOINT_IDLE_S, "demand": self._demand(name)}
         return replace(view, model=name, version=version, **own | changes)
 
-    def _open(self, job_id: str) -> JobRow | None:
-        """The job if it can still change; None if a user has just cancelled or deleted it."""
-        row = jobs.find(self._db, job_id)
-        return row if row is not None and not row.finished else None
-
     def _job(self, row: JobRow) -> JobView:
-        # One that is too large for the box now keeps its sizes and waits: the box may get its devices back.
+        # A job too large for the box now keeps its sizes and waits, because devices may return.
         sizes, with_memory = tuple(row.allowed_sizes or (1,)), self._memory.job_sizes(row)
         sizes = tuple(size for size in sizes if size in with_memory) or sizes
         lacks = self._memory.waits_for(row)
@@ -361,7 +355,7 @@ class DemandLearning:
             self._learners.pop(deployment.model, None)
             return deployment
         deployment = replace(deployment, prefill_tokens_per_s=rate)
-        replicas = self._devices // deployment.tensor_parallel  # with tensor parallelism one is several devices
+        replicas = self._devices // deployment.tensor_parallel  # with tensor parallelism a replica has several devices
         bounds = Bounds(replicas, deployment.floor_replicas, min(deployment.max_replicas, MOST_REPLICAS), target_s)
         learner = self._learners.get(deployment.model)
         if learner is None or learner.bounds != bounds:

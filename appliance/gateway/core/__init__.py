@@ -1,4 +1,4 @@
-"""What all of the gateway knows: settings, errors, URLs, the controller's table, and who may use which replica.
+"""Definitions that the whole gateway shares: settings, errors, URLs, the routing table, quotas and replica choice.
 
 Never: Opens a socket.
 Begin with routes.py, then router.py.

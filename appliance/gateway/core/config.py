@@ -1,4 +1,4 @@
-"""Defines the typed settings of the gateway process; its starter resolves them, this module checks them once."""
+"""Typed settings of the gateway process; the parent process resolves them, this module validates them once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from appliance.gateway.core.errors import ConfigInvalid
 MIB = 1 << 20
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
-# As browsers send it: in small letters, without a path.
+# The form that browsers send: lower case, without a path.
 Origin = Annotated[str, Meta(pattern=r"^([a-z][a-z0-9+.-]*://[a-z0-9._\-\[\]:]+|null|\*)$")]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the work one client may cause. Sizes in bytes, times in seconds; the reference shows these texts."""
+    """Limits on the work that one client can cause. Sizes in bytes, times in seconds."""
 
     max_connections: Count = 8192
     head_bytes: Count = 32 * 1024
@@ -32,22 +32,22 @@ class Limits:
     buffered_body_bytes: Count = 256 * MIB
     """All inference bodies in memory, held ones included."""
     owner_body_bytes: Count = 96 * MIB
-    """Of those, the bodies of one owner's keys."""
+    """Inference bodies in memory for all keys of one owner."""
     owner_requests: Count = 1536
-    """Requests of one owner's keys at once, waiting ones included."""
+    """Concurrent requests of all keys of one owner, waiting ones included."""
     buffered_response_bytes: Count = 256 * 1024
-    """Largest plain answer of an engine that is kept until it is whole, so that another engine can still give it."""
+    """Largest non-streamed answer that is buffered until complete, so that another engine can replace a failed one."""
     stored_response_bytes: Count = 4 * MIB
     """Largest stored response or chat completion; a larger one is relayed unchanged and not stored."""
     response_copies_bytes: Count = 64 * MIB
-    """Copies of stored answers that wait for an unreachable controller."""
+    """Copies of answers that wait to be stored while the controller is unreachable."""
     json_depth: Count = 128
     sequences: Count = 256
     replica_inflight: Count = 1024
     head_timeout_s: Seconds = 15.0
     keepalive_s: Seconds = 75.0
     body_grace_s: Seconds = 30.0
-    """Longest pause of an arriving body."""
+    """Longest pause while a request body arrives."""
     write_stall_s: Seconds = 60.0
     upstream_silence_s: Seconds = 600.0
     controller_wait_s: Seconds = 5.0
@@ -69,8 +69,8 @@ class HoldLimits:
 class GatewayConfig:
     """Everything the gateway process needs to know.
 
-    private_socket: where it listens to the box itself, which names a key by its id. controller_socket: the controller's
-    socket for gateways; token_path: the file with the token that proves to it that a gateway wrote a head."""
+    private_socket: Unix socket for requests of the box itself, which name a key by its id. controller_socket: the
+    controller's socket for gateways. token_path: file with the token that authenticates the gateway to it."""
 
     controller_socket: str
     bus_socket: str
@@ -81,7 +81,7 @@ class GatewayConfig:
     log_path: str | None = None
     access_log: bool = True
     otlp_endpoint: Annotated[str, Meta(pattern="^https?://")] | None = None
-    # Pages whose scripts may read answers: "https://chat.example.org"; "*": any. Empty: none.
+    # Origins of pages whose scripts may read answers, such as "https://chat.example.org"; "*": any. Empty: none.
     cors_origins: tuple[Origin, ...] = ()
     stores_responses: bool = True
     # False: prefix cache entries serve only requests of the owner that created them.
@@ -96,15 +96,15 @@ class GatewayConfig:
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> GatewayConfig:
-        """Raises ConfigInvalid naming the key and what is expected."""
+        """Validate the settings. Raises ConfigInvalid with the key and the expected value."""
         try:
             config = msgspec.convert(data, cls)
-        except msgspec.ValidationError as error:  # "Expected … - at `$.limits.n`": the key and the value go in front
+        except msgspec.ValidationError as error:  # such as "Expected … - at `$.limits.n`"
             expected, _, path = str(error).removesuffix("`").partition(" - at `$.")
             value: Any = data
             for part in re.findall(r"\w+", path):
                 value = value[int(part) if part.isdigit() else part]
             raise ConfigInvalid(f"{path}: {value!r} given, e{expected[1:]}" if path else str(error)) from error
         if (config.tls_cert_path is None) != (config.tls_key_path is None):
-            raise ConfigInvalid("tls_cert_path and tls_key_path: one given, expected both or neither")
+            raise ConfigInvalid("tls_cert_path and tls_key_path: only one is set, expected both or neither")
         return config

@@ -1,7 +1,7 @@
-"""The gateway's errors, each with its form for clients: OpenAI's error object.
+"""Errors of the gateway and their form for clients, OpenAI's error object.
 
-Shapes after https://platform.openai.com/docs/guides/error-codes and the behaviour of the `openai` client:
-it retries 408, 409, 429 and 5xx, obeys Retry-After up to 120 s and `x-should-retry`."""
+They follow https://platform.openai.com/docs/guides/error-codes and the `openai` client, which retries 408, 409, 429
+and 5xx and obeys `x-should-retry` and a Retry-After of at most 120 s."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MAX_RETRY_AFTER_S = 120
 ERROR_EVENT: Final = b'data: {"error"'
 GIVES_WAY: Final = "batch_gives_way"
 ENGINE_FAILED: Final = "engine_failed"
-ENGINES_DIED: Final = "engines_died"  # of one request, which is sent to no other
+ENGINES_DIED: Final = "engines_died"  # two engines died while they served the same request; no third engine gets it
 
 
 class ConfigInvalid(Exception):
-    """Settings the gateway cannot start with; the message names the key, the value and what is expected."""
+    """Settings with which the gateway cannot start; the message has the key, its value and the expected value."""
 
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """An error sent to a client, in OpenAI's shape. kind: its `type`, by the status where it is empty. retry_after_s:
-    at most 120 s. should_retry: sent as `x-should-retry` when not None. allow: the methods in a 405's Allow. close: the
-    connection is unusable afterwards."""
+    """An error response in OpenAI's format. kind: the error's `type`; empty: derived from the status. retry_after_s: at
+    most 120 s. should_retry: sent as `x-should-retry` when not None. allow: the Allow header of a 405. close: the
+    connection is closed after the response."""
 
     status: int
     message: str
@@ -60,7 +60,7 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
 
 
 def protocol_error(message: str, status: int = 400) -> HttpError:
-    """The bytes are not acceptable HTTP, so nothing after them on this connection can be trusted."""
+    """The error for malformed HTTP. It closes the connection, whose next bytes cannot be trusted."""
     return HttpError(status, message, kind="invalid_request_error", code="bad_http_request", close=True)
 
 
@@ -70,18 +70,18 @@ def body_too_large(limit: int) -> HttpError:
 
 
 def unknown_url(method: str, path: str) -> HttpError:
-    hint = "OpenAI's clients want a base URL that ends with /v1, Anthropic's one without it."
+    hint = "OpenAI's clients need a base URL that ends with /v1, Anthropic's clients a base URL without /v1."
     return HttpError(404, f"Unknown request URL: {method} {path}. {hint}", code="unknown_url")
 
 
 def key_ended(expires_s: float | None) -> HttpError:
-    """The error for a running request whose key ended. expires_s: the end that the key had, None without one."""
+    """The error for a running request whose key expired or was revoked. expires_s: expiry of the key, if any."""
     how = "was revoked" if expires_s is None or expires_s > time.time() else f"expired at {minute(expires_s)}"
     return HttpError(401, f"The API key of this request {how} while it ran.", code="invalid_api_key", close=True)
 
 
 def session_ended() -> HttpError:
-    return HttpError(401, "This login of the page has ended. Log in again.", code="session_ended")
+    return HttpError(401, "This login of the web page has ended. Log in again.", code="session_ended")
 
 
 def unavailable(message: str, code: str, retry_after_s: float) -> HttpError:
@@ -91,19 +91,19 @@ def unavailable(message: str, code: str, retry_after_s: float) -> HttpError:
 def engine_failed(status: int = 502) -> HttpError:
     late = status == 504
     fault, code = ("did not answer in time", "engine_timeout") if late else ("failed while answering", ENGINE_FAILED)
-    return HttpError(status, f"The engine serving this model {fault}. The request can be sent again.", code=code)
+    return HttpError(status, f"The engine serving this model {fault}. Please retry.", code=code)
 
 
 def over_limit(message: str, kind: str, retry_after_s: float) -> HttpError:
-    """kind: "requests" or "tokens"."""
+    """Return a 429. kind: "requests" or "tokens"."""
     return HttpError(429, message, kind=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> HttpError:
-    """Turn an error answer of the engine or the controller into ours: OpenAI's own object; vLLM's with integer `code`;
-    {"error": "text"}; FastAPI's {"detail": "text"}; anything else keeps only its status.
+    """Convert an error response of an engine or of the controller. Known bodies: OpenAI's object; vLLM's with an
+    integer `code`; {"error": "text"}; FastAPI's {"detail": "text"}. Of any other body only the status is kept.
 
-    prompt_field: the parameter that has the prompt, which is at fault where a prompt is too long."""
+    prompt_field: the request field with the prompt, named in the error when the prompt is too long."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -113,7 +113,7 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
     texts = {name: value for name, value in fields.items() if isinstance(value, str)}
     message = texts.get("message", f"The request failed with status {status}.")
     kind, param, code = texts.get("type", ""), texts.get("param"), texts.get("code")
-    if code is None:  # an engine's
+    if code is None:  # an engine's error
         if status == 404 and "does not exist" in message:
             code = "model_not_found"
         elif "maximum context length" in message or "max_model_len" in message:
@@ -123,8 +123,8 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
 
 
 def from_event(event: bytes) -> HttpError | None:
-    """The error in an event of an engine's stream that has ERROR_EVENT; None if it is not an error event. An engine's
-    text about its own failure is of no use to a client, and left out."""
+    """Return the error in an engine's stream event that contains ERROR_EVENT; None if it is not an error event. An
+    engine's text about its own failure is dropped, because clients cannot use it."""
     line = event[event.index(ERROR_EVENT) + 6 :].split(b"\n", 1)[0]
     try:
         code = orjson.loads(line)["error"].get("code")
@@ -133,5 +133,5 @@ def from_event(event: bytes) -> HttpError | None:
     return from_upstream(code, line) if isinstance(code, int) and 400 <= code <= 499 else engine_failed()
 
 
-# The end of the text of vLLM's exceptions: names of its own, and a value that may be the whole prompt.
+# The suffix of vLLM's exception texts: its internal parameter name, and a value that may be the whole prompt.
 _VALUES = re.compile(r" \(parameter=[\w.\[\]]+(?:, value=.*)?\)\Z", re.DOTALL)

@@ -1,11 +1,11 @@
-"""Chooses the replica that answers a request, and holds requests that no replica can take. Pure state: no sockets, no
-clock of its own; a request that waits awaits its ticket's future.
+"""Chooses the replica that answers a request, and queues requests that no replica can take. Pure state, without sockets
+or a clock; a queued request awaits the future in its ticket.
 
-A replica's load is the work before a new request's first token: the prompts of requests without a first token, and a
-little for all other tokens, which slow a step down. Requests with the same prefix prefer the same replica (its prefix
-cache is warm), unless it is clearly more loaded than the least loaded one. Rendezvous hashing (Thaler and Ravishankar
-1998) names the preferred replica, so that adding one moves only its share; the bound follows "Consistent Hashing with
-Bounded Loads" (Mirrokni et al. 2016)."""
+A replica's load estimates how long a new request waits for its first token: prompt tokens still to be computed, plus a
+small weight for all other tokens, which slow each step down. Requests with the same prefix prefer the same replica (its
+prefix cache is warm), unless its load clearly exceeds the lowest load. Rendezvous hashing (Thaler and Ravishankar 1998)
+picks the preferred replica, so that a new replica takes over only its share; the load bound follows "Consistent Hashing
+with Bounded Loads" (Mirrokni et al. 2016)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from typing import Final
 
 from appliance.gateway.core.table import OPEN, Model, Replica
 
-# A prompt token of a request without a first token weighs as much as this many tokens in all.
+# A prompt token that is still to be computed weighs as much as this many other tokens.
 PENDING_TO_TOTAL: Final = 16
-# How far the preferred replica's load may exceed the least loaded one's: a factor, and slack in tokens so that affinity
-# holds at low load, where the cache is worth more than balance.
+# How far the preferred replica's load may exceed the lowest load: a factor, plus a slack in tokens, because at low load
+# a cache hit is worth more than balance.
 AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 PAUSE_FIRST_S = 0.25
@@ -34,9 +34,9 @@ BATCH_BEHIND: Final = 1 << 50
 
 @dataclass
 class Work:
-    """Work of one request for a replica. tokens: prompt and completion, estimated; prompt_tokens: those of the prompt.
-    sequences: of the engine's slots, 0 for one that is only counted. beginning: a hash that requests with the same
-    beginning share: system prompt and first question, whatever their JSON form. batch: no client waits for it."""
+    """Work of one request for a replica. tokens: estimated tokens of prompt and completion. sequences: engine slots
+    that it takes, 0 if it only counts tokens. beginning: hash of the system prompt and first question, whatever their
+    JSON form. batch: it is of class batch."""
 
     owner: str = ""
     tokens: int = 1
@@ -48,9 +48,9 @@ class Work:
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """Outstanding work on one replica. pending: prompt tokens of requests without a first token, as far as visible:
-    until the end where nothing is streamed. batch_sequences: sequences of class batch. owners: tokens by owner.
-    failures: in a row. paused_until_s: it gets no requests until then."""
+    """Outstanding work on one replica. pending: prompt tokens of requests without a first token (without streaming: of
+    requests without an answer). batch_sequences: sequences of class batch. owners: tokens by owner. failures:
+    consecutive failures. paused_until_s: time until which it gets no requests."""
 
     inflight: int = 0
     tokens: int = 0
@@ -66,7 +66,7 @@ class ReplicaLoad:
         return self.pending + self.tokens // PENDING_TO_TOTAL
 
     def add(self, work: Work, sign: int = 1) -> None:
-        """sign: -1 for work that has ended."""
+        """Add work. sign: -1 subtracts work that has ended."""
         self.inflight += sign
         self.tokens += sign * work.tokens
         self.sequences += sign * work.sequences
@@ -78,10 +78,10 @@ class ReplicaLoad:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """A request placed on a replica; pass it to `Router.end` exactly once. model: the name it was placed by, the
-    canary's if the canary took it. priority: its place in the engine's own queue, where the smallest is next: as if it
-    had come a millisecond later for each token that its owner has on the replica, so that one owner's many do not keep
-    others from an engine whose memory is full. pending: its prompt tokens until its first token."""
+    """A request placed on a replica; pass it to `Router.end` exactly once. model: the model's name, or the canary's if
+    the canary took it. priority: key of the engine's own queue, smallest first: the arrival time plus a millisecond for
+    each token that the owner has on the replica. So an owner with many requests does not block others when the engine's
+    memory is full. pending: its prompt tokens until its first token."""
 
     model: str
     replica: Replica
@@ -93,8 +93,8 @@ class Choice:
 
 class Router:
     """Routing table plus outstanding work. A replica may serve several models (adapters on one base), so load is
-    counted by replica id. Load of a replica that left the table is kept until its last request ends: the controller
-    waits for that zero. max_inflight: sequences on a replica whose number of slots is unknown."""
+    counted by replica id. The load of a replica that left the table is kept until its last request ends, because the
+    controller waits for zero. max_inflight: most sequences on a replica with an unknown number of slots."""
 
     def __init__(self, *, max_inflight: int) -> None:
         self.max_inflight = max_inflight
@@ -111,9 +111,9 @@ class Router:
         self.loads = kept | {replica.id: self.loads.get(replica.id) or ReplicaLoad() for replica in replicas}
 
     def choose(self, names: Sequence[str], work: Work, now_s: float, avoid: Collection[str] = ()) -> Choice | None:
-        """Place a request on a replica of the first of these models that has room; None if none can take it now.
+        """Place a request on a replica of the first model in `names` with free capacity; None if all are full.
 
-        avoid: replicas that take it only if no other can."""
+        avoid: replicas to use only if no other replica can take the request."""
         for model in (self.models[name] for name in names if name in self.models):
             usable = [
                 (replica, load)
@@ -138,29 +138,29 @@ class Router:
         return None
 
     def _has_room(self, model: Model, load: ReplicaLoad, work: Work) -> bool:
-        """Whether a replica may take more work: a quarter more than its slots keeps an engine busy, all other requests
-        wait here in fair order of owners. Class batch gets half of the slots, and nothing beyond them."""
+        """Whether a replica may take more work. 1.25 x its slots keep an engine busy; all other requests wait here in
+        fair order of owners. Class batch gets at most half of the slots, and none above the slots."""
         slots = model.slots or self.max_inflight
         if work.batch and work.sequences:
             return load.sequences < slots and load.batch_sequences < max(1, slots // 2)
         return not work.sequences or load.sequences < (slots if model.slots is None else slots + slots // 4)
 
     def canary_for(self, model: Model, caller: str, conversation: int) -> tuple[str, ...]:
-        """The name of the model's canary if this conversation is in its share.
+        """Return the name of the model's canary if the canary gets this conversation.
 
-        Caller and a hash of the conversation decide, so that a conversation stays on one version."""
+        The choice hashes caller and conversation, so that a conversation stays on one version."""
         canary = model.canary
         if canary is None or canary.name not in self.models:
             return ()
         return (canary.name,) if _score(f"{model.name} {caller}", conversation) < canary.share * 2**32 else ()
 
     def started(self, choice: Choice) -> None:
-        """Note the first token: the prompt delays no other request any more."""
+        """Note the first token: the prompt no longer delays other requests."""
         choice.load.pending -= choice.pending
         choice.pending = 0
 
     def end(self, choice: Choice) -> bool:
-        """Remove a request from its replica. True if a draining replica has just become idle."""
+        """Remove a request from its replica. Returns True if a draining replica has just become idle."""
         choice.load.add(choice.work, -1)
         self.started(choice)
         return not choice.load.inflight and not self.is_open(choice)
@@ -178,8 +178,8 @@ class Router:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request that waits. queue: the model whose engines it waits for, and whether it is of class batch; names,
-    avoided: of `Router.choose`. place: its replica, or the error that ends its wait. number: of its arrival."""
+    """A request that waits. queue: the model whose engines it needs, and whether it is of class batch. names, avoided:
+    arguments for `Router.choose`. place: resolves to its replica, or to an error. number: arrival order."""
 
     model: str
     queue: tuple[str, bool]
@@ -191,12 +191,11 @@ class Ticket:
 
 
 class FairQueue:
-    """Requests that wait for the same engines, in the order of start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM
-    1996).
+    """Requests that wait for the same engines, in start-time fair order (Goyal, Vin and Cheng, SIGCOMM 1996).
 
-    An owner's next request starts where the owner's last served one ended, in tokens, but never before the request that
-    was served last. So an owner with one request is next, however many another owner has, an owner that was away has
-    saved nothing up, and a request that leaves unserved costs nothing. tickets: by owner, each owner's oldest first."""
+    A request's virtual start, in tokens, is the virtual end of its owner's previous request, but not before the start
+    of the last served one. So an owner's backlog does not delay other owners' first requests, idle time earns no
+    credit, and a request that leaves unserved costs nothing. tickets: by owner, oldest first."""
 
     def __init__(self) -> None:
         self.tickets: defaultdict[str, dict[Ticket, None]] = defaultdict(dict)
@@ -207,7 +206,7 @@ class FairQueue:
         return sum(map(len, self.tickets.values()))
 
     def __iter__(self) -> Iterator[Ticket]:
-        """All in order, of equal starts the oldest first."""
+        """Yield all tickets by virtual start, then by arrival."""
         starts = (self._starts(owner, [*tickets]) for owner, tickets in self.tickets.items())
         return (ticket for _, _, ticket in merge(*starts))
 
@@ -218,7 +217,7 @@ class FairQueue:
             start += ticket.work.tokens
 
     def remove(self, ticket: Ticket, *, served: bool) -> bool:
-        """Remove a request; served: it got a place, which its owner pays for. False if it is not there."""
+        """Remove a request; False if it is not queued. served: it got a replica, so charge its tokens to its owner."""
         owner = ticket.work.owner
         if ticket not in self.tickets.get(owner, ()):
             return False
@@ -232,8 +231,8 @@ class FairQueue:
 
 
 class Holds:
-    """Requests that wait, in a fair queue for each class and model with engines of its own; adapters and versions on
-    these engines share it. No queue is empty. most: requests of a class that may wait."""
+    """All waiting requests: one fair queue for each class and each model with its own engines, shared by the adapters
+    and versions on these engines. Empty queues are removed. most: most waiting requests of one class."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -248,12 +247,12 @@ class Holds:
         return True
 
     def place(self, router: Router, now_s: float) -> None:
-        """Give waiting requests the places that replicas have for them, class batch last."""
+        """Place waiting requests on replicas with free capacity, class batch last."""
         for _, queue in sorted(self.queues.items(), key=lambda item: item[0][1]):
             with_room = {ticket.names for tickets in queue.tickets.values() for ticket in tickets}
             for ticket in queue:
                 if not with_room:
-                    break  # thousands may wait, and this runs at each end of a request
+                    break  # saves time: thousands may wait, and this runs whenever a request ends
                 if ticket.names not in with_room:
                     continue
                 if (choice := router.choose(ticket.names, ticket.work, now_s, ticket.avoided)) is None:
@@ -263,23 +262,23 @@ class Holds:
                     ticket.place.set_result(choice)
 
     def refuse(self, ticket: Ticket, error: Exception) -> None:
-        """End the wait of a request with an error, if it still waits."""
+        """End a request's wait with an error, if it still waits."""
         if self.remove(ticket):
             ticket.place.set_exception(error)
 
     def remove(self, ticket: Ticket, *, served: bool = False) -> bool:
-        """Remove a request that waits no longer; False if it is not queued."""
+        """Remove a request from its queue; False if it is not queued."""
         removed = self.queues[ticket.queue].remove(ticket, served=served)
         if not self.queues[ticket.queue].tickets:
             del self.queues[ticket.queue]
         return removed
 
     def models(self) -> Counter[str]:
-        """People's requests that wait, by model."""
+        """Count waiting requests by model, without class batch."""
         waiting = (queue for (_, batch), queue in self.queues.items() if not batch)
         return Counter(ticket.model for queue in waiting for tickets in queue.tickets.values() for ticket in tickets)
 
 
 def _score(name: str, beginning: int) -> int:
-    # CRC is linear, so alone the order of the replicas would depend on a few bits of the text; the product mixes them.
+    # CRC is linear: alone, only a few bits of the text would decide the order of replicas. The product mixes all bits.
     return zlib.crc32(name.encode(), zlib.crc32(beginning.to_bytes(4, "little"))) * 0x9E3779B1 & 0xFFFFFFFF

@@ -1,6 +1,6 @@
-"""The URLs that exist, the scopes that may call them, and where they go. Pure; an allowlist, so engines stay private.
+"""The allowlist of URLs, with the scopes that may call each and its destination. Pure; hides engines from clients.
 
-The controller's own routes are below a few prefixes; it declares them itself, with the scopes of each."""
+Only the prefixes of the controller's routes are listed here; the controller declares the routes and their scopes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Kind = Literal["inference", "control", "health", "metrics", "page", "login", "un
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the allowlist. scopes: any one (or admin) suffices; no key is needed where there are none; the
-    controller's own routes may ask for others. task: required task of the model. prompt: the field with the prompt.
-    converses: it needs the model's chat template. body: the field of `Limits` that bounds the bodies of its requests,
-    empty where they have none."""
+    """One row of the allowlist. scopes: any one of them, or admin, suffices; empty: no key is needed; the controller
+    may require other scopes. task: the task that the model must have. prompt: the body field with the prompt.
+    converses: the model needs a chat template. body: the field of `Limits` with the largest request body, empty without
+    bodies."""
 
     name: str
     kind: Kind
@@ -41,8 +41,8 @@ _NOBODY = frozenset[str]()
 
 
 def _route(kind: Kind, methods: str, url: str, scopes: frozenset[str], name: str, **more: Any) -> Route:
-    """url: `/a`: this URL; `/a/*`: those below it; `/a/**`: it and those below it; `/a/*/b`: those below it that end
-    so. more: fields of `Route`."""
+    """Build a row. url: `/a` matches itself, `/a/*` all URLs below it, `/a/**` both, and `/a/*/b` URLs below `/a` that
+    end in `/b`. more: further fields of `Route`."""
     pattern = url.replace("/**", "(?:/.+)?").replace("/*", "/.+").encode()
     return Route(name, kind, frozenset(methods.encode().split()), scopes, re.compile(pattern, re.DOTALL), **more)
 
@@ -57,9 +57,9 @@ def _control(url: str, name: str, body: str = "control_body_bytes") -> Route:
     return _route("control", "GET POST PUT PATCH DELETE", url, _ANY, name, body=body)
 
 
-# The route of a request until its own is known.
+# The route of a request that is not resolved yet.
 UNKNOWN = _route("unknown", "", "", _NOBODY, "unknown")
-# Browsers are sent to the page from here; for programs it is an unknown URL.
+# Redirects browsers to the page; for programs it is an unknown URL.
 FRONT_DOOR = b"/"
 ROTATION = _control("/admin/v1/keys/*/rotate", "admin")
 SESSIONS = _control("/admin/v1/sessions/**", "admin")
@@ -75,14 +75,14 @@ ROUTES: tuple[Route, ...] = (
     _inference("/v1/embeddings", "embeddings", "input", "embed"),
     _route("health", "GET", "/health", _NOBODY, "health"),
     _route("metrics", "GET", "/metrics", frozenset({ADMIN, READ, METRICS}), "metrics"),
-    # The page's files need no key; its requests do.
+    # The page's files need no key; the page's requests do.
     _route("page", "GET", "/ui/**", _NOBODY, "page"),
     _route("page", "GET", "/", _NOBODY, "page"),
-    # The page's way to a login provider and back, before anybody has a key or a login.
+    # The page's redirects to a login provider and back, without a key or a login.
     _route("login", "GET", "/admin/v1/oidc", _NOBODY, "login"),
     _route("login", "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login", body="login_body_bytes"),
 )
-# Of the URLs that none above has, the first row: the controller decides on the rest of the URL, method and scopes.
+# Used if no row above matches; the first match counts, and the controller checks the full URL, method and scopes.
 CONTROL: tuple[Route, ...] = (
     _control("/v1/files/**", "files", "upload_body_bytes"),
     _control("/v1/uploads/**", "uploads", "upload_body_bytes"),
@@ -92,8 +92,8 @@ CONTROL: tuple[Route, ...] = (
     _control("/admin/v1/*", "admin"),
 )
 
-# No dot segments, no empty segments, no backslash, neither plain nor percent-encoded, and no fragment, which the
-# controller's parser cuts off: the path that is checked here must be the path that the controller routes.
+# The controller must route exactly the path that is checked here. So refuse dot segments, empty segments and
+# backslashes, plain or percent-encoded, and fragments, which the controller's parser cuts off.
 _SLASHES = re.compile(rb"//+")
 _UNSAFE_PATH = re.compile(
     rb"(?:/|%2f)(?:\.|%2e){1,2}(?:/|%2f|$)|//|\\|%5c|%0[0-9a-f]|%1[0-9a-f]|%7f|#|[^\x21-\x7e]", re.IGNORECASE
@@ -101,13 +101,13 @@ _UNSAFE_PATH = re.compile(
 
 
 def is_anthropic(path: bytes) -> bool:
-    """Whether a URL is one of Anthropic's API, whose answers have its shapes and headers."""
+    """Whether a URL belongs to Anthropic's API; its responses then have Anthropic's format and headers."""
     return path.startswith(b"/v1/messages")
 
 
 def plain_target(target: bytes) -> bytes:
-    """A request's target without the empty segments and the last slash of its path, which base URLs with one slash too
-    many bring. This result is checked, and routed by the controller."""
+    """Remove empty segments and the trailing slash from a request's path; clients add them when their base URL has an
+    extra slash. The gateway and the controller both route the result."""
     path, mark, query = target.partition(b"?")
     path = _SLASHES.sub(b"/", path) if b"//" in path else path
     return (path.removesuffix(b"/") or b"/") + mark + query
@@ -115,9 +115,9 @@ def plain_target(target: bytes) -> bytes:
 
 @lru_cache(256)
 def resolve(method: bytes, path: bytes) -> Route:
-    """The route of `method` on `path` (raw bytes, without the query).
+    """Return the route of `method` on `path` (raw bytes, without the query).
 
-    Raises HttpError 404 for a URL that is not on the list and 405 for a method that its URL does not take."""
+    Raises HttpError 404 for an unlisted URL and 405 for a method that the URL does not accept."""
     rows = list[Route]()
     for table in () if _UNSAFE_PATH.search(path) else (ROUTES, CONTROL):
         rows = rows or [row for row in table if row.urls.fullmatch(path)]

@@ -1,7 +1,6 @@
-"""The routing table, as the controller sends it over the bus; and the buckets in which the gateway counts times.
+"""The routing table that the controller sends over the bus, and the histogram buckets for times.
 
-A bucket is a quarter of a power of two wide, so that a 95th percentile is known to 19 %: the bounds that the controller
-compares with are far wider (1.5 x)."""
+Four buckets per doubling give a 95th percentile to within 19 %; the controller's bounds are far wider (1.5 x)."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ Limit = Annotated[int, Meta(ge=1)]
 
 
 class Replica(Struct, frozen=True):
-    """socket: path of its Unix socket, or https://HOST:PORT on another machine. avoid: its engine gives no sign of
-    life, so that others are preferred."""
+    """An engine that serves the model. socket: path of its Unix socket, or https://HOST:PORT on another machine. avoid:
+    the engine does not respond, so prefer other replicas."""
 
     id: str
     socket: str
@@ -35,8 +34,8 @@ class Replica(Struct, frozen=True):
 
 
 class Canary(Struct, frozen=True):
-    """Another version that takes a share of a model's requests. name: its own row. since_s: Unix time of its start,
-    which identifies this canary."""
+    """A version that takes a share of another model's requests. name: its own row in the table. since_s: Unix time of
+    the canary's start, which identifies it."""
 
     name: str
     share: float
@@ -45,7 +44,7 @@ class Canary(Struct, frozen=True):
 
 class StartFailure(Struct, frozen=True):
     """Why no replica of a model starts. next_try_s: Unix time. hold_before_s: requests wait for the next try if it is
-    at most this far away."""
+    at most this many seconds away."""
 
     reason: str
     next_try_s: float
@@ -53,11 +52,11 @@ class StartFailure(Struct, frozen=True):
 
 
 class Model(Struct, frozen=True):
-    """max_model_len: context of its engines in tokens; slots: sequences that one of them computes at once; None where
-    unknown. host: the model whose engines serve it, empty where they are its own. adapter: the name by which they know
-    an adapter; pins: the model that they serve under this further name, such as `m@v1` of `m`. trained_from: the base
-    of a model in training. owners: of keys for which it exists, None: for all. chats: False for one that is known to
-    have no chat template."""
+    """A model's row. max_model_len: context in tokens, None if unknown. slots: concurrent sequences of one engine, None
+    if unknown. host: the model whose engines serve this one, empty if it has its own. adapter: the adapter's name in
+    the engine. pins: for a further name such as `m@v1`, the model `m` that the engines serve. trained_from: the base of
+    a model in training. owners: owners whose keys see the model, None: all. chats: False if it is known to have no chat
+    template."""
 
     name: str = ""
     version: str = ""
@@ -83,11 +82,11 @@ class Login(Struct, frozen=True):
 
 
 class Caller(Struct, frozen=True):
-    """The row of a key. owner: all keys of a person have the same. models: the only ones it may call, None for all.
-    spent_until_s: Unix time at which its used-up quota renews, None while quota is left; spent_quota: the name of that
-    quota; quota: tokens of the smaller of its quotas, None without one. expires_s: Unix time from which the key is
-    refused, None for no end; the row of a key that has ended has nothing else. sessions: its logins by the SHA-256 of
-    their tokens. secret: SHA-256 of its key, a new one after a rotation."""
+    """The row of a key. owner: the same for all keys of a person. models: models that it may call, None: all.
+    spent_until_s: Unix time at which its used-up quota renews, None while quota is left; spent_quota: that quota's
+    name; quota: tokens of its smallest quota, None without a quota. expires_s: Unix time of its expiry, None: never;
+    the row of an expired key has no other fields. sessions: its logins by the SHA-256 of their tokens. secret: SHA-256
+    of the key itself, which changes with a rotation."""
 
     id: str
     scopes: frozenset[str] = frozenset()
@@ -106,21 +105,21 @@ class Caller(Struct, frozen=True):
         return self.expires_s is not None and self.expires_s <= now_s
 
     def sees(self, model: Model) -> bool:
-        """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
+        """Whether this key sees the model; if not, the error is the same as for a nonexistent model."""
         return model.owners is None or self.owner in model.owners or ADMIN in self.scopes
 
     def may_use(self, model: str) -> bool:
-        """A key that may use a model may use its versions by their names, `MODEL@VERSION`."""
+        """Whether the key may use a model; the right to `MODEL` includes each `MODEL@VERSION`."""
         return self.models is None or model in self.models or model.partition("@")[0] in self.models
 
 
-NOBODY: Final = Caller("")  # of a request without a key
-THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")  # of requests of the box itself that are for no key
+NOBODY: Final = Caller("")  # caller of requests without a key
+THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")  # caller of the box's own requests without a key
 
 
 class Table(Struct, tag_field="type", tag="table"):
-    """One generation of the routing table. models: by name; keys: by the SHA-256 of the key, in hex; degraded: parts of
-    the box that fail and are tried again."""
+    """One generation of the routing table. models: by name. keys: by the key's SHA-256 in hex. degraded: failing parts
+    of the box that are being retried."""
 
     generation: int
     models: dict[str, Model] = {}
@@ -132,7 +131,7 @@ _TABLE: Final = msgspec.json.Decoder(Table)
 
 
 def read_table(line: bytes) -> Table:
-    """Raises msgspec.DecodeError: not JSON; `ValidationError`, a kind of it: not a table."""
+    """Parse a table. Raises msgspec.DecodeError for invalid JSON, its subclass ValidationError for another object."""
     table = _TABLE.decode(line)
     for name, model in table.models.items():
         table.models[name] = replace(model, name=name)
@@ -142,13 +141,13 @@ def read_table(line: bytes) -> Table:
 
 
 def bucket(value: float, least: float = SHORTEST_S) -> int:
-    """Bucket i ends at least * 2 ** (i / BUCKETS_PER_DOUBLING)."""
+    """Return the bucket of a value; bucket i ends at `least * 2 ** (i / BUCKETS_PER_DOUBLING)`."""
     return max(0, math.ceil(math.log2(max(value, least) / least) * BUCKETS_PER_DOUBLING))
 
 
 @lru_cache(1024)
 def cache_salt(owner: str, own: str = "") -> str:
-    """The `cache_salt` of an owner's requests. own: the request's own salt, which separates it further."""
+    """Return the `cache_salt` of an owner's requests. own: the request's own salt, added to the owner's."""
     return f"{_digest(owner)}.{_digest(own)}" if own else _digest(owner)
 
 

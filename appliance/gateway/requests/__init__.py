@@ -1,5 +1,4 @@
-"""Checks the bodies of requests, rewrites them into the form that engines read, and follows the answers: the text to
-continue, the copy to store.
+"""Checks request bodies, rewrites them for engines, and tracks answers so that they can be continued and stored.
 
 Never: Opens a socket, reads a clock or holds state.
 Begin with request_check.py, then normalize.py.

@@ -1,14 +1,13 @@
-"""Follows the answer of one request: its usage, its stored form, and its continuation after an engine's death. Pure:
-events of an engine in, events of the client out.
+"""Tracks the answer to one request: its usage, its stored form, and its continuation after an engine dies. Pure: takes
+an engine's events, returns the client's events.
 
-Engines know no store and no earlier response: `store` and `previous_response_id` are set here.
+Engines do not store responses, so `store` and `previous_response_id` are set here.
 
-Greedy decoding is a function of the tokens so far, so an engine that gets prompt and emitted tokens continues with the
-tokens that the dead one would have generated. The gateway requests token ids from the engine and removes them from the
-client's stream. Sampled streams cannot be continued (the sampler's state died with the engine), nor those whose next
-token depends on more than the tokens: grammars, tools, stop strings half matched, counts of emitted tokens. Nor can a
-chat before the first text of its answer: the rest is requested as a completion, whose text would bring a thought, and
-the mark of its end, as the answer."""
+Greedy decoding depends only on the tokens so far, so another engine that gets the prompt and the emitted tokens
+generates the same next tokens. The gateway requests token ids and removes them from the client's stream. Sampled
+streams cannot be continued, because the sampler's state is lost, nor can streams whose next token depends on more than
+the tokens: grammars, tools, partly matched stop strings, counts of emitted tokens. Nor can a chat before the first text
+of its answer: its rest is requested as a completion, which would return reasoning as the answer."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import orjson
 CHAT, COMPLETIONS = "chat.completions", "completions"
 RESUME_PATH = b"/v1/completions"
 
-# Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
+# JSON strings escape quotes, so these patterns match only the engine's own fields, never text inside a string.
 USAGE: Final = b'"usage"'
 _USAGE: Final = re.compile(rb'"usage": ?\{')
 _COUNTS: Final = re.compile(
@@ -31,23 +30,23 @@ _NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
 
 class Tokens:
     """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
-    last. cached: tokens of the prompt that a cache of prefixes had."""
+    last. cached: prompt tokens found in the prefix cache."""
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
 
     def read(self, body: bytes) -> None:
-        """Take the usage from a piece of an answer, if it holds one."""
+        """Read the usage from a piece of an answer, if it contains usage."""
         starts = list(_USAGE.finditer(body))
         if not starts:
             return
         counts: dict[bytes, int] = {}
         for name, digits in _COUNTS.findall(body, starts[-1].end()):
-            counts.setdefault(_NAMES.get(name, name), int(digits))  # the first of each is the engine's own
+            counts.setdefault(_NAMES.get(name, name), int(digits))  # only the first of each name is the engine's
         self.cached = counts.get(b"cached", self.cached)
         if b"prompt" in counts:
-            # Anthropic's `input_tokens` are those that no cache had.
+            # Anthropic's `input_tokens` leave out cached tokens.
             self.prompt = sum(counts.get(name, 0) for name in (b"prompt", b"cache_read_input", b"cache_creation_input"))
         self.completion = counts.get(b"completion", self.completion)
 
@@ -55,26 +54,26 @@ class Tokens:
 # -- stored answers
 
 _FINAL: Final = frozenset({b"completed", b"incomplete", b"failed"})
-# Events `response.…` with the whole object.
+# Names of `response.…` events that carry the whole response object.
 _WHOLE: Final = _FINAL | {b"created", b"queued", b"in_progress"}
-# Fields of a chat request that are stored with its messages, as in OpenAI's stored objects.
+# Fields of a chat request that are stored with its messages, like OpenAI's stored objects.
 OPTIONS: Final = tuple(
     "tools tool_choice parallel_tool_calls response_format temperature top_p presence_penalty frequency_penalty "
     "seed".split()
 )
 _REQUEST: Final = ("messages", "metadata", *OPTIONS, "user", "service_tier")
 _ENVELOPE: Final = ("id", "created", "model", "system_fingerprint", "service_tier", "usage", "choices")
-# Texts of a delta that come in pieces; others are whole.
+# Text fields of a delta that arrive in pieces; other fields arrive whole.
 _IN_PIECES: Final = frozenset({"content", "reasoning", "reasoning_content", "refusal", "arguments"})
 
 
 class Transcript:
-    """One response.
+    """One response of /v1/responses.
 
-    input: its own `input` as JSON. previous_id: the response it continues, empty without one. stores: whether a copy
-    goes to the controller, `store` in the object. final: the object that the client got, empty until then. usage: the
-    part of it that has the usage; events before the last repeat the request, whose tools' schemas may say anything.
-    held: bytes of events that it has gathered."""
+    input: its own `input` as JSON. previous_id: the response that it continues, empty without one. stores: whether a
+    copy goes to the controller, as `store` says. final: the object that the client got, empty until then. usage: the
+    usage of the final object; earlier events repeat the request, whose tool schemas may contain usage-like text.
+    held: bytes of gathered events."""
 
     final: bytes = b""
     usage: bytes = b""
@@ -85,7 +84,7 @@ class Transcript:
         self.stores, self.background = stores, background
 
     def whole(self, body: bytes) -> bytes:
-        """A plain answer, as the client gets it."""
+        """Rewrite a non-streamed answer for the client."""
         answer = object_in(body, "response")
         if answer is None:
             self.stores = False
@@ -94,19 +93,19 @@ class Transcript:
         return self.final
 
     def event(self, event: bytes) -> bytes:
-        """An event, as the client gets it."""
+        """Rewrite an event for the client."""
         head, _, text = event.partition(b"\ndata: ")
         kind = head.removeprefix(b"event: response.")
         data = object_in(text) if kind in _WHOLE else None
         if data is None or not isinstance(data.get("response"), dict):
             return event
-        if kind == b"completed" and data["response"].get("status") == "incomplete":  # engines end all streams alike
+        if kind == b"completed" and data["response"].get("status") == "incomplete":  # engines send `completed` for both
             kind, data["type"] = b"incomplete", "response.incomplete"
         self._describe(data["response"], is_final=kind in _FINAL)
         return b"event: response.%b\ndata: %b" % (kind, orjson.dumps(data))
 
     def copy(self, key_id: str) -> bytes:
-        """Return the body for the controller: {"key", "previous", "input", "response"}."""
+        """Return the copy for the controller: {"key", "previous", "input", "response"}."""
         parts = {"key": key_id, "previous": self.previous_id or None}
         bodies = {"input": orjson.Fragment(self.input), "response": orjson.Fragment(self.final)}
         return orjson.dumps(parts | bodies)
@@ -119,7 +118,7 @@ class Transcript:
 
 
 class CompletionTranscript(Transcript):
-    """One chat completion, of a stream put together from its events. request: its checked body."""
+    """One chat completion; a stream is assembled from its events. request: its checked body."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         super().__init__(orjson.dumps({name: request[name] for name in _REQUEST if request.get(name) is not None}))
@@ -146,7 +145,7 @@ class CompletionTranscript(Transcript):
 
 
 def _merge(whole: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Add a piece of a streamed object to its earlier pieces. Choices and calls have an index, other values grow."""
+    """Merge a piece of a streamed object into the earlier pieces; choices and tool calls are matched by their index."""
     for name, value in piece.items():
         known = whole.setdefault(name, None)
         if value is None or (value == "" and known is not None):
@@ -167,7 +166,7 @@ def _merge(whole: dict[str, Any], piece: dict[str, Any]) -> None:
 
 
 def object_in(body: bytes, kind: str = "") -> dict[str, Any] | None:
-    """Return the JSON object in a body, None where there is none. kind: the value its `object` must have."""
+    """Parse a JSON object; None if the body is not one. kind: required value of its `object` field."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -176,7 +175,7 @@ def object_in(body: bytes, kind: str = "") -> dict[str, Any] | None:
 
 
 def token_count(body: bytes) -> bytes:
-    """Turn an engine's token ids into the answer to a request that only counts its input."""
+    """Turn an engine's token ids into the answer to a request that only counts tokens."""
     ids = (object_in(body) or {}).get("token_ids")
     count = {"object": "response.input_tokens", "input_tokens": len(ids or ())}
     return body if ids is None else orjson.dumps(count)
@@ -184,18 +183,18 @@ def token_count(body: bytes) -> bytes:
 
 # -- continued streams
 
-# Fields that a continuable request may have. The continuation repeats the first set; the second changes no token.
+# Fields that a continuable request may have. The continuation repeats the first set; the second does not affect tokens.
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
 _NEUTRAL = frozenset(
     "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
     "safety_identifier prompt_cache_key chat_template_kwargs cache_salt".split()
 )
-# An engine's own fields, as above, which never come first in their object: the comma before one goes with it.
+# An engine's own fields (quotes as above). They never come first in their object, so each is removed with its comma.
 _TOKEN_IDS = re.compile(rb',"(?:prompt_token_ids|token_ids)":\[[0-9, ]*\]')
 
 
 def continuation_of(route: str, data: dict[str, Any]) -> Continuation | None:
-    """The continuation of a checked request body, None for one that cannot be continued."""
+    """Return a continuation for a checked request body, None if it cannot be continued."""
     fields = {name: value for name, value in data.items() if value is not None}
     if fields.get("temperature") != 0 or not fields.get("stream") or route not in (CHAT, COMPLETIONS):
         return None
@@ -205,13 +204,13 @@ def continuation_of(route: str, data: dict[str, Any]) -> Continuation | None:
         return None
     if fields.get("stream_options", {}).get("continuous_usage_stats"):
         return None
-    default = 16 if route == COMPLETIONS else None  # the API's own
+    default = 16 if route == COMPLETIONS else None  # the API's default
     limit = fields.get("max_completion_tokens", fields.get("max_tokens", default))
     return Continuation(route, {name: fields[name] for name in _SAMPLING & fields.keys()}, limit)
 
 
 class Continuation:
-    """One greedy stream. `event` gets every event of its body; after the engine's death `resume_body`, then `event`
+    """One greedy stream. Pass every event to `event`; after the engine's death call `resume_body`, then `event`
     again."""
 
     def __init__(self, route: str, sampling: dict[str, Any], max_tokens: int | None) -> None:
@@ -220,16 +219,16 @@ class Continuation:
         self._max_tokens = max_tokens
         self._prompt: list[int] = []
         self._tokens: list[int] = []
-        self._unseen = 0  # the last of these, whose text the client has not got: the first bytes of a character
+        self._unseen = 0  # number of last tokens whose text is not sent yet, such as the first bytes of a character
         self._envelope: dict[str, Any] = {}
         self._resumed = self._finished = False
-        self._answers = route != CHAT  # the text that the client saw last is of the answer, not of a thought
+        self._answers = route != CHAT  # the last text that the client got belongs to the answer, not to reasoning
 
     def resume_body(self, max_model_len: int | None) -> bytes | None:
-        """The request for the rest, for RESUME_PATH; None where it cannot be asked for, or only an ending is missing.
+        """Return the request to RESUME_PATH for the rest; None if it is not continuable or has all its tokens.
 
-        max_model_len: the model's context in tokens, which bounds a chat without a token limit."""
-        # An engine that starts in the middle of a character could not send its first bytes.
+        max_model_len: the model's context in tokens, the limit of a chat without a token limit."""
+        # An engine that starts in the middle of a character could not send the character's first bytes.
         del self._tokens[len(self._tokens) - self._unseen :]
         self._unseen = 0
         room = (max_model_len or 0) - len(self._prompt) if self._max_tokens is None else self._max_tokens
@@ -248,7 +247,7 @@ class Continuation:
         )
 
     def event(self, event: bytes) -> bytes:
-        """An event as the client gets it, empty for none; of the continuing request with the form and id of the
+        """Rewrite an event for the client, empty to drop it. Events of the continuation get the form and id of the
         original stream."""
         if not event.startswith(b"data: {"):
             return event
@@ -268,7 +267,7 @@ class Continuation:
         if not data.get("usage"):
             return b""
         prompt, emitted = len(self._prompt), len(self._tokens)
-        # In an engine's order of fields. Nobody knows what the dead one had in its cache.
+        # In an engine's order of fields. The dead engine's number of cached tokens is unknown.
         counts = {"prompt_tokens": prompt, "total_tokens": prompt + emitted, "completion_tokens": emitted}
         usage = {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
         return b"data: %b" % orjson.dumps({**self._envelope, "choices": [], "usage": usage})

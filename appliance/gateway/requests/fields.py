@@ -1,8 +1,8 @@
-"""The fields that inference requests may have, by route: type and bounds of each, declared once. Pure.
+"""The fields that inference requests may have, with type and bounds, by route. Pure.
 
-An allowlist: engines ignore unknown fields silently, OpenAI refuses them, and so does this gateway. Nulls are left out
-before; forms that only clients know (`GUIDED`, `functions`) are rewritten by normalize.py. Tests compare with
-vLLM's request models and with OpenAI's SDK."""
+This is an allowlist: engines silently ignore unknown fields, OpenAI and this gateway refuse them. Nulls are removed
+before the check; normalize.py later rewrites fields that engines do not know (`GUIDED`, `functions`). Tests compare
+the fields with vLLM's request models and with OpenAI's SDK."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from msgspec import Meta, Struct, ValidationError, convert, defstruct
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 
-_MESSAGES: Final = 2048  # of one conversation, and as many parts
+_MESSAGES: Final = 2048  # most messages of a conversation, and most parts of a message
 _MAX_TOKENS: Final = 1 << 20
 _INT64: Final = (1 << 63) - 1
 
 
 def _in(kind: Any, low: float, high: float) -> Any:
-    """A number in these bounds."""
+    """The type of a number within these bounds."""
     return Annotated[kind, Meta(ge=low, le=high)]
 
 
 def _upto(kind: Any, most: int, least: int = 0) -> Any:
-    """A text, list or object of this length."""
+    """The type of a text, list or object with `least` to `most` items."""
     return Annotated[kind, Meta(min_length=least, max_length=most)]
 
 
@@ -35,14 +35,14 @@ def _array(item: Any, most: int, least: int = 0) -> Any:
 
 
 class _Part(Struct):
-    """Where an engine finds another value it compares it with each of its types, and lists all that do not fit."""
+    """A content part. Checked here, because an engine's error would list every type that did not match."""
 
     type: str
 
 
 _CONTENT: Final = str | _array(_Part, _MESSAGES)
 _CHAT_CONTENT: Final = str | _array(_Part | list[_Part], _MESSAGES)
-# By role: type and default of a message's content.
+# Role -> type and default of the message's content.
 _CONTENTS: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("system", "developer", "user"), (_CHAT_CONTENT,)),
     **{"assistant": (_CHAT_CONTENT | None, None), "tool": (Any, None), "function": (Any, None)},
@@ -81,16 +81,16 @@ _TYPES: Final[dict[str, Any]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), _in(float, -2, 2)),
     "repetition_penalty": _in(float, 0, 10),
     "length_penalty": _in(float, -10, 10),
-    "seed": _in(int, -_INT64 - 1, _INT64 - 64),  # further answers have the seeds after it
+    "seed": _in(int, -_INT64 - 1, _INT64 - 64),  # further answers use the next seeds
     "priority": _in(int, 0, 0),
     **dict.fromkeys(("top_logprobs", "prompt_logprobs"), _in(int, 0, 20)),
     "logprob_token_ids": _array(Any, 20),
     "logit_bias": _upto(dict[str, Any], 1024),
     "allowed_token_ids": _array(Any, 1024),
-    "stop": _upto(str, 256) | _array(_upto(str, 256), 4),  # as many as OpenAI takes
+    "stop": _upto(str, 256) | _array(_upto(str, 256), 4),  # OpenAI's limit
     "stop_sequences": _array(_upto(str, 256), 4),
     "stop_token_ids": _array(Any, 64),
-    "bad_words": _array(_upto(str, 256), 64),  # an engine searches every sequence for each at every step
+    "bad_words": _array(_upto(str, 256), 64),  # limited, because an engine searches for each at every step
     "suffix": _upto(str, 0),
     "messages": _array(_MESSAGE, _MESSAGES, 1),
     **dict.fromkeys(("tools", "functions"), _array(dict[str, Any], 128)),
@@ -102,7 +102,7 @@ _TYPES: Final[dict[str, Any]] = {
     "cache_salt": _upto(str, 256, 1),
     "chat_template_kwargs": _upto(dict[str, _VARIABLE], 64),  # type: ignore[valid-type]
     "encoding_format": Literal["float", "base64"],
-    "padding": Literal["do_not_pad"],  # otherwise an input of one letter would become a whole context of work
+    "padding": Literal["do_not_pad"],  # other values would pad a one-letter input to the whole context
 }
 
 _OPENAI: Final = (
@@ -130,7 +130,7 @@ _COUNTED: Final = """
 
 
 def _fields(names: str, **types: Any) -> dict[str, Any]:
-    """Field -> type. types: those that are other ones on this route."""
+    """Map fields to types. types: types that differ on this route."""
     return {name: types.get(name, _TYPES.get(name, Any)) for name in names.split()}
 
 
@@ -147,7 +147,7 @@ FIELDS: Final[dict[str, dict[str, Any]]] = {
         parallel_tool_calls functions function_call reasoning_effort include_reasoning add_generation_prompt
         continue_final_message documents audio modalities prediction verbosity web_search_options"""
     ),
-    # 0 tokens beside `echo`.
+    # 0 tokens, for use with `echo`.
     "completions": _fields(
         f"{_TOKENWISE} prompt suffix", max_tokens=_in(int, 0, _MAX_TOKENS), logprobs=_in(int, 0, 20)
     ),
@@ -161,7 +161,7 @@ FIELDS: Final[dict[str, dict[str, Any]]] = {
         cache_salt stream padding encoding_format"""
     ),
 }
-# Field -> why it is refused on every route, unless it is false or 0, which ask for nothing.
+# Field -> why every route refuses it; false and 0 are allowed, because they request nothing.
 REFUSED: Final = {
     **dict.fromkeys(
         "kv_transfer_params ec_transfer_params vllm_xargs request_id session_id mm_payload return_mm_kwargs "
@@ -170,13 +170,13 @@ REFUSED: Final = {
         "it is not offered",
     ),
     "chat_template": "the model's own template is used",
-    "prompt_embeds": "only text and tokens are",
-    "previous_input_messages": "go on from a response with `previous_response_id`",
-    "mcp_servers": "this server fetches nothing",
-    "conversation": "it keeps no conversations: go on from a response with `previous_response_id`",
+    "prompt_embeds": "only text and tokens are accepted",
+    "previous_input_messages": "continue a response with `previous_response_id`",
+    "mcp_servers": "this server does not connect to other servers",
+    "conversation": "it does not store conversations: continue a response with `previous_response_id`",
 }
-# Arguments of the function that renders, which an engine takes from `chat_template_kwargs`: with `tokenize`, `padding`
-# and `max_length` 200 bytes become a whole context of work.
+# Arguments of the render function that engines read from `chat_template_kwargs`: with `tokenize`, `padding` and
+# `max_length`, 200 bytes would be padded to a whole context.
 _NO_VARIABLES: Final = frozenset(
     "chat_template max_length padding return_dict return_tensors tokenize tokenizer_kwargs truncation".split()
 )
@@ -198,7 +198,7 @@ _PROMPTS: Final = {int: _TOKENS, str: _array(str, 2048), list: _array(_TOKENS, 2
 
 
 def check_fields(route: str, data: dict[str, Any]) -> None:
-    """Raises HttpError 400 naming the first field that is unknown, refused, of another type or out of bounds."""
+    """Raise HttpError 400 for the first field that is unknown, refused, of another type or out of bounds."""
     if refusable := REFUSED.keys() & data.keys():
         for name in refusable:
             if data[name] is not False and data[name] != 0:
@@ -209,11 +209,11 @@ def check_fields(route: str, data: dict[str, Any]) -> None:
     except ValidationError as error:
         raise _refusal(str(error), data) from None
     for name in _NO_VARIABLES.intersection(data.get("chat_template_kwargs", ())):
-        raise refused(f"chat_template_kwargs.{name}", "only variables of the model's own template are")
+        raise refused(f"chat_template_kwargs.{name}", "only variables of the model's own template are accepted")
 
 
 def prompts_in(name: str, value: Any) -> int:
-    """The number of prompts in `prompt` or `input`: a text, texts, tokens, or lists of tokens. Raises HttpError 400."""
+    """Count the prompts in `prompt` or `input`: a text, texts, tokens, or lists of tokens. Raises HttpError 400."""
     first = value[0] if isinstance(value, list) and value else None
     try:
         convert(value, str if first is None else _PROMPTS.get(type(first), list[str]))
@@ -232,7 +232,7 @@ _PLACE: Final = re.compile(r"(.*?) - at `(?:key` in `)?\$\.?([a-z_]+[^`]*?)(?:\[
 
 
 def _refusal(message: str, data: dict[str, Any]) -> HttpError:
-    """message: msgspec's, such as "Expected `int` <= 64 - at `$.n`"."""
+    """Turn msgspec's message, such as "Expected `int` <= 64 - at `$.n`", into an HttpError 400."""
     if (top := _TOP.match(message)) and (missing := top[2]):
         text = f"Missing required parameter: '{missing}'."
         return errors.bad_request(text, param=missing, code="missing_required_parameter")

@@ -1,8 +1,8 @@
-"""A checked request in the form that engines read: tools, messages, items of /v1/responses, schemas. Pure.
+"""Rewrites a checked request for engines: tools, messages, items of /v1/responses, schemas. Pure.
 
-Clients send history without ids, thoughts that only OpenAI can read, and items of tools that only its server has. vLLM
-takes the first part of an earlier answer alone, refuses encrypted thoughts, and knows no other items: these are left
-out and named."""
+Clients send tool calls without ids, reasoning that only OpenAI can decrypt, and items of tools that only OpenAI's
+server runs. vLLM reads only the first part of an earlier answer, and refuses encrypted reasoning and unknown items. So
+parts are joined, and the others are left out and named in a header."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ Object = dict[str, Any]
 
 IGNORED_TOOLS: Final = b"x-appliance-ignored-tools"
 IGNORED_ITEMS: Final = b"x-appliance-ignored-items"
-# vLLM's older names, which its clients still send -> fields of `structured_outputs`.
+# vLLM's older field names, which clients still send -> fields of `structured_outputs`.
 GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
-# Values of `include` that engines do not know; they add to items that only OpenAI's own tools make.
+# Values of `include` that engines do not know; they concern only items of OpenAI's own tools.
 _INCLUDES: Final = ("web_search_call.results", "web_search_call.action.sources")
 _TEXTS: Final = frozenset({"output_text", "input_text", "text", "summary_text", "reasoning_text", "refusal"})
 _REFUSED: Final = {
     "item_reference": "send the item itself, or continue its response with `previous_response_id`",
-    "compaction_trigger": "no engine compacts; ask for a summary in a message",
+    "compaction_trigger": "engines cannot compact; request a summary in a message",
 }
-# Types of Anthropic's blocks that engines know.
+# Types of Anthropic's content blocks that engines know.
 _BLOCKS: Final = frozenset(
     "text image tool_use tool_result tool_reference thinking redacted_thinking tool_addition tool_removal".split()
 )
 # Types of tools that engines take, by route.
 _OWN: Final = {"responses": ("function", "namespace", "custom"), "messages": (None, "custom")}
 _CHOICES: Final = ("auto", "any", "custom", "none", "tool", "function", "allowed_tools")
-# Parameters of a tool that takes none: a call of it is `{}`, and ends there.
+# Schema of a tool without parameters, whose only valid call is `{}`.
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def normalize(route: str, fields: Object) -> tuple[Object, list[tuple[bytes, bytes]]]:
-    """The request as engines read it, and headers of the answer, naming what is left out. fields: without nulls, its
-    fields checked. Raises HttpError 400."""
+    """Return the request for the engine, and response headers that name what is left out. fields: checked fields,
+    without nulls. Raises HttpError 400."""
     route = route.removesuffix(".input_tokens").removesuffix(".count_tokens")
     data, items = dict(fields), list[str]()
     try:
@@ -56,13 +56,13 @@ def normalize(route: str, fields: Object) -> tuple[Object, list[tuple[bytes, byt
             ]
     except legacy.LegacyRefused as error:
         raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
-    if data.get("top_p") == 0:  # greedy, which engines refuse in this form
+    if data.get("top_p") == 0:  # means greedy, but engines refuse a `top_p` of 0
         data["temperature"], data["top_p"] = 0, 1
-    if data.get("temperature") == 0 and data.get("n", 1) != 1:  # several greedy answers: the same
+    if data.get("temperature") == 0 and data.get("n", 1) != 1:  # refused by engines; top_k 1 is greedy too
         data["temperature"], data["top_k"] = 1, 1
     _set_format(data)
     if route == "responses":
-        data.pop("client_metadata", None)  # Codex's own notes
+        data.pop("client_metadata", None)  # Codex sends it
         if isinstance(data.get("input"), list):
             data["input"] = normalize_items(data["input"], items)
         if "include" in data:
@@ -71,13 +71,13 @@ def normalize(route: str, fields: Object) -> tuple[Object, list[tuple[bytes, byt
 
 
 def _header(name: bytes, left_out: list[str]) -> list[tuple[bytes, bytes]]:
-    """The header that names these, each once, in ASCII, and a few; none without any."""
+    """Build the header with at most 16 distinct names in ASCII; no header without names."""
     plain = dict.fromkeys(re.sub(r"[^A-Za-z0-9._:-]", "_", text[:80]) for text in left_out)
     return [(name, ", ".join([*plain][:16]).encode())] if plain else []
 
 
 def _set_format(data: Object) -> None:
-    """One schema in the place where engines look for it, whatever field the client put it into."""
+    """Move a schema into the field where engines expect it, from whatever field the client used."""
     for older, newer in GUIDED.items():
         if older in data:
             data["structured_outputs"] = {newer: data.pop(older), **data.get("structured_outputs", {})}
@@ -90,8 +90,8 @@ def _set_format(data: Object) -> None:
 
 
 def _format(requested: Object) -> Object:
-    """A format with its schema beside its type, as /v1/responses has it, wherever the client put the schema; the
-    argument itself where there is none."""
+    """Return a format with its schema in the field `schema`, as in /v1/responses, wherever the client put it; the
+    argument itself if it has no schema."""
     inner = _object(requested.get("json_schema"))
     schema = requested.get("schema") or inner.get("schema") or ({} if "name" in inner else inner)
     if requested.get("type") not in ("json_object", "json_schema") or not isinstance(schema, dict) or not schema:
@@ -101,20 +101,20 @@ def _format(requested: Object) -> Object:
     return result | {key: value for key, value in labels.items() if value is not None}
 
 
-# -- tools: those that only their maker's own server runs are left out, where functions remain
+# -- tools: those that only their vendor's server runs are left out if functions remain
 
 
 def _set_tools(route: str, data: Object) -> list[str]:
-    """Rewrites `tools` and `tool_choice` of a body in place. Returns the names of tools that are left out. Raises
+    """Rewrite `tools` and `tool_choice` of a body in place. Returns the names of tools that are left out. Raises
     HttpError 400, LegacyRefused."""
     if data.get("functions") == []:
         data.pop("functions")
         data.pop("function_call", None)
     elif route == "chat.completions" and legacy.is_legacy(data):
-        data |= legacy.as_tools(data)  # `functions` stay: the answer is to have their form
+        data |= legacy.as_tools(data)  # `functions` stays, because the answer must have the older form too
     if "tools" not in data:
         return []
-    ignored: dict[str, Any] = {}  # label -> own name
+    ignored: dict[str, Any] = {}  # label -> tool name
     kept = _runnable(route, data["tools"], ignored)
     choice = data.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
@@ -127,7 +127,7 @@ def _set_tools(route: str, data: Object) -> list[str]:
     if kind == "allowed_tools" and isinstance(choice, dict):
         kept, kind = _allowed(kept, choice)
         data["tool_choice"] = kind
-    if not kept:  # so nothing can be chosen
+    if not kept:  # without tools there is nothing to choose
         del data["tools"]
         if kind in ("auto", "none"):
             del data["tool_choice"]
@@ -138,8 +138,8 @@ def _set_tools(route: str, data: Object) -> list[str]:
 
 
 def _enforced(route: str, tool: Object) -> Object:
-    """The tool with its schema enforced, as engines do for `strict` tools alone: a small model that had to call
-    `get_weather(city)` wrote schemas."""
+    """Mark a tool `strict`, because engines enforce only strict schemas: a small model that had to call
+    `get_weather(city)` wrote a schema instead of arguments."""
     if isinstance(tool.get("function"), dict):
         return {**tool, "function": {**tool["function"], "strict": True}}
     if tool.get("type") == "namespace":
@@ -148,7 +148,7 @@ def _enforced(route: str, tool: Object) -> Object:
 
 
 def _runnable(route: str, tools: list[Object], ignored: dict[str, Any], space: str = "") -> list[Object]:
-    """The tools that an engine gets. ignored: gets the others. space: the namespace that they are in."""
+    """Return the tools that an engine can run, and add the others to `ignored`. space: namespace of the tools."""
     own = ("function",) if space else _OWN.get(route, (None, "function"))
     kept: list[Object] = []
     for tool in tools:
@@ -169,7 +169,7 @@ def _runnable(route: str, tools: list[Object], ignored: dict[str, Any], space: s
 
 
 def _with_parameters(name: str, tool: Object) -> Object:
-    """The tool with a schema that takes nothing, if it has none or its own says nothing else. name: of its field."""
+    """Give a tool without a schema, or with an empty one, the schema of no parameters. name: the schema's field."""
     schema = tool.get(name) or {}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         return tool
@@ -178,7 +178,7 @@ def _with_parameters(name: str, tool: Object) -> Object:
 
 
 def _allowed(tools: list[Object], choice: Object) -> tuple[list[Object], str]:
-    """The allowed ones of the tools, which the model gets alone, and the mode. Raises HttpError 400 where none is."""
+    """Return the tools that `choice` allows, and its mode. Raises HttpError 400 if it allows none."""
     inner = _object(choice.get("allowed_tools", choice))
     names = [_own_name(tool) for tool in _objects(inner.get("tools"))]
     kept, mode = [tool for tool in tools if _own_name(tool) in names], inner.get("mode", "auto")
@@ -202,14 +202,14 @@ def _own_name(tool: Object) -> Any:
 
 
 def _label(tool: Object) -> str:
-    """Its type, with its own name where it has one: `custom:apply_patch`."""
+    """Return a tool's type, with its name if it has one: `custom:apply_patch`."""
     kind, own = str(tool.get("type"))[:64], _own_name(tool)
     return f"{kind}:{own[:64]}" if isinstance(own, str) and own != kind else kind
 
 
 def _cannot_run(param: str, asks: str, name: str) -> HttpError:
     text = (
-        f"{asks} the tool '{name[:64]}', which only its maker's own server runs. This server calls functions that your "
+        f"{asks} the tool '{name[:64]}', which only its vendor's server runs. This server calls functions that your "
         "program runs: turn this tool off in your client's settings, or add a function."
     )
     return errors.bad_request(text, param=param, code="unsupported_tool")
@@ -219,9 +219,9 @@ def _cannot_run(param: str, asks: str, name: str) -> HttpError:
 
 
 def _chat_messages(messages: list[Object]) -> list[Object]:
-    """Raises LegacyRefused for a message that has the older and the newer form of a call."""
+    """Rewrite chat messages. Raises LegacyRefused for a message with both the older and the newer form of a call."""
     normalized: list[Object] = []
-    unnamed: list[str] = []  # ids of calls that came without, as their results do
+    unnamed: list[str] = []  # generated ids, for calls and results without ids
     for place, message in enumerate(messages):
         message = legacy.with_tool_call(place, message)
         if calls := message.get("tool_calls"):
@@ -229,7 +229,7 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
             unnamed = [*ids.values()]
             named_calls = []
             for at, call in enumerate(calls):
-                if custom := _object(call.get("custom")):  # an engine knows calls of functions alone
+                if custom := _object(call.get("custom")):  # engines know only function calls
                     arguments = orjson.dumps({"input": custom.get("input")}).decode()
                     call = {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
                 named_calls.append({**call, "id": ids.get(at) or calls[at]["id"]})
@@ -238,7 +238,7 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
             message = {**message, "content": _result_as_text(message.get("content"))}
             if unnamed and not message.get("tool_call_id"):
                 message["tool_call_id"] = unnamed.pop(0)
-        elif isinstance(parts := message.get("content"), list):  # some of which may be lists
+        elif isinstance(parts := message.get("content"), list):  # lists within it are flattened
             flat = chain.from_iterable(part if isinstance(part, list) else [part] for part in parts)
             message = {**message, "content": [*flat]}
         normalized.append(message)
@@ -246,7 +246,7 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
 
 
 def _result_as_text(content: Any) -> Any:
-    """A tool's result that is data, not a text or parts of a message, as its JSON."""
+    """Return a tool result as JSON text, unless it is text or message parts."""
     parts = content if isinstance(content, list) else [None]
     if isinstance(content, str) or all(isinstance(p, dict) and isinstance(p.get("type"), str) for p in parts):
         return content
@@ -254,8 +254,8 @@ def _result_as_text(content: Any) -> Any:
 
 
 def _blocks(blocks: str | list[Any], where: str, left_out: list[str]) -> Any:
-    """A message's content, with documents and search results as texts, and without blocks of Anthropic's own tools.
-    left_out: gets their types. Raises HttpError 400 for a document that is not a text."""
+    """Turn documents and search results into text, and remove blocks of Anthropic's own tools. left_out: gets the types
+    of removed blocks. Raises HttpError 400 for a document that is not text."""
     if isinstance(blocks, str):
         return blocks
     normalized: list[Any] = []
@@ -273,14 +273,14 @@ def _blocks(blocks: str | list[Any], where: str, left_out: list[str]) -> Any:
 
 
 def _document(block: Object, where: str) -> str:
-    """The text of a document or a search result, under its title. Raises HttpError 400 for one that is not a text."""
+    """Return a document or search result as text, with its title. Raises HttpError 400 if it is not text."""
     source = block.get("source")
     content = block.get("content", source)
     if isinstance(content, dict):
         content = content.get("data") if content.get("type") == "text" else content.get("content")
     texts = [part.get("text") for part in _objects(content)] if isinstance(content, list) else [content]
     if not all(isinstance(text, str) for text in texts):
-        text = f"`{where}` is a document that is not a text, which this server does not read. Extract the text."
+        text = f"`{where}` is not a text document, and this server reads only text. Extract the text."
         raise errors.bad_request(text, param=where, code="unsupported_document")
     return "\n".join(
         filter(None, (block.get("title"), block.get("context"), source if isinstance(source, str) else "", *texts))
@@ -291,17 +291,17 @@ def _document(block: Object, where: str) -> str:
 
 
 def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
-    """The items that an engine gets. left_out: gets the types of those that it does not. Raises HttpError 400 for an
-    object that is not an item, and for a type that asks for what no engine does."""
+    """Return the items that an engine can read. left_out: gets the types of the other items. Raises HttpError 400 for
+    an object that is not an item, and for types that no engine supports."""
     kept: list[Object] = []
     for place, item in enumerate(items):
-        item = {name: value for name, value in item.items() if value is not None}  # objects dumped with their nulls
+        item = {name: value for name, value in item.items() if value is not None}  # some clients send nulls
         kind = item.get("type", "message")
-        if kind == "message" and "role" not in item:  # an engine would compare it with each of its thirty types
+        if kind == "message" and "role" not in item:  # an engine's error would list all thirty types
             text = f"Invalid type for `input[{place}]`: expected an object with a `role` or a `type`."
             raise errors.bad_request(text, param=f"input[{place}]", code="invalid_type")
         if kind in _REFUSED:
-            text = f"`input[{place}]` is of the type '{kind}', which this server does not have: {_REFUSED[kind]}."
+            text = f"`input[{place}]` has the type '{kind}', which this server does not support: {_REFUSED[kind]}."
             raise errors.bad_request(text, param=f"input[{place}]", code="unsupported_item")
         if kind == "message":
             kept.append(_message(item))
@@ -331,14 +331,14 @@ def _message(item: Object) -> Object:
 
 
 def _parts(content: Any) -> Any:
-    """Parts with every text as `input_text`, which is the only form that engines know, without further fields."""
+    """Turn every text part into a plain `input_text`, the only text type that engines know."""
     if not isinstance(content, list):
         return content
     return [part if (text := _text(part)) is None else {"type": "input_text", "text": text} for part in content]
 
 
 def _text(part: Any) -> str | None:
-    """None for a part that is not a text."""
+    """Return a part's text; None for a part without text."""
     if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part["type"] not in _TEXTS:
         return None
     text = part.get("refusal" if part["type"] == "refusal" else "text")

@@ -1,8 +1,8 @@
-"""Checks an inference body: takes bytes, returns the facts the gateway needs, or raises HttpError. Pure.
+"""Checks the body of an inference request and returns the facts that the gateway needs, or raises HttpError. Pure.
 
-orjson reads a body once and refuses NaN, infinities, lone surrogates and invalid UTF-8. fields.py has the fields,
-normalize.py makes of the body what engines read. Engines compile schemas within limits of their own
-(serve.vllm.grammars); here their size is bounded, and keywords that no engine enforces are refused.
+orjson parses a body once and refuses NaN, infinities, lone surrogates and invalid UTF-8. fields.py checks the fields,
+and normalize.py rewrites the body for engines. Engines limit the compilation of schemas (serve.vllm.grammars); here
+schemas are limited in size, and keywords that no engine enforces are refused.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
 from serve.core.keywords import counted, defined, nodes, unenforced
 
-_COMPLETION_TOKENS: Final = 256  # of a request that names no limit
+_COMPLETION_TOKENS: Final = 256  # assumed for a request without a token limit
 _PREFIX_CHARS: Final = 512
-_MOST_NESTED: Final = 1 << 16  # lists and objects in one body; 1,024 tools with fifty properties each have as many
-# Bounds of all forms of a request together. llguidance takes 0.5 s for so many bytes.
+_MOST_NESTED: Final = 1 << 16  # lists and objects in one body, enough for 1,024 tools with fifty properties each
+# Limits on all schemas and grammars of a request together. llguidance takes 0.5 s to compile this many bytes.
 _MOST: Final = (
     ("bytes of schemas, expressions and choices", lambda form: len(orjson.dumps(form)), 256 * 1024),
     ("items in all `minItems` and `maxItems`", counted, 10_000),
     ("definitions", defined, 256),
 )
-# Fields that have schemas, expressions or choices.
+# Fields that contain schemas, regular expressions or choices.
 _FORMS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
-_OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")  # reach more of an engine than answers need
-# Where a URL may be in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
+_OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")  # refused: they expose engine internals
+# Fields of a message that may contain a URL, in OpenAI's or vLLM's short form, or a replacement for a URL.
 _URLS: Final = frozenset("image_url video_url audio_url file_url image_embeds audio_embeds image_pil".split())
 _INLINE: Final = re.compile(r"data:(image|audio)/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
 _IMAGE_TOKENS: Final = 1_024
-_SOUND_CHARS: Final = 1_700  # of base64 per token: speech encoders make 25 tokens of a second, which is 32,000 bytes
+_SOUND_CHARS: Final = 1_700  # base64 characters per token: a second of speech is 32,000 bytes and 25 tokens
 
 
 @dataclass(kw_only=True)
 class Checked(Work):
-    """What a checked request asks for.
+    """A checked request.
 
-    data: the body as an engine reads it; ignored: headers that name what is left out of it. conversation: a hash that
-    all turns of a conversation share, and no two that differ in their first question."""
+    data: the body for the engine. ignored: headers that name what is left out. conversation: a hash of the first
+    question and the client's ids, so that all turns of a conversation share it."""
 
     model: str
     data: dict[str, Any]
@@ -63,15 +63,15 @@ class Checked(Work):
 def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
     """Check one inference request body (JSON text in bytes).
 
-    Raises HttpError 400 naming the parameter, what was given and what is expected.
+    Raises HttpError 400 with the parameter, the given value and the expected value.
     """
     return check_object(route, parsed_body(body, limits.json_depth), len(body), limits)
 
 
 def parsed_body(body: bytes, json_depth: int) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400."""
-    opened = body.count(b"[") + body.count(b"{")  # texts have some too
-    if opened > 16 * _MOST_NESTED:  # the whole box would wait for seconds while they are parsed
+    opened = body.count(b"[") + body.count(b"{")  # an upper bound: brackets inside texts count too
+    if opened > 16 * _MOST_NESTED:  # parsing them would block the gateway for seconds
         raise errors.bad_request("The request body has too many lists and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)
@@ -89,13 +89,13 @@ def parsed_body(body: bytes, json_depth: int) -> dict[str, Any]:
 
 
 def check_object(route: Route, body: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
-    """Check a body of this many bytes, as returned by `parsed_body`. Raises HttpError 400 like `check_body`."""
+    """Check a body of `body_bytes` that `parsed_body` returned. Raises HttpError 400 like `check_body`."""
     fields = {name: value for name, value in body.items() if value is not None}
     check_fields(route.name, fields)
     data, ignored = normalize(route.name, fields)
-    if _FORMS & data.keys() or route.engine_path.startswith(b"/v1/messages"):  # whose messages may define tools
+    if _FORMS & data.keys() or route.engine_path.startswith(b"/v1/messages"):  # Anthropic's messages may define tools
         check_structure(data, limits.json_depth)
-    prompts = {name: data.get(name) for name in (route.prompt, "messages")}  # embeddings may be of a conversation
+    prompts = {name: data.get(name) for name in (route.prompt, "messages")}  # embeddings accept `messages` too
     prompt = next(filter(None, prompts.values()), "")
     media_chars, media_tokens = media_in(prompts)
     several = not route.converses and (route.prompt in data or "messages" not in data)
@@ -109,18 +109,18 @@ def check_object(route: Route, body: dict[str, Any], body_bytes: int, limits: Li
     if route.name in (RESPONSES, INPUT_TOKENS):
         stores, background = route.name == RESPONSES and data.get("store", True), data.get("background", False)
         if background and not stores:
-            text = "`background` is true and `store` is false: such an answer can only be retrieved, so it is stored."
+            text = "`background` is true and `store` is false: a background response must be stored to be retrieved."
             raise errors.bad_request(text, param="background", code="invalid_value")
-        # As the client sent it: that is what it lists, and what a later turn is read from.
+        # Stored as the client sent it, because clients list it and later turns continue from it.
         input_json, previous_id = orjson.dumps(body["input"]), data.get("previous_response_id", "")
         transcript = Transcript(input_json, previous_id, stores=stores, background=background)
     elif route.name == CHAT and data.get("store"):
         transcript = CompletionTranscript(body)
-    stream = route.task != "embed" and data.get("stream", False)  # no engine streams embeddings
+    stream = route.task != "embed" and data.get("stream", False)  # engines do not stream embeddings
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)
     prompt_tokens = max(0, body_bytes - media_chars) // 4 + media_tokens
     opening = _opening(prompt)
-    # What the client calls the person or conversation that it serves.
+    # The client's ids of its user or conversation.
     named = [str(data[name]) for name in ("prompt_cache_key", "user", "safety_identifier") if name in data]
     return Checked(
         model=data["model"],
@@ -138,7 +138,7 @@ def check_object(route: Route, body: dict[str, Any], body_bytes: int, limits: Li
 
 
 def _opening(prompt: Any) -> list[str]:
-    """The texts of the messages up to the first question, which is the last of them."""
+    """Return the texts of the messages up to and including the first user message."""
     messages = prompt if isinstance(prompt, list) and prompt else [prompt]
     if not isinstance(messages[0], dict):
         return [_text(prompt if isinstance(prompt, str) else prompt[:_PREFIX_CHARS])]
@@ -147,7 +147,7 @@ def _opening(prompt: Any) -> list[str]:
 
 
 def _text(content: Any) -> str:
-    """All of a content, whether it is a text or parts, without the marks that clients move from turn to turn."""
+    """Return a content's text, without markers such as `cache_control` that clients move between turns."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -160,7 +160,7 @@ def _hash(*texts: str) -> int:
 
 
 def with_fields(body: bytes, **fields: Any) -> bytes:
-    """A JSON object with more fields; of equal names engines take the last."""
+    """Append fields to a JSON object; of duplicate names engines use the last."""
     return b"%b,%b" % (body[:-1], orjson.dumps(fields)[1:]) if fields else body
 
 
@@ -168,7 +168,7 @@ def with_fields(body: bytes, **fields: Any) -> bytes:
 
 
 def check_depth(root: Any, most: int, param: str | None = None) -> None:
-    """Raises HttpError 400. Without recursion, because a client chooses the depth."""
+    """Raise HttpError 400 for a body that is nested too deeply. Iterative, because clients choose the depth."""
     stack, containers = [(root, 1)], 0
     while stack:
         node, depth = stack.pop()
@@ -184,29 +184,29 @@ def check_depth(root: Any, most: int, param: str | None = None) -> None:
 
 
 def check_structure(data: dict[str, Any], json_depth: int) -> None:
-    """Raises HttpError 400 for structured output that engines do not enforce, or that is too large."""
+    """Raise HttpError 400 for structured output that engines do not enforce, or that is too large."""
     forms = list(_answer_forms(data, json_depth))
     for place, form in forms:
         if path := next(unenforced(form), ""):
-            text = f"`{place}.{path}`: this keyword is not enforced here. Take it out, and check answers yourself."
+            text = f"`{place}.{path}`: this keyword is not enforced here. Remove it, and check answers yourself."
             raise errors.bad_request(text, param=f"{place}.{path}", code="unsupported_schema_keyword")
-    # Tools that are to be held to their schema, wherever they are; one whose call is demanded is strict (normalize.py).
+    # Strict tools, wherever they are; normalize.py marks a tool strict if the request demands a call.
     tools = ((name, path, tool) for name in ("tools", "messages") for path, tool in nodes(data.get(name)))
     forms += [(f"{name}[{path.partition('.')[0]}]", tool) for name, path, tool in tools if tool.get("strict")]
     for unit, measure, most in _MOST:
         sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
-            text = f"Forms of this request have {sum(sizes)} {unit}, at most {most} are allowed. Ask for simpler ones."
+            text = f"Schemas of this request have {sum(sizes)} {unit}, at most {most} are allowed. Use simpler schemas."
             param = forms[sizes.index(max(sizes))][0].partition(".")[0]
             raise errors.bad_request(text, param=param, code="structure_too_complex")
 
 
 def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The forms of answers and their places in the request. Raises HttpError 400."""
+    """Yield the schemas of answers with their paths in the request. Raises HttpError 400."""
     for place in ("response_format", "text.format", "output_config.format", "structured_outputs"):
         field, _, inner = place.partition(".")
         form = data.get(field, {}).get(inner) if inner else data.get(field)
-        if not isinstance(form, dict):  # of which an engine says what it expects
+        if not isinstance(form, dict):  # the engine reports the type error
             continue
         for other in _OTHER_FORMS:
             if form.get("type") == other or form.get(other) is not None:
@@ -222,9 +222,9 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
 
 
 def media_in(prompts: Any) -> tuple[int, int]:
-    """Characters of base64 in messages, items or prompts, and tokens that a model makes of them. A file's size in bytes
-    says nothing of its tokens: vision models resize large images. Raises HttpError 400 for media that are not inline,
-    and for parts that name what an engine keeps of media."""
+    """Count base64 characters of media, and their estimated tokens. An image has a fixed estimate, because vision
+    models resize large images. Raises HttpError 400 for media that are not inline, and for references to media that an
+    engine cached."""
     chars, tokens = 0, 0
     stack = [prompts]
     while stack:
@@ -233,7 +233,7 @@ def media_in(prompts: Any) -> tuple[int, int]:
             for kind, data in _media(node):
                 chars += len(data)
                 tokens += _IMAGE_TOKENS if kind == "image" else len(data) // _SOUND_CHARS
-            if node.get("type") == "tool_use":  # whose arguments may have any names
+            if node.get("type") == "tool_use":  # its arguments may use any field names
                 continue
         values = node.values() if isinstance(node, dict) else node
         stack += [value for value in values if isinstance(value, (dict, list))]
@@ -241,7 +241,7 @@ def media_in(prompts: Any) -> tuple[int, int]:
 
 
 def _media(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Kind ("image", "audio") and base64 of the media in a part. Raises HttpError 400."""
+    """Yield the kind ("image", "audio") and base64 of the media in a part. Raises HttpError 400."""
     for name in _URLS & part.keys():
         url = part[name].get("url") if isinstance(part[name], dict) else part[name]
         inline = _INLINE.match(url) if isinstance(url, str) else None
@@ -252,15 +252,15 @@ def _media(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if part.get("type") == "url" and "url" in part:
         raise _remote("source.url")
     if "uuid" in part:
-        # vLLM keeps what it made of an image or a sound under this name, whoever's it was.
+        # vLLM caches media under this id for all clients, so an id could read another client's media.
         raise refused("uuid", "send the image or sound itself")
     data, media_type = part.get("data"), part.get("media_type")
     if isinstance(data, str) and isinstance(media_type, str) and media_type[:6] in ("image/", "audio/"):
-        yield media_type[:5], data  # Anthropic's source
+        yield media_type[:5], data  # a `source` of Anthropic's API
     elif isinstance(data, str) and isinstance(part.get("format"), str) and "type" not in part:
-        yield "audio", data  # OpenAI's input_audio
+        yield "audio", data  # an `input_audio` of OpenAI's API
 
 
 def _remote(param: str) -> HttpError:
-    text = f"`{param}`: only inline images and audio (data:image/…, data:audio/…) are accepted, nothing is fetched."
+    text = f"`{param}`: only inline images and audio (data:image/…, data:audio/…) are accepted, no URLs."
     return errors.bad_request(text, param=param, code="remote_media_refused")

@@ -1,8 +1,8 @@
-"""Answers every request, each in one coroutine, from the socket to the engine or the controller and back.
+"""Answers every request: authenticates it and relays it to an engine or the controller, in one coroutine each.
 
-A login of the page is a token of two halves. One is a cookie that no script reads; browsers send it to every port of a
-host, also with requests of other pages of that host. The page's own origin keeps the other and sends it in a header
-that a form, an image or a link cannot have. Only both together name a login, for requests of the page itself."""
+A login of the page is a token of two halves. The first is a cookie that scripts cannot read; browsers send it to every
+port of a host, even with requests of other pages on that host. The page stores the second for its origin and sends it
+in a header that forms, images and links cannot set. A request needs both, so only the page itself can use a login."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
 
-# A client's header, for work that gives way to people: `batch`.
+# A client's header; `batch` marks work that yields to interactive requests.
 CLASS: Final = b"x-appliance-class"
-# On the private socket, where the box itself asks: the id of the key it asks for, empty for none.
+# On the private socket: the id of the key for which the box sends the request, empty for none.
 KEY_ID: Final = b"x-appliance-key-id"
 PAGE_HEADER: Final = b"x-appliance-page"
 _JSON: Final = b"application/json"
@@ -45,7 +45,7 @@ _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
 class App:
-    """What uvicorn's connections call for each request."""
+    """The ASGI-like application that uvicorn's connections call for each request."""
 
     def __init__(self, state: State, controller: Controller) -> None:
         self._state, self._controller = state, controller
@@ -74,22 +74,22 @@ class App:
             except HttpError as error:
                 await exchange.fail(error)
             except Exception as failure:  # noqa: BLE001 - logged, and the client gets a 500
-                log.error("a request was not answered", exc_info=failure, extra=exchange.ids)
+                log.error("a request failed with an internal error", exc_info=failure, extra=exchange.ids)
                 await exchange.fail(HttpError(500, "The gateway failed.", code="internal_error"))
         except asyncio.CancelledError:
-            exchange.connection.transport.abort()  # the client is gone, or reads nothing while its error is sent
+            exchange.connection.transport.abort()  # the client is gone, or does not read its error
         finally:
             state.exchanges.discard(exchange)
             if not exchange.response_complete:
                 exchange.status = exchange.status or 499
                 state.metrics.events["client_disconnected"] += 1
             state.finished(exchange, time.monotonic())
-            exchange.checked = None  # which may be large, and an idle connection keeps its last exchange
+            exchange.checked = None  # frees memory: an idle connection keeps its last exchange
 
     # -- keys, logins and scopes
 
     def _admit(self, exchange: Exchange) -> None:
-        """Check everything that a request's head determines. Raises HttpError."""
+        """Check route, key, scopes and size of a request by its head alone. Raises HttpError."""
         state, headers = self._state, exchange.headers
         if exchange.method == b"HEAD":
             exchange.method, exchange.head_only = b"GET", True
@@ -111,7 +111,7 @@ class App:
             exchange.trace = trace
 
     def _caller(self, exchange: Exchange) -> Caller:
-        """Return the caller, by an id on the private socket, a key, or a login of the page. Raises HttpError 401."""
+        """Identify the caller: a key id on the private socket, a key, or a login of the page. Raises HttpError 401."""
         state, headers, now_s = self._state, exchange.headers, time.time()
         if state.generation < 0:
             raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
@@ -131,7 +131,7 @@ class App:
         state.metrics.events["bad_key"] += 1
         message = "Incorrect API key provided, or the key was revoked."
         if caller is not None and caller.expires_s is not None:
-            message = f"This API key expired at {minute(caller.expires_s)}. Ask whoever runs this box for another one."
+            message = f"This API key expired at {minute(caller.expires_s)}. Ask the administrator for a new key."
         raise HttpError(401, message, code="invalid_api_key")
 
     # -- routes
@@ -139,17 +139,17 @@ class App:
     async def _serve(self, exchange: Exchange) -> None:
         state, kind = self._state, exchange.route.kind
         if kind == "inference":
-            inference = await self._inference(exchange)  # a call, so that what only checking needs is freed by now
+            inference = await self._inference(exchange)  # a separate call, so that its local variables are freed
             if inference is not None:
                 await inference.answer()
-        elif kind in ("control", "login"):  # a client without a key may not hold a connection of the controller
+        elif kind in ("control", "login"):  # no slow client without a key may hold a connection to the controller
             login = b"".join([piece async for piece in exchange.pieces()]) if kind == "login" else None
             await self._controller.relay(exchange, login)
         elif kind == "metrics":
             controllers = await self._controller.metrics(exchange)
             current = [*state.metrics.registry.collect(), *gauges(state, bool(controllers))]
             collected: Any = SimpleNamespace(collect=lambda: current)
-            text = await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
+            text = await asyncio.to_thread(generate_latest, collected)  # takes up to 0.3 s
             await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), text + controllers)
         elif kind == "page":
             file = site().get(exchange.path, TO_THE_PAGE)
@@ -161,12 +161,12 @@ class App:
             await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(body))
 
     async def _inference(self, exchange: Exchange) -> Inference | None:
-        """Check a request, in order of cost: the key's limits, the body's JSON, the model, the fields, the requested
-        work. None: the controller has answered it."""
+        """Check an inference request, cheapest checks first: the key's limits, the JSON, the model, the fields, the
+        requested work. Returns None if the controller has answered it."""
         state, route = self._state, exchange.route
         pieces: list[bytes] = []
         while piece := await exchange.read():
-            state.take_body(exchange, len(piece))  # raises where bodies need too much memory
+            state.take_body(exchange, len(piece))  # raises if bodies need too much memory
             pieces.append(piece)
         body, exchange.received_s = b"".join(pieces), time.monotonic()
         caller, private = exchange.caller, exchange.connection.private
@@ -174,13 +174,13 @@ class App:
         data = parsed_body(body, state.limits.json_depth)
         name, in_training = data["model"], policy_of(data["model"]) is not None
         if private and in_training:
-            name = name.partition("@")[0]  # one row of the table has all its versions; the engine tells them apart
+            name = name.partition("@")[0]  # the table has one row for all its versions; the engine selects the version
         model = state.callable_model(name, caller, private)
         exchange.model = (model.trained_from if in_training else name).partition("@")[0]
         unfit = "" if model.task == route.task else f"does not support {route.name}"
         if route.converses and not model.chats:
             unfit = unfit or "has no chat template. Call /v1/completions, or deploy it with --chat-template"
-        if unfit:  # before an engine is started
+        if unfit:  # refused before it can start an engine
             raise HttpError(400, f"The model `{name}` {unfit}.", param="model", code="model_not_supported")
         checked = check_object(route, data, len(body), state.limits)
         transcript = checked.transcript
@@ -190,11 +190,11 @@ class App:
             if transcript.stores and self._controller.copies_bytes >= state.limits.response_copies_bytes:
                 transcript.stores = False
                 state.metrics.events["responses_not_stored"] += 1
-            state.take_body(exchange, len(transcript.input))  # the input is in memory twice until the answer arrives
+            state.take_body(exchange, len(transcript.input))  # a second copy of the input stays until the answer
             if transcript.previous_id and not background:
                 checked = await self._controller.with_previous(exchange, data, checked)
         exchange.extra += checked.ignored
-        if background:  # the controller stores it, and sends it here once more as its own work
+        if background:  # the controller stores it and later sends it as its own request
             await self._controller.relay(exchange, body)
             return None
         state.spending.opened(caller, exchange.use, checked.tokens, state.limits.owner_requests)
@@ -206,8 +206,8 @@ class App:
 
 
 def key_digest(headers: Headers) -> str:
-    """Return the SHA-256 of the request's key, as in the table; empty if it brings none, but the header of the page.
-    Raises HttpError 401 without either."""
+    """Return the SHA-256 of the request's key, as in the table; empty if it has only the page's header. Raises
+    HttpError 401 without both."""
     value, key = headers.get(b"authorization"), headers.get(b"x-api-key", b"")
     if value is not None:
         scheme, _, rest = value.partition(b" ")
@@ -221,7 +221,7 @@ def key_digest(headers: Headers) -> str:
 
 
 def login_digest(exchange: Exchange) -> str:
-    """Return the SHA-256 of the login's token, as in the table. Raises HttpError 401 without its cookie, 403 for a
+    """Return the SHA-256 of the login's token, as in the table. Raises HttpError 401 without the cookie, 403 for a
     request of another page."""
     check_same_origin(exchange)
     name, _, half = exchange.headers[PAGE_HEADER].partition(b".")
@@ -235,8 +235,8 @@ def login_digest(exchange: Exchange) -> str:
 def check_same_origin(exchange: Exchange) -> None:
     """Refuse a request of another page. Raises HttpError 403.
 
-    Browsers name a request's site (https://www.w3.org/TR/fetch-metadata/), but over plain HTTP only to this machine;
-    elsewhere the origin header names it, except for reads."""
+    Browsers send Sec-Fetch-Site (https://www.w3.org/TR/fetch-metadata/), over plain HTTP only to localhost. Otherwise
+    the Origin header decides, which browsers omit for reads."""
     headers = exchange.headers
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None:
@@ -246,12 +246,12 @@ def check_same_origin(exchange: Exchange) -> None:
     else:
         by_the_page = exchange.method == b"GET"
     if not by_the_page:
-        raise HttpError(403, "A login of the page is only for requests of the page itself.", code="cross_site_request")
+        raise HttpError(403, "A login of the page is only valid for the page itself.", code="cross_site_request")
 
 
 def cors_headers(exchange: Exchange, origins: Collection[str]) -> list[tuple[bytes, bytes]]:
-    """Headers by which a browser lets a page of these origins ask anything and read the answer, never with credentials
-    (cookies): a key says who asks, and a page must have been given one."""
+    """Headers that let pages of these origins call every route and read answers from a browser. Credentials (cookies)
+    stay excluded, so a page needs a key."""
     origin, every = exchange.headers.get(b"origin", b""), "*" in origins
     if not origin or not (every or origin.decode("latin-1") in origins):
         return [(b"vary", b"Origin")]
@@ -266,10 +266,10 @@ def cors_headers(exchange: Exchange, origins: Collection[str]) -> list[tuple[byt
 
 
 def check_head(exchange: Exchange, limits: Limits) -> None:
-    """Refuse a body that needs no reading for it. Raises HttpError 400, 413 or 415."""
+    """Refuse a body by its headers alone. Raises HttpError 400, 413 or 415."""
     headers, length, limit = exchange.headers, exchange.content_length, getattr(limits, exchange.route.body, 0)
     if (length or exchange.chunked) and exchange.method not in (b"POST", b"PUT", b"PATCH"):
-        # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.
+        # A server that does not read a body here would parse it as the next request.
         method = exchange.method.decode()
         text = f"A {method} request has no body here. Send it without one."
         raise HttpError(400, text, code="unexpected_body", close=exchange.chunked)

@@ -1,4 +1,4 @@
-"""Loads the endpoint's TLS certificate, takes up a renewed one from its files, and warns before it expires."""
+"""Loads the endpoint's TLS certificate, reloads it when its files change, and warns before it expires."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ WARN_BEFORE_S = 14 * 86400.0
 
 
 class Certificate:
-    """context: for listening. expires_s: Unix time, of the current certificate. fault: why the files' certificate is
-    not in use, "" if it is. Raises ConfigInvalid."""
+    """The endpoint's certificate. context: TLS context for listening. expires_s: its expiry in Unix time. fault: why
+    the files are not in use, "" if they are. Raises ConfigInvalid."""
 
     def __init__(self, cert_path: str, key_path: str) -> None:
         self._paths, self._seen, self.expires_s = (cert_path, key_path), [0], 0.0
@@ -30,12 +30,11 @@ class Certificate:
             )
 
     def reload_changed(self) -> None:
-        """Load the files if they have changed, but only a pair that fits: half of a renewal would end new
-        connections."""
+        """Load changed files, but only a matching pair: a half renewed pair would break new connections."""
         stamps = [os.stat(path).st_mtime_ns if os.path.exists(path) else 0 for path in self._paths]
         if stamps == self._seen:
             return
-        from cryptography import x509  # here, because it adds 0.1 s to a start, and most gateways have no certificate
+        from cryptography import x509  # here: it takes 0.1 s, and most gateways have no certificate
 
         self._seen, self.fault = stamps, ""
         try:
@@ -44,13 +43,13 @@ class Certificate:
                 context.load_cert_chain(*self._paths, password="")
             with open(self._paths[0], "rb") as file:
                 self.expires_s = x509.load_pem_x509_certificates(file.read())[0].not_valid_after_utc.timestamp()
-            log.info("the certificate in %s is in force, until %s", self._paths[0], minute(self.expires_s))
+            log.info("loaded the certificate in %s, valid until %s", self._paths[0], minute(self.expires_s))
         except (OSError, ValueError) as error:
             self.fault = f"{type(error).__name__}: {error}"
             log.error("the certificate in %s cannot be loaded: %s", self._paths[0], self.fault)
 
     def notes(self, now_s: float) -> list[str]:
-        """now_s: Unix time."""
+        """Return notes on failed reloads and on a close expiry. now_s: Unix time."""
         left_s, path, notes = self.expires_s - now_s, self._paths[0], []
         if self.fault:
             notes.append(f"the endpoint's new certificate in {path} cannot be loaded, the old one stays: {self.fault}")

@@ -1,7 +1,7 @@
-"""Passes requests to the controller and its answers back, and asks it what the gateway itself needs.
+"""Relays requests to the controller and its answers to clients, and sends the gateway's own requests to it.
 
-Bodies of any size stream in both directions, as fast as the slower side; only error answers are kept whole, to give
-them the API's shape."""
+Bodies of any size stream in both directions at the speed of the slower side; only error answers are buffered, to give
+them the API's format."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from appliance.gateway.server.state import State, read_up_to
 
 METRICS_WAIT_S: Final = 2.0
 RETRY_S: Final = 0.5
-# Copies that wait go together, up to so many bytes; those that the controller failed at are sent again so often.
+# Waiting copies are sent together up to TOGETHER_BYTES, and again at most MOST_FAILURES times after a 5xx.
 TOGETHER_BYTES: Final = 1 << 20
 MOST_FAILURES: Final = 3
 _POLL_S: Final = 0.05
-# Headers that pass in neither direction. Some servers treat `_` and `-` in header names as equal, so a client's
-# x_appliance_scopes must not pass either.
+# Headers that are not relayed in either direction. Some servers treat `_` and `-` in header names as equal, so a
+# client's x_appliance_scopes is dropped too.
 _OF_A_HOP: Final = rb"connection|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade|content-length|x-request-id"
 _OURS: Final = rb"x[-_]appliance[-_].*"
 _NOT_UPSTREAM: Final = re.compile(
@@ -43,27 +43,27 @@ log = logging.getLogger("appliance.gateway")
 
 
 class Controller:
-    """The way to the controller, and copies of answered responses and chat completions that go to its store. A client's
-    answer does not wait for its copy. While the controller is away copies wait here, up to `response_copies_bytes`; an
-    answer that begins after that is not stored, and its object says so. A copy that arrives twice is stored once."""
+    """Client of the controller, and queue of copies of responses and chat completions for its store. A client's answer
+    does not wait for its copy. While the controller is unreachable, copies wait here up to `response_copies_bytes`;
+    later answers are not stored and say so in their `store` field. The controller stores a repeated copy once."""
 
     def __init__(self, state: State) -> None:
         self._state, self._copies = state, asyncio.Queue[bytes]()
-        # Connections are used once: it may be closing one under a request that must not be sent twice.
+        # Connections are used once: the controller may close an idle one under a request that must not be sent twice.
         self.session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(state.config.controller_socket, limit=0, force_close=True),
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=state.limits.upstream_silence_s),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             cookie_jar=aiohttp.DummyCookieJar(),
-            # Asked to close, a server that refuses a body unread cuts off its own answer.
+            # With `Connection: close`, a server that refuses a body unread cuts off its own answer.
             headers={"Connection": "keep-alive"},
         )
         self.copies = self.copies_bytes = 0
         self._away = False
 
     async def relay(self, exchange: Exchange, body: bytes | None = None) -> None:
-        """Relay the controller's answer. body: the request's, if it was read already."""
+        """Relay a request to the controller and its answer back. body: the request's body, if already read."""
         state, wait_s = self._state, self._state.limits.controller_wait_s
         passing = _passing(exchange.headers, _NOT_UPSTREAM)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in passing]
@@ -91,7 +91,7 @@ class Controller:
             if b"content-length" in received and response.status not in (204, 304):
                 sent.append((b"content-length", received[b"content-length"]))
             await exchange.begin(response.status, sent)
-            if not exchange.head_only:  # of an endless stream the head alone may be asked for
+            if not exchange.head_only:  # HEAD on an endless stream must not wait for its body
                 async for piece in response.content.iter_any():
                     await exchange.write(piece)
             await exchange.finish()
@@ -105,9 +105,9 @@ class Controller:
         data: bytes | AsyncIterator[bytes] | None = None,
         wait_s: float = 0.0,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Raises HttpError 503 while the controller is away, 502 if it stops while it answers, 504 if it is silent.
+        """Send a request. Raises HttpError 503 if the controller is unreachable, 502 if it breaks off, 504 if silent.
 
-        wait_s: how long a request that was not sent, or is a GET, waits for a controller that restarts."""
+        wait_s: how long an unsent request, or a GET, waits for a controller that restarts."""
         state = self._state
         url = URL(f"http://appliance{target.decode('ascii', 'replace')}", encoded=True)
         options: Any = {"headers": headers, "data": data, "allow_redirects": False}
@@ -122,7 +122,7 @@ class Controller:
                 raise HttpError(504, "The controller did not answer in time.", code="timeout") from None
             except (aiohttp.ClientError, OSError) as error:
                 if isinstance(error.__cause__, HttpError):
-                    raise error.__cause__ from None  # the body broke off
+                    raise error.__cause__ from None  # the client's body failed
                 may_retry = not answered and (isinstance(error, aiohttp.ClientConnectorError) or method == b"GET")
                 if may_retry and time.monotonic() < until_s:
                     await asyncio.sleep(_POLL_S)
@@ -133,7 +133,7 @@ class Controller:
                 raise away from None
 
     async def metrics(self, exchange: Exchange) -> bytes:
-        """The controller's own series; empty while it does not answer."""
+        """Return the controller's metrics; empty if it does not answer."""
         try:
             headers = identity(exchange.request_id, self._state.token, exchange)
             async with asyncio.timeout(METRICS_WAIT_S), self._ask(b"GET", b"/admin/v1/metrics", headers) as response:
@@ -142,9 +142,9 @@ class Controller:
             return b""
 
     async def with_previous(self, exchange: Exchange, data: dict[str, Any], checked: Checked) -> Checked:
-        """Check a request with `previous_response_id` with the whole conversation as its input. Raises HttpError.
+        """Check a request with `previous_response_id` again, with the whole conversation as input. Raises HttpError.
 
-        data: its body, as it came."""
+        data: the client's body."""
         state, transcript, limits = self._state, checked.transcript, self._state.limits
         limit, headers = limits.inference_body_bytes, identity(exchange.request_id, state.token, exchange)
         assert transcript is not None
@@ -169,7 +169,7 @@ class Controller:
 
     @property
     def delivering(self) -> bool:
-        """Whether copies are left, and the controller was there at the last attempt."""
+        """Whether copies wait and the controller took the last ones."""
         return self.copies > 0 and not self._away
 
     def keep(self, copy: bytes) -> None:
@@ -178,7 +178,7 @@ class Controller:
         self._copies.put_nowait(copy)
 
     async def send_copies(self) -> None:
-        """Send copies until cancelled, those that wait together."""
+        """Send waiting copies until cancelled, several in one request."""
         while True:
             copies, failures = [await self._copies.get()], 0
             while not self._copies.empty() and sum(map(len, copies)) < TOGETHER_BYTES:
@@ -187,14 +187,14 @@ class Controller:
                 self._away, failures = True, failures + (status > 0)
                 await asyncio.sleep(RETRY_S)
             self._away = False
-            if status >= 300:  # another try would get the same answer
+            if status >= 300:  # a retry would get the same answer
                 log.error("%d answered responses are not stored: the controller answered %d", len(copies), status)
                 self._state.metrics.events["responses_not_stored"] += len(copies)
             self.copies -= len(copies)
             self.copies_bytes -= sum(map(len, copies))
 
     async def _store(self, copies: list[bytes]) -> int:
-        """The controller's status; 0 if it did not answer."""
+        """Send copies; return the controller's status, 0 if it did not answer."""
         headers = [("content-type", "application/json"), *identity(self._state.new_request_id(), self._state.token)]
         try:
             async with self._ask(b"POST", b"/internal/responses", headers, b"[%b]" % b",".join(copies)) as response:
@@ -204,10 +204,10 @@ class Controller:
 
 
 def identity(request_id: bytes, token: bytes, exchange: Exchange | None = None) -> list[tuple[str, str]]:
-    """Headers with the key of a request, and the proof that a gateway wrote them (controller.interfaces.principal).
+    """Headers with a request's key, and the token that authenticates the gateway (controller.interfaces.principal).
     exchange: None for requests of the gateway itself."""
     names = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway")]
-    if exchange is not None and exchange.route.kind != "login":  # all others name a key
+    if exchange is not None and exchange.route.kind != "login":  # logins have no key yet
         caller = exchange.caller
         names = [("x-appliance-key-id", caller.id), ("x-appliance-scopes", ",".join(sorted(caller.scopes)))]
         names += [("x-appliance-session", exchange.session)] if exchange.session else []
@@ -215,6 +215,6 @@ def identity(request_id: bytes, token: bytes, exchange: Exchange | None = None) 
 
 
 def _passing(headers: Headers, stops: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:
-    """Headers that neither match `stops` nor are named in the Connection header."""
+    """Return the headers that neither match `stops` nor are listed in the Connection header."""
     of_connection = {part.strip().lower() for part in headers.get(b"connection", b"").split(b",")}
     return [(name, value) for name, value in headers.items() if name not in of_connection and not stops.fullmatch(name)]

@@ -1,12 +1,12 @@
-"""One client's connection, and one request on it with its answer: the body as it comes, the answer as it goes.
+"""A client's connection, and the exchange of one request and its answer on it; both bodies are streamed.
 
-The connection extends uvicorn's: it bounds the size and the time of a head, refuses headers that two parsers could read
-differently, and answers refusals in the API's own shape.
+The connection extends uvicorn's: it limits the size and the time of a head, refuses headers that two parsers could read
+differently, and sends errors in the API's format.
 
-An error is OpenAI's object, and on `/v1/messages` and below Anthropic's (https://docs.anthropic.com/en/api/errors);
-503 is 529 `overloaded_error` there. In a stream: `data: {"error": …}` for chat and completions; for /v1/responses the
-event `error` (https://platform.openai.com/docs/api-reference/responses-streaming/error) with the object inside it as
-well, by which its SDK raises; Anthropic's event `error`."""
+An error is OpenAI's object; on `/v1/messages` and below it is Anthropic's (https://docs.anthropic.com/en/api/errors),
+with 529 `overloaded_error` for 503. In a stream it is `data: {"error": …}` for chat and completions, Anthropic's event
+`error` for messages, and for /v1/responses the event `error`, which also contains OpenAI's object for OpenAI's SDK
+(https://platform.openai.com/docs/api-reference/responses-streaming/error)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from appliance.gateway.requests.request_check import Checked
 Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
 
-# The rest of a refused request's body is taken, unread, for this long.
+# How long the rest of a refused request's body is received and dropped.
 LINGER_S: Final = 2.0
 # Engines send the same header (serve/vllm/answers.py).
 VERSION: Final = b"x-appliance-model-version"
@@ -46,26 +46,26 @@ _ANTHROPIC_TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# With two of them two parsers could disagree.
+# Headers that must not repeat, because two parsers could choose different values.
 _ONCE: Final = frozenset(b"host content-length transfer-encoding authorization content-type expect".split())
 _NO_USE: Final = KeyUse(OwnerUse())
 
 
 class Exchange:
     """One request and its answer. Times by the monotonic clock. target: path and query. head_only: the answer has no
-    body. session: the page's login, empty for a key. received_s: time of the head, for inference of the body; sent_s:
-    when an engine got it last. trace: W3C traceparent, empty without one; span: OpenTelemetry's, if exported.
+    body. session: id of the page's login, empty for a key. received_s: end of the head, for inference end of the body.
+    sent_s: last time of sending to an engine. trace: W3C traceparent, if any. span: OpenTelemetry's, if exported.
 
-    model: the requested name without its version, once known to exist. checked: the checked body, while the request
-    counts as open work for engines. ticket: while it is held; choice: its place on a replica. routed_model: the model's
-    or its canary's name, by which it was placed. replica: the current or last one; model_version: as the engine names
-    it. extra: further headers of its answer. tokens: its cost as the engine reported it.
+    model: the requested name without version, once the model is known to exist. checked: the checked body, while the
+    request counts as open. ticket: set while it is held. choice: its place on a replica. routed_model: the model or
+    canary on which it was placed. replica: the current or last replica. model_version: the version that the engine
+    reported. extra: further headers of the answer. tokens: usage that the engine reported.
 
-    head_sent: the status is out. sse: as a stream of events, which an error can join; stream_events: events relayed.
-    body_complete: all of the request's body was read. ended: the error that ended it from outside. broke_off: an error
-    followed its answer's head. For uvicorn it is the cycle of a request and its response: body: bytes that were not
-    read yet; more_body: more will come; message_event: set as more comes; keep_alive: the connection stays after it;
-    response_complete: its answer is out."""
+    head_sent: the answer's head was sent. sse: the answer is a stream of events, to which an error can be appended.
+    stream_events: relayed events. body_complete: the request's body was read. ended: the error with which `end`
+    cancelled it. broke_off: a server error followed the answer's head. The other fields are those of uvicorn's request
+    cycle: body: received, unread bytes; more_body: the body is not complete; message_event: set when more arrives;
+    keep_alive: the connection stays open; response_complete: the answer was sent."""
 
     route: Route = UNKNOWN
     caller: Caller = NOBODY
@@ -101,7 +101,7 @@ class Exchange:
 
     @property
     def ids(self) -> dict[str, str]:
-        """Fields for its log lines (runtime.logs)."""
+        """Fields for the request's log lines (runtime.logs)."""
         return {
             "request_id": self.request_id.decode(),
             "key_id": self.caller.id,
@@ -112,25 +112,25 @@ class Exchange:
         }
 
     def end(self, error: HttpError) -> None:
-        """Cancel its coroutine, which answers this error in the form that is still possible."""
+        """Cancel the request's coroutine, which then sends this error in whatever form is still possible."""
         if self.ended is None:
             self.ended = error
             self.task.cancel()
 
     async def read(self) -> bytes:
-        """The next piece of the body, empty at its end. Raises HttpError 413 and 408."""
+        """Return the next piece of the body, empty at its end. Raises HttpError 413 and 408."""
         if self.body_complete:
             return b""
         connection = self.connection
         if self._expects:
             self._expects = False
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self.more_body and not self.body:  # a small one has come with its head
+        if self.more_body and not self.body:  # a small body arrives with its head
             try:
                 async with asyncio.timeout(connection.state.limits.body_grace_s):
                     while self.more_body and not self.body and connection.refusal is None:
                         self.message_event.clear()
-                        connection.flow.resume_reading()  # uvicorn pauses after much of it
+                        connection.flow.resume_reading()  # uvicorn pauses reading when much of the body is unread
                         await self.message_event.wait()
             except TimeoutError:
                 text = "The request body came too slowly."
@@ -142,7 +142,7 @@ class Exchange:
         if self.body_bytes > (limit := getattr(connection.state.limits, self.route.body)):
             raise errors.body_too_large(limit)
         if self.body_complete and not connection.pipeline:
-            connection.flow.resume_reading()  # else a client that leaves is not seen
+            connection.flow.resume_reading()  # to notice when the client disconnects
         return data
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -152,13 +152,13 @@ class Exchange:
     # -- the answer
 
     async def begin(self, status: int, headers: Pairs, data: bytes = b"") -> None:
-        """Send the head with the first bytes of the body: each write is a packet that wakes its reader."""
+        """Send the head with the first bytes of the body in one write, because each write is a packet."""
         fields = [*headers, (b"x-request-id", self.request_id), *self.extra]
         if self.route.kind == "inference":
             fields += self.use.headers()
         if is_anthropic(self.path):
             fields.append((b"request-id", self.request_id))
-        self.keep_alive &= not self._expects  # its body may still come, or never
+        self.keep_alive &= not self._expects  # the client may or may not send its body now
         if not self.keep_alive:
             fields.append((b"connection", b"close"))
         self._chunked = all(name != b"content-length" for name, _ in headers) and status not in (204, 304)
@@ -168,7 +168,7 @@ class Exchange:
         self.head_sent, self.status = True, status
 
     async def events(self, data: bytes, version: bytes = b"") -> None:
-        """Send events, the first with the head. version: of the model, if an engine has answered."""
+        """Send events; the first call sends the head too. version: the model's, once an engine has answered."""
         if self.head_sent:
             return await self.write(data)
         headers = [(VERSION, version)] if version else []
@@ -195,12 +195,12 @@ class Exchange:
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
         length = (b"content-length", b"%d" % len(body))
         await self.begin(status, [(b"content-type", content_type), *headers, length], body)
-        await self._drained()  # the end waits for a client that reads slowly
+        await self._drained()  # do not close on a client that reads slowly
         await self.finish()
 
     async def fail(self, error: HttpError) -> None:
-        """Answer an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
-        connection, since nothing else shows that the body is not whole."""
+        """Send an error: as the whole answer, as an event of a stream, or, within a plain body, by aborting the
+        connection, because only that shows that the body is incomplete."""
         if self.response_complete:
             return
         self.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
@@ -209,7 +209,7 @@ class Exchange:
             await self.write(error_event(error, self, self.stream_events))
             await self.finish()
         elif self.head_sent:
-            self.connection.transport.abort()  # so that what was cut off cannot be taken for a whole answer
+            self.connection.transport.abort()  # a clean end would make the answer look complete
         else:
             status, body = _shaped(error, self)
             self.keep_alive &= not error.close and not self.more_body
@@ -226,7 +226,7 @@ class Exchange:
         self.connection.transport.write(data)
 
     async def _drained(self) -> None:
-        """Wait for a client that reads slowly; one that takes nothing for too long is left, which cancels this."""
+        """Wait for a client that reads slowly; after `write_stall_s` abort its connection, which cancels this."""
         if not self.connection.flow.write_paused:
             return
         loop, stall_s = self.connection.loop, self.connection.state.limits.write_stall_s
@@ -242,16 +242,16 @@ def _head(status: int, headers: Pairs) -> bytes:
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection. running: the exchange that is being answered, or was last; `cycle` is uvicorn's name for
-    the last one parsed. refusal: the error after which no more bytes are read. private: it came by the private socket.
-    state: the process's `State`, whose module imports this one."""
+    """One client's connection. running: the current or last answered exchange; `cycle`, uvicorn's name, is the last
+    parsed exchange. refusal: the error after which no more bytes are read. private: it uses the private socket. state:
+    the process's `State`, untyped because its module imports this one."""
 
     def __init__(self, config: Config, server_state: ServerState, state: Any, *, private: bool = False) -> None:
         super().__init__(config, server_state, {})
         self.state, self.private = state, private
         self.running: Exchange | None = None
         self.refusal: HttpError | None = None
-        self._awaits_since_s: float | None = time.monotonic()  # a head
+        self._awaits_since_s: float | None = time.monotonic()  # since when it waits for a head
         self._unparsed_bytes = 0
         self._in_head, self._offers_upgrade = True, False
 
@@ -269,11 +269,11 @@ class Connection(HttpToolsProtocol):
             self.running = self.cycle = None  # type: ignore[assignment]  # no cycle of references is left
 
     def eof_received(self) -> None:
-        """A client that closes its half counts as gone: an engine would compute for one that may not read."""
+        """Treat a client that closes its half as gone, so that no engine computes an answer that is not read."""
         self.close()
 
     def close(self) -> None:
-        """End the connection once the client has read its answer, or after a while, by uvicorn's timer."""
+        """Close the connection once the client has read its answer, at the latest after `write_stall_s`."""
         self.transport.close()
         self.timeout_keep_alive_task = self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
 
@@ -288,7 +288,7 @@ class Connection(HttpToolsProtocol):
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self._awaits_since_s = time.monotonic()
-        if not self.pipeline:  # else each answer would let in as many requests as the socket has
+        if not self.pipeline:  # read on only once no pipelined request waits
             self.flow.resume_reading()
 
     def data_received(self, data: bytes) -> None:
@@ -311,14 +311,14 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._refuse(errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}."))
         if self.parser is not None and self._unparsed_bytes > self.state.limits.head_bytes:
-            # Neither a name without end, nor a trailer or an extension of a chunk, which the parser would keep.
+            # Bounds endless header names, trailers and chunk extensions, which the parser would buffer.
             status = 431 if self._in_head else 400
-            self._refuse(errors.protocol_error("The request has too many bytes besides its body.", status))
+            self._refuse(errors.protocol_error("The request has too many bytes outside its body.", status))
 
     def _without_offer(self, rest: bytes) -> bytes:
-        """The head without its offer of another protocol, which a server may ignore (RFC 9110, 7.8), and what followed
-        it, for a new parser: httptools reads no body after an offer, and Java's client and `curl --http2` make one with
-        each request."""
+        """Return the head without its Upgrade header, plus the bytes after it, for a new parser. A server may ignore an
+        Upgrade (RFC 9110, 7.8), but httptools reads no body after one; Java's client and `curl --http2` send it with
+        every request."""
         line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self._offers_upgrade = False
@@ -343,7 +343,7 @@ class Connection(HttpToolsProtocol):
         for name, value in self.headers:
             head_bytes += len(name) + len(value) + 4
             if name in headers and name in _ONCE:
-                raise errors.protocol_error("A header was sent twice that a request has once.")
+                raise errors.protocol_error("A header that must occur once was sent twice.")
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
         coding = headers.get(b"transfer-encoding")
         if head_bytes > self.state.limits.head_bytes:
@@ -380,8 +380,8 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer an error to bytes that are no request, and close; if they are of the body of a request that is being
-        answered, the error is its answer."""
+        """Send an error for bytes that are not a valid request, and close. If the bytes belong to the body of the
+        current request, that request fails with the error."""
         self.parser, self.refusal, error.close = None, error, True  # type: ignore[assignment]
         self._awaits_since_s = None
         if self.running is not None and not self.running.response_complete:
@@ -396,8 +396,8 @@ class Connection(HttpToolsProtocol):
         self.linger()
 
     def linger(self) -> None:
-        """Close once the client has had time to read its answer: closed with unread bytes, the connection is reset,
-        which can destroy the answer on its way."""
+        """Close after the client had time to read its answer. Closing with unread bytes resets the connection, which
+        can destroy the answer on its way."""
         self.parser = None  # type: ignore[assignment]
         self.flow.resume_reading()
         if self.transport.can_write_eof():
@@ -405,20 +405,20 @@ class Connection(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(LINGER_S, self.close)
 
     def end_if_late(self, now_s: float) -> None:
-        """End a connection that is idle for too long, or whose head takes too long. now_s: the monotonic clock."""
+        """Close a connection that idles too long, or sends its head too slowly. now_s: monotonic time."""
         limits, begun = self.state.limits, self._unparsed_bytes or self.running is None
         longest_s = limits.head_timeout_s if begun else limits.keepalive_s
         if self._awaits_since_s is None or now_s - self._awaits_since_s < longest_s:
             return
         self._awaits_since_s = None
         if not self._unparsed_bytes:
-            self.close()  # no byte of a head came
+            self.close()  # no byte of a head arrived
         else:
             self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
 
 
 def _error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
-    # The `openai` client retries 409 unless told not to, but a conflict does not resolve by itself.
+    # The `openai` client retries 409 by default, but a conflict does not resolve by itself.
     should_retry = False if error.should_retry is None and error.status == 409 else error.should_retry
     fields = {
         b"retry-after": error.retry_after_s,
@@ -430,7 +430,7 @@ def _error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
 
 
 def _shaped(error: HttpError, exchange: Exchange) -> tuple[int, bytes]:
-    """Status and body."""
+    """Return the status and body of an error in the API's format."""
     if not is_anthropic(exchange.path):
         return error.status, error.body()
     status = 529 if error.status == 503 else error.status
@@ -440,7 +440,7 @@ def _shaped(error: HttpError, exchange: Exchange) -> tuple[int, bytes]:
 
 
 def error_event(error: HttpError, exchange: Exchange, events_sent: int) -> bytes:
-    """The error as the next event of a stream."""
+    """Format an error as the next event of a stream."""
     _, body = _shaped(error, exchange)
     if exchange.route.name == RESPONSES:
         inner = orjson.loads(body)["error"]

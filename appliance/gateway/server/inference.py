@@ -1,13 +1,13 @@
-"""Answers one inference request: takes a place on a replica or waits for one, sends it, relays the answer, retries.
+"""Answers one inference request: gets a place on a replica, sends the request, relays the answer, retries.
 
-`Inference.answer` is the whole story; its methods follow in the order of their calls. The rules:
-- Until the client has a byte of the engine's answer it sees no failure of an engine: the request goes to another
-  replica, or waits until one opens, three times at most. An engine that dies may have died of the request, so it goes
-  to one more after that, and to no third.
-- After that a greedy stream continues if another engine can generate the same tokens (requests/answers.py); any
-  other ends with an error event.
-- The bytes of a good answer pass unchanged, except for what `_rewrite` changes.
-- A request of class batch (header `x-appliance-class: batch`) gives way to people, and is no demand."""
+`Inference.answer` is the main loop; the other methods follow in the order of their calls. Rules:
+- Before the client has a byte of an engine's answer, failures of engines stay hidden: the request goes to another
+  replica, or waits for one, at most three times. A request may be the cause of an engine's death, so after two deaths
+  it is not sent again.
+- Later, a greedy stream continues if another engine can generate the same tokens (requests/answers.py); any other
+  stream ends with an error event.
+- The bytes of a successful answer pass unchanged, except for the changes of `_rewrite`.
+- A request of class batch (header `x-appliance-class: batch`) yields to interactive requests and is no demand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
 
-# Largest answer of an engine to a request that counts tokens.
+# Largest answer of an engine to a request that only counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
 _HEAD: Final = (
     b"POST %b HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -54,7 +54,7 @@ _LAST: Final = (
     b"event: response.incomplete",
     b"event: response.failed",
 )
-# More bytes than the object with an answer's usage has.
+# Longer than the usage object of an answer.
 _USAGE_BYTES: Final = 1024
 TOO_LATE: Final = "no replica became ready in time"
 MAX_FAILURES: Final = 3
@@ -62,17 +62,17 @@ MAX_DEATHS: Final = 2
 
 
 class EngineFailure(enum.Enum):
-    """Why an engine gave no answer, as the log says it. UNREACHED: it got no byte of the request. BROKEN: the answer is
-    not HTTP, or lacks its end; the engine may still serve other requests."""
+    """Why an engine gave no answer, as text for the log. UNREACHED: it got no byte of the request. BROKEN: its answer
+    is not HTTP or is truncated; it may still serve other requests."""
 
     UNREACHED = "cannot reach the engine"
-    DIED = "the engine broke off"
-    BROKEN = "the engine's answer is not whole"
-    MOVED = "the engine serves another model by now"
+    DIED = "the engine ended the answer early"
+    BROKEN = "the engine's answer is incomplete"
+    MOVED = "the engine now serves another model"
 
 
 class AttemptFailed(Exception):
-    """error: what the client gets if the request is not sent again."""
+    """An attempt failed. error: the client's error if the request is not retried."""
 
     def __init__(self, reason: EngineFailure, error: HttpError | None = None) -> None:
         super().__init__(reason.value)
@@ -80,18 +80,18 @@ class AttemptFailed(Exception):
 
 
 class Inference:
-    """One request. model: as its client calls it. body: as engines get it.
+    """One inference request. model: the name that its client used. body: the body for engines.
 
-    failures: the last failure by replica; failed: attempts that count towards MAX_FAILURES. waiting_since_s: since when
-    no engine takes it, 0.0 if one does. answer_begun: the client has a byte of an answer; continues: another engine
-    continues its stream. stream_ended: its last event came; an HTTP message that ends without it is a truncation that
-    no client would notice. has_error: the engine reported an error in the stream."""
+    failures: the last failure of each replica. failed: attempts that count towards MAX_FAILURES. waiting_since_s: start
+    of the wait for an engine, 0.0 if it does not wait. answer_begun: the client has a byte of an answer. continues:
+    another engine continues the stream. stream_ended: the last event arrived; without it, a complete HTTP message is a
+    truncated stream. has_error: the engine reported an error in the stream."""
 
     def __init__(self, state: State, controller: Controller, exchange: Exchange, checked: Checked) -> None:
         caller, route = exchange.caller, exchange.route
         self.state, self.controller, self.exchange, self.checked = state, controller, exchange, checked
         self.model, self.path = checked.model, route.engine_path
-        # Separates its owner's entries in an engine's cache of prefixes from those of others.
+        # Separates the owner's prefix cache entries from other owners' entries.
         salt = checked.data.get("cache_salt", "")
         salt = salt if state.config.prefix_cache_shared else cache_salt(caller.owner, salt)
         self.salt = {"cache_salt": salt} if salt else {}
@@ -100,7 +100,7 @@ class Inference:
         usage = {"stream_options": {"include_usage": True}} if self.hides_usage else {}
         token_ids = {"return_token_ids": True} if checked.continuation else {}
         self.body = orjson.dumps({**checked.data, **self.salt, **usage, **token_ids})
-        checked.data = {}  # it may be large, and the request may wait for long
+        checked.data = {}  # it may be large, and the request may wait long
         checked.owner, checked.batch = caller.owner, exchange.use.batch
         checked.beginning = zlib.crc32(salt.encode(), checked.beginning)
         self.failures: dict[str, EngineFailure] = {}
@@ -110,10 +110,10 @@ class Inference:
             state.metrics.loads[self.model].arrived(checked.prompt_tokens, time.time())
 
     async def answer(self) -> None:
-        """Answer the request, by as many attempts as it takes. Raises HttpError."""
+        """Answer the request, with retries. Raises HttpError."""
         exchange = self.exchange
         while True:
-            choice, failed = await self._place(), None  # None: the attempt counts for no version of a canary
+            choice, failed = await self._place(), None  # failed is None: not counted for the canary
             try:
                 await self._attempt(choice)
                 failed = self.has_error
@@ -133,21 +133,21 @@ class Inference:
     # -- a place
 
     async def _place(self) -> Choice:
-        """Return a place on a replica, at once or after waiting. Raises HttpError."""
+        """Get a place on a replica, at once or after a wait. Raises HttpError."""
         state, work, exchange, model = self.state, self.checked, self.exchange, self.state.router.models.get(self.model)
         if model is None:
-            raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
-        # The canary for its share; the model for requests that failed there, or for which the canary has no room.
+            raise state.unknown_model(self.model, exchange.caller)  # the model was removed during the wait
+        # The canary takes its share; the model takes requests that failed there or for which the canary is full.
         is_retry, caller = self.continues or self.failures, exchange.caller.id
         canary = () if is_retry else state.router.canary_for(model, caller, work.conversation)
         names = (*canary, exchange.routed_model if self.continues else self.model)
         host, choice = model.host or self.model, None
-        # Those who wait go first; otherwise a stream of new requests could starve them.
+        # Waiting requests go first; otherwise new requests could starve them.
         is_first = state.holds.queues.keys().isdisjoint({(host, False), (host, work.batch)})
         if not work.sequences or is_first:
             choice = state.router.choose(names, work, time.monotonic(), self.failures)
         if choice is None and self.continues and exchange.routed_model != self.model:
-            raise errors.engine_failed()  # the canary is gone in mid-stream, and no other version continues it
+            raise errors.engine_failed()  # only the canary's own version could continue its stream
         if choice is None:
             choice = await self._wait((host, work.batch), names)
         exchange.routed_model, exchange.choice = choice.model, choice
@@ -155,7 +155,7 @@ class Inference:
         return choice
 
     async def _wait(self, queue: tuple[str, bool], names: tuple[str, ...]) -> Choice:
-        """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
+        """Wait for a place. Raises HttpError 503 if the request may not wait, or wait longer."""
         state, exchange = self.state, self.exchange
         self.waiting_since_s = self.waiting_since_s or time.monotonic()
         if state.next_try_s(self.model) is not None:
@@ -168,7 +168,7 @@ class Inference:
         exchange.routed_model, exchange.ticket = self.model, ticket
         state.metrics.events["held"] += 1
         if is_first:
-            state.report_now()  # a sleeping model wakes on it
+            state.report_now()  # wakes a sleeping model
         pause_s = state.config.holds.sse_grace_s
         try:
             state.holds.place(state.router, time.monotonic())
@@ -178,20 +178,20 @@ class Inference:
                     if place.done():
                         return place.result()
                     if self.checked.stream and pause_s < left_s:
-                        # Comments, so that proxies keep the connection.
+                        # SSE comments, so that proxies keep the connection open.
                         if not exchange.connection.flow.write_paused:
                             await exchange.events(b": held\n\n")
                         pause_s = state.config.holds.sse_interval_s
                 raise state.not_ready(self.model, TOO_LATE)
         except BaseException:
             if not state.holds.remove(ticket) and place.done() and place.exception() is None:
-                state.ended(place.result())  # it got a place and left in the same turn
+                state.ended(place.result())  # it got a place and was cancelled in the same loop turn
             raise
         finally:
             exchange.ticket = None
 
     def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
-        """A part of the request's trace, if traces are exported. Yields the `traceparent` for the part."""
+        """Trace a part of the request, if traces are exported. Yields the part's `traceparent`."""
         tracing = self.state.tracing
         return nullcontext(self.exchange.trace) if tracing is None else tracing.part(name, **attributes)
 
@@ -201,20 +201,20 @@ class Inference:
     # -- one attempt
 
     async def _attempt(self, choice: Choice) -> None:
-        """Send the request to an engine and relay its answer. Raises AttemptFailed, also where the answer breaks off,
-        and HttpError 504. Leaving early closes the engine's connection, by which vLLM aborts the request."""
+        """Send the request to an engine and relay its answer. Raises AttemptFailed if there is no complete answer, and
+        HttpError. An early exit closes the engine's connection, which makes vLLM abort the request."""
         state, exchange, replica = self.state, self.exchange, choice.replica
         model = state.router.models.get(choice.model)
-        # The name by which the engine knows the model.
+        # The model's name in the engine.
         name = choice.model if model is None else model.adapter or model.pins or choice.model
         body = self.body if name == self.model else with_fields(self.body, model=name)
-        if exchange.route.task == "embed":  # for which vLLM reads no header
+        if exchange.route.task == "embed":  # vLLM ignores the priority header here
             body = with_fields(body, priority=choice.priority)
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(exchange.sent_s - exchange.received_s)
         with self._span("attempt", replica=replica.id, version=replica.version, attempt=self.failed + 1) as trace:
-            # Not the client's id but a new one for each attempt: an engine must never see one twice.
+            # A new id for each attempt instead of the client's: an engine must never get an id twice.
             ids = state.new_request_id(), choice.priority, b"traceparent: %b\r\n" % trace if trace else b""
             request = _HEAD % (self.path, len(body), *ids) + body
             try:
@@ -222,30 +222,30 @@ class Inference:
             except (aiohttp.ClientConnectorError, TimeoutError) as error:
                 raise AttemptFailed(EngineFailure.UNREACHED) from error
             try:
-                # A rollout's whole long answer comes at once, and its caller has a timeout of its own.
+                # A training rollout's long answer arrives in one piece, and its caller has its own timeout.
                 patient = policy_of(self.model) is not None
                 await self._relay(*await state.engines.send(connection, request, patient=patient), choice, model)
                 connection.release()
             except aiohttp.SocketTimeoutError as error:
-                raise errors.engine_failed(504) from error  # the request itself asks for too much
+                raise errors.engine_failed(504) from error  # a retry would be as slow
             except HttpProcessingError as error:
                 raise AttemptFailed(EngineFailure.BROKEN) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise AttemptFailed(EngineFailure.DIED) from error
             finally:
-                connection.close()  # unless it was released
+                connection.close()  # does nothing after `release`
 
     async def _relay(self, head: Head, content: aiohttp.StreamReader, choice: Choice, model: Model | None) -> None:
-        """Relay an answer by its status and type. model: the row of the table by which the request was placed."""
+        """Relay an answer by its status and type. model: the table row by which the request was placed."""
         state, exchange, replica, status = self.state, self.exchange, choice.replica, head.code
-        # The engine knows the version of its first token; the table may lag behind a swap.
+        # The engine reports the version that it used; the table may lag behind a swap.
         engine_version = head.headers.get("x-appliance-model-version")
         pinned = model is not None and choice.model == f"{model.pins}@{replica.version}"
         if pinned and engine_version not in (None, replica.version):
-            raise self._moved(f"`{choice.model}` is served no more.")
+            raise self._moved(f"`{choice.model}` is no longer served.")
         if engine_version is not None and not self._may_be_adapter():
             exchange.model_version = engine_version
-        if status >= 400:  # nothing of it is relayed
+        if status >= 400:  # an error; its body is not relayed as it is
             body = await read_up_to(content)
             error = errors.from_upstream(status, body, exchange.route.prompt)
             if status == 404:
@@ -265,7 +265,7 @@ class Inference:
             relayed: list[bytes] = []
             *events, partial = (partial + piece).split(b"\n\n")
             for event in events:
-                # An engine's last event reports its own death, which must not reach a client whose stream continues.
+                # A dying engine's last event is an error, which must not reach a client whose stream can continue.
                 if event.startswith(errors.ERROR_EVENT) and (not self.answer_begun or continuation is not None):
                     error = errors.from_event(event)
                     fails = error is not None and error.status >= 500
@@ -278,10 +278,10 @@ class Inference:
                     self._begun(choice)
                     state.router.started(choice)
                     version = exchange.model_version.encode("latin-1")
-                    if exchange.head_sent:  # it was held, or is continued
+                    if exchange.head_sent:  # the request was held, or its stream continues
                         relayed.append(b": version %b\n\n" % version)
                 relayed.append(self._rewrite(event))
-            self._keep_copy()  # the client may leave once it has the last event
+            self._keep_copy()  # before the last event, because the client may then disconnect
             if began:
                 await exchange.events(b"".join(relayed), version)
         if not self.stream_ended:
@@ -290,10 +290,10 @@ class Inference:
         await exchange.finish()
 
     def _rewrite(self, event: bytes) -> bytes:
-        """Return an engine's event as the client gets it; empty for none.
+        """Rewrite an engine's event for the client; empty to drop it.
 
-        Events of a stored answer are noted, usage is read and removed where the client did not request it, errors get
-        the API's shape; all other events pass unchanged."""
+        Events of a stored answer are recorded, usage is read, and removed if the client did not request it, and errors
+        get the API's format. All other events pass unchanged."""
         exchange, transcript, continuation = self.exchange, self.checked.transcript, self.checked.continuation
         if continuation is not None:
             event = continuation.event(event)
@@ -305,12 +305,12 @@ class Inference:
             event = transcript.event(event)
         self._read_usage(event)
         if self.hides_usage and _FINISHED in event:
-            # An engine writes it into the event with the usage if it is asked for usage, else into these.
+            # With usage, engines put `system_fingerprint` into the usage event, which is dropped.
             event = b'%b,"system_fingerprint":%b}' % (event[:-1], orjson.dumps(exchange.model_version))
         elif self.hides_usage and _NO_CHOICES in event:
             return b""
         self.stream_ended |= event.startswith(_LAST)
-        # Inside JSON text the quote would be escaped, so this counts events, whatever they contain.
+        # JSON strings escape quotes, so this counts events and never text inside them.
         exchange.stream_events += _EVENT in event
         if errors.ERROR_EVENT in event and (error := errors.from_event(event)) is not None:
             self.stream_ended = self.has_error = True
@@ -318,7 +318,7 @@ class Inference:
         return event + b"\n\n"
 
     async def _relay_whole(self, head: Head, content: aiohttp.StreamReader, choice: Choice) -> None:
-        """Keep a plain answer until it is whole, so that another engine can still give it, unless it is too long."""
+        """Buffer a non-streamed answer until it is complete, so that a retry stays possible, unless it is too long."""
         exchange, transcript, limits = self.exchange, self.checked.transcript, self.state.limits
         is_count = exchange.route.name == INPUT_TOKENS
         stores = transcript is not None and transcript.stores
@@ -327,7 +327,7 @@ class Inference:
         body = await read_up_to(content, most + 1)
         self._begun(choice)
         if exchange.head_sent:
-            raise errors.engine_failed()  # comments have opened a stream, and the engine gave a plain answer
+            raise errors.engine_failed()  # SSE comments were sent, but the engine did not stream
         kind = head.headers.get("content-type", "application/json").encode("latin-1")
         headers = [(VERSION, exchange.model_version.encode("latin-1"))]
         if len(body) <= most:
@@ -344,22 +344,22 @@ class Inference:
         await exchange.begin(200, [(b"content-type", kind), *headers])
         tail = b""
         while body:
-            tail = tail[-_USAGE_BYTES:] + body  # the usage may be cut anywhere
+            tail = tail[-_USAGE_BYTES:] + body  # usage may be split between two pieces
             self._read_usage(tail)
             await exchange.write(body)
             body = await content.readany()
         await exchange.finish()
 
     def _read_usage(self, body: bytes) -> None:
-        """Read the tokens in an answer. Those of /v1/responses repeat the request, whose tools may have any text, so
-        their usage comes from the transcript."""
+        """Read the usage in an answer. Answers of /v1/responses repeat the request, whose tools may contain usage-like
+        text, so their usage comes from the transcript."""
         if self.exchange.route.name in (RESPONSES, INPUT_TOKENS):
             body = b"" if self.checked.transcript is None else self.checked.transcript.usage
         if USAGE in body:
             self.exchange.tokens.read(body)
 
     def _begun(self, choice: Choice) -> None:
-        """Note the first bytes of an engine's answer."""
+        """Record the first bytes of an engine's answer."""
         now_s, exchange, metrics = time.monotonic(), self.exchange, self.state.metrics
         self.answer_begun, choice.load.failures = True, 0
         if self.continues:
@@ -372,7 +372,7 @@ class Inference:
             metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
 
     def _keep_copy(self) -> None:
-        """Queue the copy of a whole answer that is to be stored."""
+        """Queue a complete answer's copy, if it must be stored."""
         transcript = self.checked.transcript
         if transcript is not None and transcript.final and transcript.stores:
             self.controller.keep(transcript.copy(self.exchange.caller.id))
@@ -381,12 +381,12 @@ class Inference:
     # -- failures
 
     def _moved(self, message: str) -> AttemptFailed:
-        """The failure of an engine that has just swapped to another model or version, or lost the adapter."""
+        """Return the failure of an engine that just swapped to another model or version, or removed the adapter."""
         retry_s = self.state.config.holds.retry_after_s
         return AttemptFailed(EngineFailure.MOVED, errors.unavailable(message, "model_not_ready", retry_s))
 
     def _prepare_retry(self, failure: AttemptFailed, choice: Choice) -> None:
-        """Prepare the next attempt. Raises HttpError where there is none."""
+        """Prepare the next attempt. Raises HttpError if there is no further attempt."""
         state, exchange, reason, now_s = self.state, self.exchange, failure.reason, time.monotonic()
         state.metrics.events[f"upstream_{reason.name.lower()}"] += 1
         log.warning("%s", reason.value, extra=exchange.ids)
@@ -403,14 +403,14 @@ class Inference:
         self.failures[choice.replica.id] = reason
         if [*self.failures.values()].count(EngineFailure.DIED) >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1
-            text = "Two engines of this model ended while they had this request. Change it, or see the engines' logs."
+            text = "Two engines of this model died during this request. Change the request, or see the engines' logs."
             raise HttpError(502, text, code=errors.ENGINES_DIED, should_retry=False)
         if self.failed >= MAX_FAILURES:
             raise failure.error
         if not self.answer_begun:
             state.metrics.events["retried"] += 1
             return
-        # Request the rest of the stream, if another engine can continue it.
+        # Continue the stream on another engine, if possible.
         continuation, model = self.checked.continuation, state.router.models.get(self.model)
         rest = continuation.resume_body(model.max_model_len) if continuation and model else None
         if rest is None:
@@ -420,6 +420,6 @@ class Inference:
         self.body = with_fields(rest, **self.salt)
 
     def _may_be_adapter(self) -> bool:
-        """Whether the version that the engine names may be its base's; also for a model that was deleted since."""
+        """Whether the engine may report its base model's version; True for a model that was deleted meanwhile."""
         model = self.state.router.models.get(self.exchange.routed_model)
         return model is None or bool(model.adapter) or policy_of(self.model) is not None

@@ -1,5 +1,5 @@
-"""Counts what happens to requests: for Prometheus, for the load report (of a model, and of the versions of a model with
-a canary), and as lines of the access log."""
+"""Counts and times requests for Prometheus, for the load report (by model, and by version of a model with a canary)
+and for the access log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from appliance.gateway.server.exchange import Exchange
 
 prometheus.disable_created_metrics()
 
-# Triples of model, version and key class; beyond this all counts by them begin again. Rendering one takes 2 ms.
+# Most triples of model, version and key class; one more resets all their series. Rendering a triple takes 2 ms.
 MOST_SERIES: Final = 128
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ADDED: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
@@ -30,15 +30,15 @@ _LONG: Final = (*_SECONDS[3:], 120.0, 300.0, 600.0)
 
 # For the load report.
 RECENT_S: Final = 60.0
-_COMPUTED_TOKENS: Final = 1e6  # prompt tokens after which those before count half
-_STREAMS: Final = 48  # for the rate of prompts: so many new streams replace those of old engines and weights
+_COMPUTED_TOKENS: Final = 1e6  # prompt tokens after which earlier ones count half
+_STREAMS: Final = 48  # latest streams, for the prefill rate
 LEAST_SAMPLES: Final = 12
-_TELLING: Final = 1.2  # long prompts must take longer than short ones by this factor, else there is no rate
+_TELLING: Final = 1.2  # least ratio of the times of long and short prompts for a rate
 
 
 class Metrics:
-    """All counts. events: things that happened to requests, by kind. loads: by model of the routing table. series:
-    triples of model, version and key class. All others: by the values of their labels."""
+    """All counts. events: events of requests, by kind. loads: by model of the routing table. series: triples of model,
+    version and key class that have series. Other fields: Prometheus metrics, called with label values."""
 
     def __init__(self) -> None:
         self.events = Counter[str]()
@@ -49,26 +49,26 @@ class Metrics:
 
         def by_series(kind: type[Any], name: str, text: str, *labels: str, **more: Any) -> Any:
             metric = kind(name, text, ("model", "version", "key_class", *labels), **own, **more)
-            labelled = cache(metric.labels)  # which takes a lock and compares names, ten times in each request
+            labelled = cache(metric.labels)  # `labels` is slow: it takes a lock, ten times per request
             self._by_series += [metric.clear, labelled.cache_clear]
             return labelled
 
         text = "Requests answered, by route and status."
         self.requests = cache(prometheus.Counter("requests", text, ("route", "status"), **own).labels)
-        text = "From complete request to its sending upstream, unheld."
+        text = "From the complete request to its sending to an engine, without held requests."
         self.added = prometheus.Histogram("added_seconds", text, buckets=_ADDED, **own)
         self.model_requests = by_series(prometheus.Counter, "model_requests", "Inference requests ended.", "status")
-        self.tokens = by_series(prometheus.Counter, "tokens", "Tokens, as engines counted them.", "direction")
-        self.cached = by_series(prometheus.Counter, "cached_tokens", "Tokens of prompts in an engine's prefix cache.")
-        text = "From complete request to the first body byte."
+        self.tokens = by_series(prometheus.Counter, "tokens", "Tokens, as engines reported them.", "direction")
+        self.cached = by_series(prometheus.Counter, "cached_tokens", "Prompt tokens found in an engine's prefix cache.")
+        text = "From the complete request to the first byte of the answer's body."
         self.first_byte = by_series(prometheus.Histogram, "time_to_first_byte_seconds", text, buckets=_SECONDS)
-        text = "From complete request to the end of its answer."
+        text = "From the complete request to the end of its answer."
         self.request = by_series(prometheus.Histogram, "request_seconds", text, buckets=_LONG)
         text = "Streams: mean time from one token to the next."
         self.token = by_series(prometheus.Histogram, "time_per_output_token_seconds", text, buckets=_SECONDS)
 
     def finished(self, exchange: Exchange, now_s: float, checked: Checked | None) -> None:
-        """Count a finished response, whichever side ended it. checked: the body, if it was for an engine."""
+        """Count a request that ended, by client or server. checked: the body, if it was for an engine."""
         self.requests(exchange.route.name, exchange.status).inc()
         if checked is None:
             return
@@ -81,7 +81,7 @@ class Metrics:
         load = self.loads[exchange.routed_model]
         if tokens.prompt and checked.prompt_tokens:
             load.computed(checked.prompt_tokens, max(tokens.prompt - tokens.cached, 0))
-        # One event may carry several tokens: use their number if the engine reported it.
+        # An event may have several tokens, so prefer the number that the engine reported.
         written = tokens.completion or exchange.stream_events
         if exchange.stream_events and written > 1:
             token_s = (now_s - exchange.first_byte_s) / (written - 1)
@@ -89,8 +89,8 @@ class Metrics:
             load.tpot.append((time.time(), token_s))
 
     def series_of(self, exchange: Exchange) -> tuple[str, str, str]:
-        """The labels of requests like this one; makes room for new ones. Of its key they have the known scopes: at most
-        eight values, however many keys exist."""
+        """Return the request's labels; reset all series if there are too many. The key class is the key's known scopes,
+        so it has at most eight values."""
         key = exchange.model, exchange.model_version, _key_class(exchange.caller.scopes)
         if key not in self.series:
             if len(self.series) >= MOST_SERIES:
@@ -114,9 +114,9 @@ def _key_class(scopes: frozenset[str]) -> str:
 
 
 class ModelLoad:
-    """Counts and recent times of one model since it is in the table. prefills: prompt tokens and seconds to the first
-    byte of streams that were alone on their replica. tpot: of streams that have ended, when, and their mean time from
-    one token to the next. Times in seconds, moments in Unix time."""
+    """Counts and recent times of one model since it entered the table. prefills: prompt tokens and seconds to the first
+    byte, for streams that were alone on their replica. tpot: end (Unix time) and mean seconds per output token of ended
+    streams."""
 
     def __init__(self) -> None:
         self._last_request_s: float | None = None
@@ -131,16 +131,16 @@ class ModelLoad:
         self.arrived_prompts[bucket(prompt_tokens, 1.0)] += 1
 
     def computed(self, estimated: int, tokens: int) -> None:
-        """Count the tokens of a prompt that an engine computed, not those of its cache. estimated: all its tokens."""
+        """Count a prompt's tokens that an engine computed, without cached ones. estimated: the router's estimate."""
         fade = 1.0 if self._estimated < _COMPUTED_TOKENS else 0.5
         self._estimated = self._estimated * fade + estimated
         self._computed = self._computed * fade + tokens
 
     def report(self, now_s: float) -> dict[str, Any]:
-        """This model's part of the load report. tpot_p95_s: of streams of the last minute. computed_part: prompt tokens
-        that engines computed for an estimated one (fewer where prompts share a cached prefix). prefill_tokens_per_s: of
-        one replica. None for what is unknown. arrived_prompts: requests since the last report that was sent, by
-        `bucket` of their prompt tokens (from 1)."""
+        """Return the model's part of the load report; unknown values are None. tpot_p95_s: over streams of the last
+        minute. computed_part: computed prompt tokens per estimated one (fewer if prompts share a cached prefix).
+        prefill_tokens_per_s: of one replica. arrived_prompts: requests since the last sent report, by `bucket` of their
+        prompt tokens (from 1)."""
         recent = sorted(seconds for at_s, seconds in self.tpot if at_s >= now_s - RECENT_S)
         return {
             "last_request_s": self._last_request_s,
@@ -152,11 +152,11 @@ class ModelLoad:
 
 
 def prefill_tokens_per_s(samples: Sequence[tuple[int, float]]) -> float | None:
-    """Tokens per second from (prompt tokens, seconds to the first token) on idle replicas; None if undetermined.
+    """Return tokens per second from (prompt tokens, seconds to first token) on idle replicas; None if undetermined.
 
-    The slope of the resistant line through the outer thirds (Tukey 1977, "Exploratory Data Analysis", chapter 5): the
-    part of the time that does not grow with the prompt drops out, and single slow ones move no median. Tokens are
-    counted as routing estimates them; whatever its error, the work of the same estimate comes out right."""
+    It is the slope of the resistant line through the outer thirds (Tukey 1977, "Exploratory Data Analysis", chapter 5):
+    constant time cancels out, and single slow requests do not move a median. Tokens are the router's estimates, so the
+    rate is right for estimated tokens whatever their bias."""
     if len(samples) < LEAST_SAMPLES:
         return None
     ordered, third = sorted(samples), len(samples) // 3
@@ -168,16 +168,16 @@ def prefill_tokens_per_s(samples: Sequence[tuple[int, float]]) -> float | None:
 
 
 class Comparison:
-    """Every attempt counts for the version it was sent to, so a request that fails on the canary and succeeds on the
-    other version is an error of the canary, and so is a refusal. Clients that leave count for none. canaries: {model:
-    {"since_s", "versions": {version: {"requests", "errors", "first_byte", "duration"}}}}, the last two numbers of
-    successful requests by bucket of their time from sending, as the load report has them."""
+    """Compares the versions of models with a canary. Each attempt counts for the version that got it, so a request that
+    fails on the canary and succeeds elsewhere is an error of the canary, and so is a refusal. Disconnected clients do
+    not count. canaries, as in the load report: {model: {"since_s", "versions": {version: {"requests", "errors",
+    "first_byte", "duration"}}}}; the last two count successful requests by bucket of their time since sending."""
 
     def __init__(self) -> None:
         self.canaries: dict[str, dict[str, Any]] = {}
 
     def apply(self, models: Iterable[Model]) -> None:
-        """A new canary starts at zero; the counts of a removed one are dropped."""
+        """Apply a table: start counts of new canaries at zero, drop counts of removed ones."""
         before, self.canaries = self.canaries, {}
         for model in models:
             if model.canary is not None:
@@ -193,18 +193,18 @@ class Comparison:
         counts = self.canaries[model]["versions"].setdefault(version, new)
         counts["requests"] += 1
         counts["errors"] += failed
-        if not failed and exchange.first_byte_s >= exchange.sent_s:  # not of another engine that began its stream
+        if not failed and exchange.first_byte_s >= exchange.sent_s:  # not if another engine began its stream
             counts["first_byte"][bucket(exchange.first_byte_s - exchange.sent_s)] += 1
             counts["duration"][bucket(time.monotonic() - exchange.sent_s)] += 1
 
 
-# Names that people give keys, often their own: a person who is forgotten leaves none here. Ids of keys stay.
+# Names of keys, often of persons, which must not remain in a log. Ids of keys are kept.
 _NAMED: Final = re.compile(rb"(/keys/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")
 
 
 def access_line(exchange: Exchange, now_s: float) -> bytes:
-    """One JSON object and a line's end, for a request whose response ends at `now_s` by the monotonic clock. ttft_s,
-    duration_s: from the complete request to the first body byte and to the end."""
+    """Return a line of JSON for a request whose response ended at `now_s` (monotonic clock). ttft_s, duration_s: from
+    the complete request to the first body byte and to the end."""
     received_s, first_byte_s = exchange.received_s or now_s, exchange.first_byte_s
     path = _NAMED.sub(rb"\1*", exchange.path) if b"/keys/" in exchange.path else exchange.path
     fields = {

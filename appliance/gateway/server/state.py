@@ -1,5 +1,4 @@
-"""Holds the state of one gateway process that every handler may read and call; `Gateway` runs it, on one event loop,
-so nothing here is locked."""
+"""State of one gateway process that every handler may use; it needs no locks, because all runs on one event loop."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ from weights.format.names import policy_of
 if TYPE_CHECKING:
     from appliance.gateway.server.tracing import Tracing
 
-# Engines keep idle connections for an hour, so that none is used that its engine is just closing.
+# Engines keep idle connections for an hour; closing ours first avoids a request on a connection that is closing.
 _KEEPALIVE_S: Final = 5.0
 _CONNECT: Final = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 _READ_BYTES: Final = 256 * 1024
@@ -48,10 +47,10 @@ _HEALTH_S: Final = 2.0
 
 
 class State:
-    """State of one process. report_now: sends a load report at once. generation: of the current table, -1 before the
-    first. buffered_bytes: of request bodies in memory. token: proves to the controller that a gateway wrote a head.
-    sessions: logins of the page by their tokens' SHA-256. box_troubles: parts of the box that fail, as the controller
-    last reported. access_lines: written by the sweep."""
+    """State of one process. report_now: sends a load report at once. generation: generation of the current table, -1
+    before the first. buffered_bytes: request bodies in memory. token: authenticates the gateway to the controller.
+    sessions: logins of the page by the SHA-256 of their tokens. box_troubles: failing parts of the box in the last
+    table. access_lines: log lines that the sweep will write."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -93,8 +92,8 @@ class State:
         return b"req_%b%06x" % (self._id_prefix, next(self._id_numbers))
 
     def take_body(self, exchange: Exchange, nbytes: int) -> None:
-        """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large; class batch
-        leaves half of the memory to people."""
+        """Count body bytes in memory. Raises HttpError 503 if all bodies together are too large, 429 for those of one
+        owner. Class batch may use half of the memory."""
         most = self.limits.buffered_body_bytes // (2 if exchange.use.batch else 1)
         if self.buffered_bytes + nbytes > most:
             text = "The server is busy with other large requests. Please retry."
@@ -109,8 +108,8 @@ class State:
     # -- models and held requests
 
     def callable_model(self, name: str, caller: Caller, private: bool = False) -> Model:
-        """The model of this name, which this key may call; private: for the box itself, which alone may call models in
-        training. Raises the same HttpError for a forbidden as for a nonexistent model."""
+        """Return a model that this key may call. private: the caller is the box itself, the only one to call models in
+        training. Raises the same HttpError for a forbidden and for a nonexistent model."""
         model = self.router.models.get(name)
         if model is not None and policy_of(name) is None and caller.sees(model) and caller.may_use(name):
             return model
@@ -119,7 +118,7 @@ class State:
         raise self.unknown_model(name, caller)
 
     def unknown_model(self, name: str, caller: Caller) -> HttpError:
-        """The error for a name that is not in the table."""
+        """The error for a name that is not in the table, or that this key may not use."""
         base, at, version = name.partition("@")
         model = self.router.models.get(base) if at else None
         if model is None or not caller.sees(model) or not caller.may_use(base):
@@ -131,7 +130,7 @@ class State:
         return HttpError(404, message, param="model", code="model_version_not_served")
 
     def next_try_s(self, name: str) -> float | None:
-        """Seconds until the engines of a model are started again, if that is too long to wait."""
+        """Seconds until the next start of a model's engines, if requests may not wait that long."""
         model = self.router.models.get(name)
         if model is None or model.trouble is None or any(replica.state == OPEN for replica in model.replicas):
             return None
@@ -139,7 +138,7 @@ class State:
         return left_s if left_s > model.trouble.hold_before_s else None
 
     def not_ready(self, name: str, why: str) -> HttpError:
-        """The error for a request that may not wait (any longer) for a replica of this model."""
+        """The error for a request that may not wait, or wait longer, for a replica of this model."""
         model, retry_s = self.router.models.get(name), self.config.holds.retry_after_s
         message = f"The model `{name}` is not ready: {why}. Please retry."
         if model is not None and model.trouble is not None:
@@ -149,14 +148,14 @@ class State:
         return errors.unavailable(message, "model_not_ready", retry_s)
 
     def ended(self, choice: Choice) -> None:
-        """Free a request's place on its replica, and give it to a request that waits."""
+        """Free a request's place on its replica and give it to a waiting request."""
         if self.router.end(choice):
             self.report_now()
         if self.holds.queues:
             self.holds.place(self.router, time.monotonic())
 
     def finished(self, exchange: Exchange, now_s: float) -> None:
-        """Account for a request whose response is complete, or whose client is gone."""
+        """Charge and log a request whose response is complete or whose client disconnected."""
         use, checked, tokens, status = exchange.use, exchange.checked, exchange.tokens, exchange.status
         self.buffered_bytes -= exchange.buffered_bytes
         use.owner.body_bytes -= exchange.buffered_bytes
@@ -165,13 +164,13 @@ class State:
             use.owner.requests -= 1
         if checked is not None and use.batch and status == 503:
             use.spend(-1, -checked.tokens)
-            checked = None  # it counts once, when it is answered
+            checked = None  # it is retried, and counts once, when it is answered
         if exchange.broke_off:
             self.metrics.events["broke_off"] += 1
-        self.metrics.finished(exchange, now_s, checked)  # before tokens are estimated that no engine reported
+        self.metrics.finished(exchange, now_s, checked)  # before the next lines replace missing usage by estimates
         if checked is not None:
             if not tokens.completion and exchange.sent_s and status in (200, 401, 499):
-                # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
+                # No usage arrived: the client left, its key was revoked, or the engine died in mid-stream.
                 tokens.prompt, tokens.completion = tokens.prompt or checked.prompt_tokens, exchange.stream_events
             use.spend(0, tokens.prompt + tokens.completion - checked.tokens)
             counts = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
@@ -186,7 +185,7 @@ class State:
             self.access_lines.append(access_line(exchange, now_s))
 
     def write_access_log(self) -> None:
-        """Write the lines since the last call. A full disk costs lines, never requests."""
+        """Write the lines since the last call. A full disk loses log lines, never requests."""
         lines, self.access_lines = self.access_lines, []
         if self.access_log is not None and lines:
             with contextlib.suppress(OSError):
@@ -194,17 +193,17 @@ class State:
 
 
 class Engines:
-    """Connections by address: path of a Unix socket, or https://HOST:PORT of an engine on another machine. They are
-    aiohttp's, without its sessions, which took a fifth of a request's time. silence_s: the longest pause of an
-    answer."""
+    """Connections to engines by address: path of a Unix socket, or https://HOST:PORT on another machine. It uses
+    aiohttp's connectors without its sessions, which took a fifth of a request's time. silence_s: longest pause within
+    an answer."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
         self._connectors: dict[str, tuple[aiohttp.BaseConnector, aiohttp.ClientRequest]] = {}
 
     async def connect(self, address: str) -> Connection:
-        """Return a connection for one request: `release` it after the whole answer, `close` it otherwise. Raises
-        aiohttp.ClientConnectorError, TimeoutError."""
+        """Return a connection for one request; the caller must `release` it after a whole answer, else `close` it.
+        Raises aiohttp.ClientConnectorError, TimeoutError."""
         if address not in self._connectors:
             options: dict[str, Any] = {"limit": 0, "keepalive_timeout": _KEEPALIVE_S}
             connector: aiohttp.BaseConnector
@@ -220,8 +219,8 @@ class Engines:
     async def send(
         self, connection: Connection, request: bytes, *, patient: bool = False
     ) -> tuple[RawResponseMessage, aiohttp.StreamReader]:
-        """Send a request, and return its answer's head and its body as it comes. patient: the engine may be silent.
-        Raises aiohttp.SocketTimeoutError, ClientError, OSError, and HttpProcessingError if the answer is not HTTP."""
+        """Send a request; return the answer's head and a reader for its body. patient: no limit on pauses. Raises
+        aiohttp.SocketTimeoutError, ClientError, OSError, and HttpProcessingError if the answer is not HTTP."""
         protocol, transport = connection.protocol, connection.transport
         if protocol is None or transport is None:
             raise aiohttp.ServerDisconnectedError
@@ -232,7 +231,7 @@ class Engines:
         return await protocol.read()
 
     async def is_alive(self, address: str) -> bool:
-        """Whether an engine's core lives, by vLLM's own check; one that is too busy to say so does."""
+        """Whether vLLM's health check finds the engine alive; a timeout may mean a busy engine and counts as alive."""
         try:
             async with asyncio.timeout(_HEALTH_S):
                 connection = await self.connect(address)
@@ -252,7 +251,7 @@ class Engines:
 
 
 async def read_up_to(content: aiohttp.StreamReader, most: int = 64 * 1024) -> bytes:
-    """A body, or its first `most` bytes (enough for an error): a single `read` returns what has come."""
+    """Read a body up to `most` bytes (enough for an error), because a single `read` returns only a part."""
     body = b""
     while len(body) < most and not content.at_eof():
         body += await content.read(most - len(body))
@@ -260,16 +259,16 @@ async def read_up_to(content: aiohttp.StreamReader, most: int = 64 * 1024) -> by
 
 
 def gauges(state: State, controller_up: bool) -> Iterator[Metric]:
-    """Series made of the current state."""
+    """Prometheus series of the current state."""
     held = dict.fromkeys((model for model, _, _ in state.metrics.series), 0) | state.holds.models()
     loads = {name: load.inflight for name, load in state.router.loads.items()}
     failing = dict.fromkeys(state.background.names(), 1)
     expiry = {} if state.certificate is None else {"": state.certificate.expires_s}
     rows: Any = (
-        ("gateway_events", "event", "Things that happened to requests.", state.metrics.events),
+        ("gateway_events", "event", "Events of requests, by kind.", state.metrics.events),
         ("gateway_held", "model", "Requests waiting for a replica.", held),
         ("gateway_inflight", "replica", "Requests on a replica.", loads),
-        ("gateway_degraded", "part", "1 while a part of the gateway fails and is tried again.", failing),
+        ("gateway_degraded", "part", "1 while a part of the gateway fails and is retried.", failing),
         ("gateway_start_time_seconds", "", "Unix time of the start.", {"": state.started_s}),
         ("gateway_connections", "", "Open client connections.", {"": len(state.connections)}),
         ("gateway_buffered_body_bytes", "", "Request bodies in memory.", {"": state.buffered_bytes}),

@@ -1,10 +1,10 @@
-"""Sends OpenTelemetry traces of inference requests over OTLP/HTTP. Imported only if an endpoint is set.
+"""Sends OpenTelemetry traces of inference requests over OTLP/HTTP. Imported only if an endpoint is configured.
 
-    request          from its complete head to the end of its answer; its parent is the client's `traceparent`
-      hold           for as long as it waits for a replica
-      attempt        one replica: from sending to its last byte or its failure; the engine gets this span as its parent
+    request          from the complete request to the end of the answer; its parent is the client's `traceparent`
+      hold           while the request waits for a replica
+      attempt        from sending to a replica to its last byte or failure; the parent of the engine's span
 
-A thread of the SDK sends spans in batches; an unreachable collector loses spans and delays no request."""
+A thread of the SDK sends spans in batches; an unreachable collector loses spans but delays no request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """endpoint: base URL of the collector, to which `/v1/traces` is added."""
+    """Exporter of traces. endpoint: base URL of the collector; `/v1/traces` is appended."""
 
     def __init__(self, endpoint: str) -> None:
         self._provider = TracerProvider(resource=Resource.create({"service.name": "appliance-gateway"}))
@@ -37,7 +37,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("appliance.gateway")
 
     def begin(self, exchange: Exchange) -> None:
-        """Begin the request's span, which is the current one in its coroutine from now on."""
+        """Begin the request's span and make it current in the request's coroutine."""
         waited_s = time.monotonic() - exchange.received_s
         exchange.span = self._tracer.start_span(
             "request",
@@ -51,13 +51,13 @@ class Tracing:
 
     @contextmanager
     def part(self, name: str, **attributes: str | int) -> Iterator[bytes]:
-        """A "hold" or an "attempt" of the request whose coroutine this is. Gives its `traceparent`."""
+        """Trace a "hold" or an "attempt" of the current request. Yields its `traceparent`."""
         kind = SpanKind.CLIENT if name == "attempt" else SpanKind.INTERNAL
         with self._tracer.start_as_current_span(name, kind=kind, attributes=attributes, record_exception=False):
             yield _traceparent()
 
     def end(self, exchange: Exchange) -> None:
-        """Attributes `gen_ai.*` after OpenTelemetry's conventions for generative AI, which are in development."""
+        """End the span, with the `gen_ai.*` attributes of OpenTelemetry's draft conventions for generative AI."""
         span, route, tokens, model = exchange.span, exchange.route, exchange.tokens, exchange.model
         kind = "embeddings" if route.task == "embed" else "chat" if route.converses else "text_completion"
         attributes: dict[str, str | int | float] = {
@@ -81,7 +81,7 @@ class Tracing:
         span.end()
 
     def close(self) -> None:
-        """Send remaining spans; blocks for EXPORT_TIMEOUT_S at most: the SDK takes that long for each batch."""
+        """Send remaining spans, for at most EXPORT_TIMEOUT_S; the SDK alone would take that long for each batch."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(EXPORT_TIMEOUT_S)

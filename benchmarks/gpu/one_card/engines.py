@@ -1,9 +1,9 @@
-"""Engines on one card, by the box's own replicas: `python -m benchmarks.gpu.one_card.engines cuda [PART ...]`.
+"""Runs engines on one card with the box's own replicas: `python -m benchmarks.gpu.one_card.engines cuda [PART ...]`.
 
-Swaps in a pause, in place and layer by layer, sleep and wake, with captured graphs: a version answers as a fresh engine
-of it does. Owners that share the places of a batch, kills, adapters, and the same for an engine of two workers. Each
-line ends with "ok" or says what is wrong. Eager or with three captured graphs, never compiled. Quantised versions are
-compared with the plain weights that they mean, too.
+Swaps in a pause, in place and layer by layer, and sleep and wake, with captured graphs: a version must answer like a
+fresh engine. Also owners that share the slots of a batch, kills, adapters, and the same for an engine of two workers.
+Each line ends with "ok" or names the error. Eager or with three captured graphs, never compiled. Quantised versions are
+also compared with their decoded weights.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def spec_of(box: Box, name: str, path: Path, more: tuple[str, ...] = (), **field
 
 
 def alike(one: list[int], other: list[int]) -> int:
-    """How many of the first tokens are the same."""
+    """Length of the common prefix."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -85,15 +85,15 @@ async def engine(box: Box, spec, entry: str | None = None):
 
 
 async def turns(box: Box, name: str, family: str, entry: str | None = None, **fields) -> None:
-    """Loads in a pause, sleeps and wakes of two versions: each answers as the fresh engine of it did, and every
-    fingerprint agrees. Right: all counts of equal tokens are 30."""
+    """Load, sleep and wake two versions: each must answer like a fresh engine, with agreeing fingerprints. Expected:
+    all counts of equal tokens are 30."""
     a, b = (box.version(f"{family}-{v}", family, seed=seed, **SHAPE) for v, seed in (("a", 1), ("b", 2)))
     await _turns(box, name, (a, b), entry, **fields)
 
 
 async def quantised(box: Box, form: str, size: int = formats.GROUP, family: str = "llama") -> None:
-    """Sleep and wake of a version in a quantised form, whose engine takes no other; and how long a fresh engine of it
-    says what one of the plain weights that it means says (kernels for few bits round as they like)."""
+    """Sleep and wake a quantised version, whose engine takes no other; count the tokens for which a fresh engine agrees
+    with one of the decoded weights (kernels for few bits differ in rounding)."""
     versions, means = [], []
     for which, seed in (("a", 1), ("b", 2)):
         plain = box.version(f"{form}-{size}-{family}-plain-{which}", family, seed=seed, **SHAPE)
@@ -107,7 +107,7 @@ async def quantised(box: Box, form: str, size: int = formats.GROUP, family: str 
     log = (box.logs / f"engine-{form}-{versions[1].name[-7:]}.log").read_text()
     print(f"{form}: computed by {sorted(set(re.findall(r'[A-Za-z0-9]+Kernel', log)))}", flush=True)
     equal = [alike(*both) for both in zip(*said, strict=True)]
-    print(f"{form}: of eight answers of 30 tokens equal to those of the weights that it means: {equal}", flush=True)
+    print(f"{form}: tokens of 30 equal to those of the decoded weights, in eight answers: {equal}", flush=True)
     async with engine(box, spec_of(box, form, versions[0])) as (replica, sdk):
         before = await greedy_ids(sdk, "starter", asked[0], 30)
         await replica.sleep()
@@ -124,7 +124,7 @@ async def _turns(box: Box, name: str, versions: tuple[Path, Path], entry: str | 
     async with engine(box, spec_of(box, name, a, **fields), entry) as (replica, sdk):
         own = {a.name: await greedy_ids(sdk, "starter", ask, 30), b.name: fresh_b}
         again = [alike(await greedy_ids(sdk, "starter", ask, 30), own[a.name]) for _ in range(5)]
-        # Humming's kernels add in another order each time: the same engine's next answer may differ from its last.
+        # Humming's kernels sum in varying order: two answers of the same engine may differ.
         at_least = 28 if min(again) >= 28 else 1
         said = []
         for version in (b, a, b, a):
@@ -141,7 +141,7 @@ async def _turns(box: Box, name: str, versions: tuple[Path, Path], entry: str | 
             said.append(
                 (f"wake {woken['how']}", round(1e3 * woken["seconds"]), woken["fingerprint"]["verdict"], equal, mb)
             )
-        # Under load: the stream ends in the new version's words and is never cut.
+        # Under load: the stream ends with tokens of the new version and is never cut.
         seen: list[int] = []
         streaming = asyncio.create_task(stream_ids(sdk, "starter", ask, 1500, seen))
         while len(seen) < 20:
@@ -158,7 +158,7 @@ async def _turns(box: Box, name: str, versions: tuple[Path, Path], entry: str | 
 
 
 async def kill(box: Box) -> None:
-    """kill -9 of the core, and of the front end: the card is free when wait_dead returns."""
+    """kill -9 the core or the front end: the card must be free when wait_dead returns."""
     a = box.version("llama-a", "llama", seed=1, **SHAPE)
     before = used()
     for which in ("core", "front end"):
@@ -179,7 +179,7 @@ async def kill(box: Box) -> None:
 
 
 async def adapters(box: Box) -> None:
-    """Three adapters in two places under steps scheduled ahead, sleep and wake between: answers of merged weights."""
+    """Three adapters in two slots, steps scheduled ahead, before and after a sleep: must answer like merged weights."""
     from tests.e2e.engine_support import save_model
     from tests.e2e.test_engine_adapters import save_adapter
 
@@ -235,9 +235,9 @@ WHAT = {
     ),
     **{form: functools.partial(quantised, form=form) for form in ("w8a8", "fp8")},
     **{f"{form}-128": functools.partial(quantised, form=form, size=formats.USUAL_GROUP) for form in FOUR_BITS},
-    # Their kernels are compiled at the first start, on Hopper.
+    # On Hopper their kernels are compiled at the first start.
     **{f"{form}-32": functools.partial(quantised, form=form) for form in FOUR_BITS},
-    # Layers with biases, which kernels fill up or lay out anew. VLLM_DISABLED_KERNELS chooses those of older devices.
+    # Layers with biases, which kernels pad or lay out differently. VLLM_DISABLED_KERNELS selects older kernels.
     **{f"{form}-biases": functools.partial(quantised, form=form, family="qwen2") for form in ("fp8", *FOUR_BITS)},
     "kill": kill,
     "adapters": adapters,

@@ -1,4 +1,4 @@
-"""What ranks and engines that share a GPU are forked into."""
+"""Entry points for forked ranks and engines that share a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rank(lifeline: Any, args: dict[str, Any]) -> int:
 
 
 def engine(lifeline: Any, args: dict[str, Any]) -> int:
-    """A tensor-parallel engine all of whose workers compute on the first card."""
+    """Run a tensor-parallel engine with all workers on the first card."""
     from vllm.v1.executor import multiproc_executor
 
     from serve.engine import main as served

@@ -1,8 +1,8 @@
-"""Worlds of one and two ranks on one card, by the ranks' own code: `python -m benchmarks.gpu.one_card.worlds`.
+"""Runs worlds of one and two ranks on one card with the ranks' own code: `python -m benchmarks.gpu.one_card.worlds`.
 
-Full training and LoRA under each ZeRO stage, offload and tensor parallelism, suspended at two ranks, resumed by one and
-by two again: the losses are those of one rank that nobody disturbed. Then a rank that is killed, and one that stops in
-a collective. Each line ends with "ok" or says what differs. `cpu`: the same on processors, in float32.
+Full training and LoRA with each ZeRO stage, offload and tensor parallelism, suspended at two ranks, resumed with one
+and with two again: the losses must equal those of one uninterrupted rank. Then a rank is killed, and a rank stops in a
+collective. Each line ends with "ok" or names the difference. `cpu`: the same on processors, in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train.control.group import PingLimits
 
 KIND = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 group.ENTRY = "benchmarks.gpu.one_card.entries:rank"
-os.environ.update(kind_of(KIND).rank_environment())  # as the box's own warm parent has it
+os.environ.update(kind_of(KIND).rank_environment())  # as in the box's own warm parent
 LIMITS = PingLimits(ping_every_s=0.5, ping_timeout_s=30.0, phase_limit_s=60.0)
 MODEL = {
     "hidden_size": 256,
@@ -32,9 +32,9 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-FIRST = 8  # steps, in which a fault shows and rounding has not grown
+FIRST = 8  # steps in which a fault shows, before rounding errors grow
 CASES = {
-    # Full training, each stage; snapshot at size 2, resumed at 1 and back at 2.
+    # Full training with each stage; suspended at size 2, resumed at size 1, then at size 2.
     "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2, "weight_decay": 0.1},
     "zero3": {"zero_stage": 3},
@@ -95,8 +95,8 @@ async def moved(shop: Workshop, name: str, fields: dict) -> None:
     apart = {step: abs(losses.get(step, 9e9) - loss) / loss for step, loss in reference.items()}
     worst, first = max(apart.values()), max(apart[step] for step in sorted(apart)[:FIRST])
     learns = losses[max(losses)] < losses[1]
-    # Rows cut in two are summed in another order, and what that rounds otherwise grows with the steps: in float32 to
-    # 3e-2 in 79 of them, as does half a bit of the starting weights on one rank.
+    # Split rows are summed in another order, and the rounding difference grows with the steps: in float32 to 3e-2 in 79
+    # steps, like a change of half a bit in the starting weights on one rank.
     most, at_first = 1e-3, 1e-3
     if "tensor_parallel" in fields:
         most, at_first = 0.15, 0.15 if spec.precision == "bf16" else 1e-4
@@ -109,7 +109,7 @@ async def moved(shop: Workshop, name: str, fields: dict) -> None:
 
 
 async def killed(shop: Workshop) -> None:
-    """One of two ranks is killed in its step. Right: the world fails in 3 s naming rank 1, nothing holds the card."""
+    """Kill one of two ranks in its step. Expected: the world fails within 5 s naming rank 1, the card is free."""
     world = await OnCard(shop, spec_of(shop, "killed", zero_stage=2, n_epochs=40), 2, None, LIMITS).start()
     await world.reached(2)
     os.kill(world.pids()[1], signal.SIGKILL)
@@ -125,7 +125,7 @@ async def killed(shop: Workshop) -> None:
 
 
 async def stopped(shop: Workshop) -> None:
-    """A rank that never comes to a collective within 8 s: what NCCL's watchdog does, and who is blamed."""
+    """Stop a rank, so that it misses a collective for 8 s; print the reaction of NCCL's watchdog and the blame."""
     world = OnCard(
         shop,
         spec_of(shop, "stopped", zero_stage=2, n_epochs=40),

@@ -129,11 +129,11 @@ def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):
     sound = gguf_files.write(tmp_path / "sound.gguf", made, "llama").read_bytes()
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(sound[: len(sound) // 2])
-    with pytest.raises(CheckpointRefused, match="cut.gguf.*not a sound GGUF"):
+    with pytest.raises(CheckpointRefused, match="cut.gguf.*not a valid GGUF"):
         library.import_model(str(cut))
     hostile = tmp_path / "hostile.gguf"
     hostile.write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 64)
-    with pytest.raises(CheckpointRefused, match="hostile.gguf.*not a sound GGUF"):
+    with pytest.raises(CheckpointRefused, match="hostile.gguf.*not a valid GGUF"):
         library.import_model(str(hostile))
     odd = gguf_files.write(tmp_path / "odd.gguf", made, "llama", **{"general.type": "adapter"})
     with pytest.raises(CheckpointRefused, match="odd.gguf.*'adapter', not a model"):

@@ -29,7 +29,7 @@ class RankHost:
         self.killing = asyncio.Event()
         self.killing.set()
         self.died = asyncio.Event()
-        self.events = [{"event": "ready", "step": 0, "seconds": {"join": 0.0, "prepare": 0.0}}]
+        self.events = [{"event": "ready", "step": 0}]
 
     def __getattr__(self, method: str) -> Any:
         body = getattr(type(self), f"do_{method}")
@@ -67,8 +67,7 @@ class RankHost:
             raise self.dead
         return {"number": after + 1, "event": "ended", "starved": False, "how": "ended"}
 
-    async def do_call(self, method: str, **_: Any) -> Any:
-        return {"phase": "step", "in_phase_s": 0.0, "step": 1}
+    async def do_suspend(self) -> None: ...
 
     async def do_kill(self) -> None:
         await self.killing.wait()

@@ -130,8 +130,8 @@ async def test_supervisor_that_has_not_started_is_not_killed(killed) -> None:
         (ChildDied("rank 0", 1, "log", "", True), "memory"),
         (ChildTimeout("no answer"), "outside"),
         (TimeoutError(), "outside"),
-        (RankFailed(0, "raised ValueError", retryable=True), "own"),
-        (RankFailed(0, "died", retryable=True, blame="outside"), "outside"),
+        (RankFailed(0, "raised ValueError", blame="own"), "own"),
+        (RankFailed(0, "died"), "outside"),
         (RankFailed(0, "raised InvalidTrainingData", retryable=False), "input"),
     ],
 )

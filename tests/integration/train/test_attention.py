@@ -31,7 +31,7 @@ def by_mask(query, key, value, window, scale):
 
 
 @pytest.mark.parametrize("further", ["position_bias", "s_aux", "softcap", "indices", "block_indices"])
-def test_what_it_does_not_do_is_refused(further):
+def test_packed_attention_unsupported_argument_is_refused(further):
     with pytest.raises(UnsupportedModel, match=f"Module computes its attention with {further}"):
         packed_attention(torch.nn.Module(), *row(), None, segments=SEGMENTS, **{further: torch.ones(1)})
     packed_attention(torch.nn.Module(), *row(), None, segments=SEGMENTS, position_ids=torch.ones(1), **{further: None})
@@ -76,7 +76,7 @@ def varlen_by_hand(query, key, value, starts, keys_start, longest, longest_key, 
     ids=["plain", "window", "wide window", "DeepSeek", "odd", "wide values"],
 )
 @pytest.mark.parametrize("one_kernel", [False, True], ids=["split", "varlen"])
-def test_packed_attention_equals_one_call_with_the_whole_mask(monkeypatch, window, dim, value_dim, scale, one_kernel):
+def test_packed_attention_equals_block_diagonal_mask(monkeypatch, window, dim, value_dim, scale, one_kernel):
     if one_kernel:
         monkeypatch.setattr(attention, "in_host_memory", lambda device: False)
         monkeypatch.setattr(attention, "_VARLEN_DTYPES", (torch.float64,))

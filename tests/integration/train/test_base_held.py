@@ -14,7 +14,7 @@ from weights.memory.store import WeightStore
 from weights.tiers.copies import seal_dir, take_in
 
 
-def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go(tmp_path):
+def test_hold_base_keeps_mapped_weights_until_release(tmp_path):
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     base = make_model_dir(tmp_path / "base")
     seal_dir(base, kind="version", model="base", version="v1")
@@ -32,6 +32,6 @@ def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go
         draft.view("w")[:] = b"\xff" * layout.find("w").nbytes
         draft.commit(meta={})
     assert any(not torch.equal(frozen[name], before[name]) for name in before), "they are mapped, not copied"
-    with pytest.raises(VersionNotFound, match="base/v1, which j is trained from"):
+    with pytest.raises(VersionNotFound, match="base/v1, the starting point of j"):
         hold_base(spec)
     mappings.clear()

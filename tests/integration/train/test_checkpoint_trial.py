@@ -40,7 +40,7 @@ def remarks(directory: Path, family: str = "llama") -> dict:
 
 
 @pytest.mark.parametrize("family", ARCHS)
-def test_compare_finds_nothing_in_what_transformers_wrote(tmp_path, family):
+def test_compare_saved_model_reports_no_difference(tmp_path, family):
     write(tmp_path, family)
     assert remarks(tmp_path, family) == {}
 
@@ -57,14 +57,14 @@ def test_compare_finds_nothing_in_what_transformers_wrote(tmp_path, family):
     ],
     ids=["compiled", "peft", "peft within", "fsdp", "no prefix"],
 )
-def test_compare_takes_names_of_wrappers_back(tmp_path, family, renamed):
+def test_compare_wrapped_names_are_renamed(tmp_path, family, renamed):
     tensors = write(tmp_path, family)
     save_file({renamed(name): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     changed = {renamed(name): name for name in tensors if renamed(name) != name}
     assert remarks(tmp_path, family) == {"renamed": changed}
 
 
-def test_compare_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
+def test_compare_reports_missing_unknown_and_misshapen_tensors(tmp_path):
     tensors = write(tmp_path)
     del tensors["model.norm.weight"]
     tensors["v_head.summary.weight"] = torch.zeros(1, 32)
@@ -79,7 +79,7 @@ def test_compare_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
     }
 
 
-def test_compare_reports_a_stored_head_of_tied_embeddings(tmp_path):
+def test_compare_tied_head_in_files_is_reported(tmp_path):
     tensors = write(tmp_path, tie_word_embeddings=True)
     head = {"lm_head.weight": torch.zeros(300, 32)}
     save_file(tensors | head, tmp_path / "model.safetensors")
@@ -89,7 +89,7 @@ def test_compare_reports_a_stored_head_of_tied_embeddings(tmp_path):
     assert remarks(tmp_path) == {"renamed": {"lm_head.weight": "model.embed_tokens.weight"}}
 
 
-def test_compare_leaves_quantised_tensors_to_their_format(tmp_path):
+def test_compare_quantised_tensors_are_unchecked(tmp_path):
     tensors = write(tmp_path)
     packed = {f"{name}_packed": torch.zeros(4, dtype=torch.int32) for name in tensors}
     save_file(packed, tmp_path / "model.safetensors")
@@ -99,7 +99,7 @@ def test_compare_leaves_quantised_tensors_to_their_format(tmp_path):
     assert found["unchecked"] and found["rows"] == 300 and not found["renamed"]
 
 
-def test_compare_finds_a_quantisation_of_which_nothing_is_left(tmp_path):
+def test_compare_quantisation_without_quantised_tensors_is_plain(tmp_path):
     write(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
@@ -110,7 +110,7 @@ def test_compare_finds_a_quantisation_of_which_nothing_is_left(tmp_path):
     ("change", "unchecked"),
     [({"model_type": "not_yet_known"}, True), ({"hidden_size": 33}, False), ({"num_attention_heads": "4"}, False)],
 )
-def test_compare_refuses_only_what_transformers_knows(tmp_path, change, unchecked):
+def test_compare_changed_config_is_unfit_or_unchecked(tmp_path, change, unchecked):
     write(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
@@ -124,7 +124,7 @@ def test_compare_refuses_only_what_transformers_knows(tmp_path, change, unchecke
     assert found["shapes"]
 
 
-def test_what_transformers_fails_to_compare_is_not_refused(tmp_path):
+def test_compared_failed_comparison_is_unchecked(tmp_path):
     write(tmp_path)
     with patch("train.convert.checkpoint_trial.get_model_conversion_mapping", side_effect=KeyError("x")):
         assert "failed to compare them: KeyError" in compared(tmp_path, "LlamaForCausalLM")["unchecked"]
@@ -142,12 +142,12 @@ def tokenizer(directory: Path, **settings) -> Path:
 
 
 @pytest.mark.parametrize("name", ["LlamaTokenizerFast", "LlamaTokenizer"])
-def test_read_finds_a_class_that_reads_tokenizer_json_otherwise(tmp_path, name):
+def test_read_class_with_other_tokens_is_reported(tmp_path, name):
     found = read(tokenizer(tmp_path, tokenizer_class=name), 300)
     assert found["differs"] and found["mended"]
 
 
-def test_read_of_a_family_with_a_class_of_its_own_mends_nothing(tmp_path):
+def test_read_family_with_own_class_is_not_mended(tmp_path):
     """transformers has a list of families, Qwen 2 among them, whose class it takes whatever the file names."""
     folder = tokenizer(tmp_path, tokenizer_class="LlamaTokenizerFast")
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
@@ -159,13 +159,13 @@ def test_read_of_a_family_with_a_class_of_its_own_mends_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "NobodysTokenizerFast"])
-def test_read_finds_nothing_where_classes_agree(tmp_path, name):
+def test_read_matching_class_reports_no_difference(tmp_path, name):
     found = read(tokenizer(tmp_path, tokenizer_class=name), 300)
     assert not found["differs"] and not found["beyond"]
     assert found["special"] == {"eos_token": ["<|end|>", 256]} and found["added"] == {"<|end|>": 256}
 
 
-def test_read_names_tokens_beyond_the_embedding_as_the_file_numbers_them(tmp_path):
+def test_read_tokens_beyond_embedding_have_ids_of_the_file(tmp_path):
     folder = tokenizer(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
     body = json.loads((folder / "tokenizer.json").read_text())
     body["added_tokens"].append({**body["added_tokens"][0], "content": "<|late|>", "id": 390})
@@ -174,7 +174,7 @@ def test_read_names_tokens_beyond_the_embedding_as_the_file_numbers_them(tmp_pat
     assert read(folder, 0)["beyond"] == []
 
 
-def test_read_says_why_a_generation_config_cannot_be_read(tmp_path):
+def test_read_unreadable_generation_config_gives_the_reason(tmp_path):
     folder = tokenizer(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
     (folder / "generation_config.json").write_text(json.dumps({"cache_implementation": "nobody's"}))
     assert read(folder, 300)["generation"]

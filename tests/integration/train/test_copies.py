@@ -50,7 +50,7 @@ class Late(DeviceKind):
         return wait
 
 
-def test_copies_of_ranges_and_columns_round_trip(tmp_path):
+def test_write_then_read_restores_ranges_and_columns(tmp_path):
     layout = Layout.plan(
         [
             TensorSpec("a", "F32", (16, 4)),
@@ -86,7 +86,7 @@ def test_copies_of_ranges_and_columns_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize("dtype, code", [(torch.float32, "F32"), (torch.bfloat16, "BF16")])
-def test_copies_of_a_device_reach_every_file(tmp_path, monkeypatch, dtype, code):
+def test_write_from_device_fills_every_file(tmp_path, monkeypatch, dtype, code):
     monkeypatch.setattr(copies, "in_host_memory", lambda device: False)
     monkeypatch.setattr(copies, "of_torch", lambda device: Late())
     monkeypatch.setattr(copies, "_PART_BYTES", 256)
@@ -103,7 +103,7 @@ def test_copies_of_a_device_reach_every_file(tmp_path, monkeypatch, dtype, code)
     assert all(torch.equal(ours, was) for (_, _, ours), (_, _, was) in zip(back, pieces, strict=True))
 
 
-def test_a_failed_copy_is_raised_and_no_thread_is_left():
+def test_staging_ring_failed_copy_raises_and_ends_threads():
     def fails(buffer):
         raise OSError("no space")
 

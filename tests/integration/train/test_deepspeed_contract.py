@@ -66,14 +66,14 @@ def steps(engine, n):
         engine.step()
 
 
-def test_a_rank_for_a_gpu_does_not_begin_where_deepspeed_computes_on_the_processor():
+def test_init_world_other_device_kind_is_refused():
     with pytest.raises(InvalidSpec, match="'cuda'.*'cpu'"):
         init_world("cuda", "file:///nowhere")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fragments_cover_every_parameter_with_its_state(stage, precision):
+def test_fragments_cover_every_parameter_and_moment(stage, precision):
     engine = engine_of(stage, precision)
     assert [(p.name, p.shape, p.trained) for p in fragments.parameters(engine)] == [
         ("0.weight", (5, 7), True),
@@ -93,7 +93,7 @@ def test_fragments_cover_every_parameter_with_its_state(stage, precision):
     assert state["step"].item() == 1.0
 
 
-def test_experts_begin_at_whole_16_bytes_behind_a_scale_of_one_element():
+def test_groups_align_experts_to_16_bytes():
     """ZeRO keeps parameters end to end; torch's grouped product asks this of a GPU's memory alone."""
     scale, experts = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(4, 16, 8))
     ((ordered, _),) = (group.values() for group in _groups([scale, experts], host_spec()))

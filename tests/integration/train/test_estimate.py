@@ -36,7 +36,7 @@ def fields(**given):
     return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(LLAMA_8B, 8192, "cuda"), 8)
 
 
-def test_zero_shares_out_what_its_paper_says():
+def test_rank_memory_matches_zero_paper():
     alone, shared = (estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=1), n) for n in (1, 8))
     # 2 + 4 + 12 bytes per parameter: 16 in the paper, with 2 bytes of gradients.
     assert alone.state_bytes == 18 * LLAMA_8B.n_parameters
@@ -48,7 +48,7 @@ def test_zero_shares_out_what_its_paper_says():
     assert alone.device_bytes > shared.device_bytes > two.device_bytes > three.device_bytes
 
 
-def test_the_largest_parameter_is_found_as_transformers_builds_it():
+def test_largest_parameter_matches_transformers():
     given = sizes(48, 100, 3, 4, 2, head_dim=16)
     for kind, more in ((LlamaConfig, {}), (MixtralConfig, {"num_local_experts": 16})):
         made = kind(**given, **more, vocab_size=64)
@@ -58,7 +58,7 @@ def test_the_largest_parameter_is_found_as_transformers_builds_it():
         assert ModelShape.from_config(made.to_dict(), count).largest == pytest.approx(largest, rel=0.15)
 
 
-def test_tensor_parallelism_cuts_all_but_embeddings_and_head():
+def test_rank_memory_tensor_parallel_leaves_embeddings_whole():
     eight = LLAMA_8B.n_parameters
     alone, shared = (
         estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=1, tensor_parallel=n), 8) for n in (1, 4)
@@ -78,7 +78,7 @@ HEADERS_BYTES = 32 * 1024  # names and offsets, manifest, config and tokenizer
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
 @pytest.mark.parametrize("family", ["llama", "mixtral", pytest.param("qwen2_moe", marks=pytest.mark.soak)])
-def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage, full):
+def test_estimate_matches_memory_and_bytes_written(tmp_path, family, stage, full):
     base = make_model_dir(tmp_path / "base", family=family, hidden_size=128, intermediate_size=256, head_dim=32)
     spec = spec_of(tmp_path, base, zero_stage=stage, full=full, lora_rank=8, batch_size=1)
     model = load_model(spec)
@@ -139,7 +139,7 @@ def spec_of(folder: Path, base: Path, **settings: Any) -> TrainSpec:
     ("stage", "offload", "precision"),
     [(2, "optimizer", "bf16"), (2, "optimizer", "fp32"), (3, "optimizer", "bf16"), (3, "parameters", "bf16")],
 )
-def test_what_offloading_holds_in_host_memory_is_what_was_estimated(tmp_path, stage, offload, precision):
+def test_estimate_matches_host_memory_of_offloading(tmp_path, stage, offload, precision):
     base = make_model_dir(tmp_path / "base", family="llama", hidden_size=128, intermediate_size=256, head_dim=32)
     spec = spec_of(tmp_path, base, zero_stage=stage, offload=offload, precision=precision)
     model = load_model(spec)

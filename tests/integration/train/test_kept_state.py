@@ -37,7 +37,7 @@ def model_of(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_known_of_which_models_an_example_changes_the_next_one_in_its_row(family):
+def test_keeps_state_matches_influence_between_examples(family):
     model, lengths = model_of(family), (9, 7)
     ids = torch.randint(3, 60, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -49,7 +49,7 @@ def test_it_is_known_of_which_models_an_example_changes_the_next_one_in_its_row(
     assert keeps_state(model) == (not torch.allclose(row, alone, atol=1e-4))
 
 
-def test_only_one_example_a_row_is_learnt_by_a_model_that_keeps_a_state():
+def test_shared_rows_of_recurrent_model_are_refused():
     keeping, other = model_of("lfm2"), model_of("llama")
     refuse_shared_rows(keeping, host_spec(packing=False))
     alone = {"packing": False}

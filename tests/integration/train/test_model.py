@@ -30,7 +30,7 @@ def trained(tmp_path):
     return base, model
 
 
-def test_names_and_configuration_are_those_that_peft_reads(trained, tmp_path):
+def test_adapter_names_and_config_load_in_peft(trained, tmp_path):
     base, model = trained
     names = [n.removeprefix("base_model.model.") for n, _ in model.named_parameters() if is_factor(n)]
     model.save_pretrained(tmp_path / "peft")
@@ -44,7 +44,7 @@ def test_names_and_configuration_are_those_that_peft_reads(trained, tmp_path):
         assert {stored_name(name) for name in names} == set(stored.keys())
 
 
-def test_a_job_on_an_adapter_starts_from_the_weights_that_peft_merges(trained, tmp_path):
+def test_merge_into_equals_merge_of_peft(trained, tmp_path):
     base, model = trained
     model.save_pretrained(tmp_path / "a")
     plain = dict(load_model(host_spec(base, precision="fp32")).named_parameters())
@@ -60,7 +60,7 @@ def test_a_job_on_an_adapter_starts_from_the_weights_that_peft_merges(trained, t
     [("x", {}), ("model.layers.0.self_attn.q_proj", {}), (None, {"use_dora": True})],
     ids=["unknown layer", "other shape", "dora"],
 )
-def test_what_does_not_fit_is_not_merged(trained, tmp_path, layer, settings):
+def test_merge_into_unfit_adapter_is_refused(trained, tmp_path, layer, settings):
     base, model = trained
     model.save_pretrained(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_not_merged(trained, tmp_path, layer, settings):
         merge_into(plain, str(tmp_path / "a"))
 
 
-def test_merging_reads_factors_and_not_the_layers_that_a_configuration_names(trained, tmp_path):
+def test_merge_into_ignores_layers_named_in_config(trained, tmp_path):
     base, model = trained
     model.save_pretrained(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
@@ -86,7 +86,7 @@ def test_merging_reads_factors_and_not_the_layers_that_a_configuration_names(tra
 
 
 @pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True)])
-def test_only_the_values_of_parameters_are_left_out(tmp_path, family, tied):
+def test_model_without_weights_equals_loaded_one_otherwise(tmp_path, family, tied):
     base = make_model_dir(tmp_path / "base", family=family, tied=tied)
     spec = host_spec(base)
     loaded, empty = load_model(spec), load_model(spec, weights=False)
@@ -111,7 +111,7 @@ def test_only_the_values_of_parameters_are_left_out(tmp_path, family, tied):
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe"])
-def test_it_is_written_back_under_the_names_of_the_checkpoint(tmp_path, family):
+def test_model_without_weights_has_stored_names(tmp_path, family):
     base = make_model_dir(tmp_path / "base", family=family)
     loaded, empty = (load_model(host_spec(base), weights=weights) for weights in (True, False))
     shapes = {name: tuple(parameter.shape) for name, parameter in loaded.named_parameters()}

@@ -49,7 +49,7 @@ def plain_loss(model, ids, mask):
 
 
 @pytest.mark.parametrize("rows, held", [(1000, 1000), (7, 1000), (7, 20), (7, 7)])
-def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypatch, rows, held):
+def test_packed_loss_and_gradients_equal_single_examples(spec, monkeypatch, rows, held):
     monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
     monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
     model = load_model(spec)
@@ -67,7 +67,7 @@ def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypa
         assert torch.allclose(gradient, wanted[name], rtol=1e-4, atol=1e-5), name
 
 
-def test_step_has_the_same_loss_and_gradients_in_micro_batches_of_one_and_four_rows(spec):
+def test_step_loss_and_gradients_ignore_micro_batch(spec):
     packs = [examples(3, seed) for seed in range(8)]
     steps = {}
     for micro_batch in (1, 4):
@@ -86,7 +86,7 @@ def test_step_has_the_same_loss_and_gradients_in_micro_batches_of_one_and_four_r
 
 
 @pytest.mark.parametrize("rows", [1000, 7])
-def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
+def test_accuracy_counts_likeliest_tokens(spec, monkeypatch, rows):
     monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
     objective = PackedObjective(load_model(spec), SUPERVISED, {})
     row = build_row([examples(6)], 512, 0, packing=True)
@@ -109,7 +109,7 @@ def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
     assert objective.take_metrics() == [right, len(said)]
 
 
-def test_a_row_that_only_fills_a_step_moves_and_counts_nothing(spec):
+def test_padding_row_changes_no_gradient_or_metric(spec):
     model = load_model(spec)
     objective = PackedObjective(model, SUPERVISED, {})
     loss = objective(to_batch(build_row([examples(2)], 128, 0, packing=True), 0.0, "cpu"))
@@ -119,7 +119,7 @@ def test_a_row_that_only_fills_a_step_moves_and_counts_nothing(spec):
     assert objective.take_metrics() == [0, 0]
 
 
-def test_what_stands_in_one_example_never_reaches_another(spec):
+def test_packed_examples_do_not_influence_each_other(spec):
     objective = PackedObjective(load_model(spec), SUPERVISED, {})
     a, b, c = examples(3, seed=1)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_what_stands_in_one_example_never_reaches_another(spec):
     assert after_b == after_c and torch.allclose(alone, after_b, rtol=1e-6)
 
 
-def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path):
+def test_lora_trains_factors_and_starts_as_base(spec, tmp_path):
     base = load_model(spec)
     lora = load_model(TrainSpec(**{**spec.__dict__, "full": False, "lora_rank": 4}))
     trained = {name for name, p in lora.named_parameters() if p.requires_grad}
@@ -153,19 +153,19 @@ def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path)
         ("llama", {"index_topk": 8}, "an indexer picks"),
     ],
 )
-def test_what_packed_attention_would_leave_out_is_refused(tmp_path, family, config, reason):
+def test_load_model_unsupported_attention_is_refused(tmp_path, family, config, reason):
     with pytest.raises(UnsupportedModel, match=reason):
         load_model(host_spec(make_model_dir(tmp_path / "base", family=family, **config)))
 
 
-def test_experts_of_uneven_width_are_trained(tmp_path):
+def test_experts_of_uneven_width_have_gradients(tmp_path):
     model = load_model(host_spec(make_model_dir(tmp_path / "base", family="qwen3_moe")))  # 52 columns of 2 bytes
     loss = PackedObjective(model, SUPERVISED, {})(to_batch(build_row([examples(2)], 128, 0, packing=True), 1.0, "cpu"))
     loss.backward()
     assert loss > 0 and all(torch.isfinite(gradient).all() for gradient in gradients(model).values())
 
 
-def test_lora_leaves_experts_alone_whatever_peft_takes_for_their_names(tmp_path):
+def test_lora_targets_of_experts_are_left_out(tmp_path):
     config = Glm4MoeConfig(
         vocab_size=64,
         hidden_size=32,

@@ -312,7 +312,7 @@ def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path)
         assert step["timing"]["step"].keys() == {"publishing", "sampling", "training", "full_iteration"}
     assert [(one["mean_reward"], one["mean_reward_error"]) for one in box.of("validation")] == [(0.5, 0)] * 2
     assert [event["version"] for event in box.of("published")] == ["step-6"]
-    assert any("'high' changes nothing" in event["text"] for event in box.of("message"))
+    assert any("'high' is ignored" in event["text"] for event in box.of("message"))
     spec = replace(spec, valid_path=None)
     with pytest.raises(NothingGraded, match="any of 32 answers: grade.. raised NameError"):
         box_of((0.0, "grade() raised NameError: x")).run(replace(spec, run_dir=str(tmp_path / "broken")))

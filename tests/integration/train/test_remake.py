@@ -18,7 +18,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form, most_error", [("int8", 0.02), ("fp8", 0.05), ("int4", 0.2)])
-def test_quantise_writes_layers_in_the_form_and_leaves_the_rest(plain, tmp_path, form, most_error):
+def test_quantise_changes_linear_layers_only(plain, tmp_path, form, most_error):
     error = quantise(plain, tmp_path / "out", form)
     assert 0 < error < most_error
     before, after = load_file(plain / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -32,7 +32,7 @@ def test_quantise_writes_layers_in_the_form_and_leaves_the_rest(plain, tmp_path,
     assert {path.name for path in plain.iterdir()} == {path.name for path in (tmp_path / "out").iterdir()}
 
 
-def test_quantise_refuses_what_the_form_cannot_have(plain, tmp_path):
+def test_quantise_unsupported_weights_are_refused(plain, tmp_path):
     quantise(plain, tmp_path / "int8", "int8")
     with pytest.raises(CannotRemake, match="already"):
         quantise(tmp_path / "int8", tmp_path / "again", "int8")
@@ -45,7 +45,7 @@ def test_quantise_refuses_what_the_form_cannot_have(plain, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_quantised_linear_decodes_what_is_stored_and_keeps_the_gradient_of_its_input(tmp_path, form):
+def test_quantised_linear_matches_decoded_weights_and_gradients(tmp_path, form):
     made = make_model_dir(tmp_path / "made", family="qwen2", hidden_size=64, intermediate_size=96)  # groups of 32
     quantise(made, tmp_path / "base", form)
     model, as_stored, plain = (
@@ -67,7 +67,7 @@ def test_quantised_linear_decodes_what_is_stored_and_keeps_the_gradient_of_its_i
         assert torch.equal(gradient, torch.ones_like(result) @ weight)
 
 
-def test_merge_adds_the_adapter_in_the_dtype_of_the_base(plain, tmp_path):
+def test_merge_keeps_dtype_of_base(plain, tmp_path):
     lora = get_peft_model(
         AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32),
         LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False),

@@ -11,7 +11,7 @@ from train.plan.spec import FLOOR_RATIO, Schedule, learning_rate
 from train.trainer.train import DataFeed
 
 
-def test_warm_up_then_cosine_to_the_floor():
+def test_learning_rate_warms_up_and_decays_to_floor():
     rates = [learning_rate(step, 100, peak=2.0, warmup_ratio=0.1) for step in range(100)]
     assert rates[0] == pytest.approx(0.2) and rates[9] == 2.0 and rates[10] == 2.0
     assert all(a < b for a, b in zip(rates[:9], rates[1:10], strict=True))
@@ -20,7 +20,7 @@ def test_warm_up_then_cosine_to_the_floor():
     assert learning_rate(0, 1, peak=1.0, warmup_ratio=0) == 1.0
 
 
-def test_other_schedules_end_where_they_say():
+def test_learning_rate_schedules_reach_their_end():
     def rates(schedule):
         return [learning_rate(step, 100, peak=2.0, warmup_ratio=0.1, schedule=schedule) for step in range(100)]
 

@@ -32,7 +32,7 @@ def fail(code):
     return failing
 
 
-def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
+def test_save_without_space_for_manifest_is_skipped(run, monkeypatch):
     snapshots, store, told = run
     monkeypatch.setattr(store_module, "write_file", fail(errno.ENOSPC))
     for _ in range(2):
@@ -47,7 +47,7 @@ def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     assert told == ["message", "snapshot", "message"]
 
 
-def test_suspended_run_whose_manifest_finds_no_room_writes_to_disk(run, monkeypatch):
+def test_suspend_without_space_for_manifest_writes_to_disk(run, monkeypatch):
     snapshots, store, told = run
     full, write = fail(errno.ENOSPC), store_module.write_file
     monkeypatch.setattr(
@@ -56,13 +56,13 @@ def test_suspended_run_whose_manifest_finds_no_room_writes_to_disk(run, monkeypa
     assert not snapshots.suspend(2).path.startswith(str(store.root)) and told == ["message", "snapshot"]
 
 
-def test_other_error_of_a_commit_ends_the_world(run, monkeypatch):
+def test_save_other_commit_error_is_raised(run, monkeypatch):
     monkeypatch.setattr(store_module, "write_file", fail(errno.EIO))
     with pytest.raises(OSError, match="cannot write"):
         run[0].save(2)
 
 
-def test_read_snapshot_of_other_tokens_is_refused(run):
+def test_read_snapshot_with_other_tokens_is_refused(run):
     snapshots, store, _ = run
     snapshots.save(2)
     (stored,) = store.list("snapshot", "j")
@@ -82,7 +82,7 @@ def test_read_snapshot_of_other_tokens_is_refused(run):
         ("mean_reward", {5: 0.2, 10: 0.9, 15: 0.5}, 10, 1),
     ],
 )
-def test_best_step_is_first_of_equals_and_never_base(key, values, best, since):
+def test_best_step_is_first_of_equals_and_not_base(key, values, best, since):
     found = Validations()
     for step, value in values.items():
         found.add(step, {"loss": 0.0, key: value})

@@ -36,7 +36,7 @@ def written_by_fragments(model, names, cuts):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fragments_cut_anywhere_make_the_checkpoint(tmp_path, family, tied):
+def test_cut_fragments_restore_the_checkpoint(tmp_path, family, tied):
     model, shapes = load(make_model_dir(tmp_path / "base", family=family, tied=tied))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,7 +50,7 @@ def test_fragments_cut_anywhere_make_the_checkpoint(tmp_path, family, tied):
         assert all(torch.equal(written[name], expected[name]) for name in expected)
 
 
-def test_a_tied_head_that_is_stored_all_the_same_is_left_out(tmp_path):
+def test_match_stored_tied_head_is_left_out(tmp_path):
     base = make_model_dir(tmp_path / "base", tied=True)
     tensors = load_file(base / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -70,7 +70,7 @@ STORED = {"experts.0.a": (2, 3), "experts.1.a": (2, 3), "experts.0.b": (4, 3), "
 STACK, JOIN = MergeModulelist(dim=0), Concatenate(dim=1)
 
 
-def test_parts_of_different_widths_lie_behind_each_other_in_every_expert():
+def test_match_parts_of_different_widths_keep_memory_order():
     names = match([converter(STACK, JOIN)], "", {"experts.ab": (2, 6, 3)}, STORED)
     assert [(t.name, t.start) for t in names["experts.ab"]] == [
         ("experts.0.a", 0),
@@ -90,12 +90,12 @@ def test_parts_of_different_widths_lie_behind_each_other_in_every_expert():
     [
         ((STACK, Concatenate(dim=2)), (2, 2, 7), STORED, "joined along the next"),
         ((STACK, JOIN, Transpose(1, 2)), (2, 3, 6), STORED, "joined along the next"),
-        ((STACK, JOIN), (2, 6, 3), {k: v for k, v in STORED.items() if k != "experts.1.b"}, "not filled"),
-        ((STACK, JOIN), (3, 6, 3), STORED, "not filled"),
+        ((STACK, JOIN), (2, 6, 3), {k: v for k, v in STORED.items() if k != "experts.1.b"}, "do not fill it"),
+        ((STACK, JOIN), (3, 6, 3), STORED, "do not fill it"),
         ((STACK, JOIN), (2, 6, 3), {}, "nothing"),
     ],
 )
-def test_what_is_not_one_range_of_a_parameter_is_refused(operations, shape, stored, said):
+def test_match_tensor_without_contiguous_range_is_refused(operations, shape, stored, said):
     with pytest.raises(UnsupportedModel, match=said):
         match([converter(*operations)], "", {"experts.ab": shape}, stored)
     assert prod(shape)

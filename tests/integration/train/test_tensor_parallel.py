@@ -24,7 +24,7 @@ def config(family, **fields):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_plan_cuts_attention_and_mlp_and_nothing_else(family, tied):
+def test_partition_config_cuts_attention_and_mlp_only(family, tied):
     model_config = config(family, tie_word_embeddings=tied)
     plan = AutoTPConfig.from_dict(partition_config(model_config, 2))
     with torch.device("meta"):
@@ -52,20 +52,20 @@ def test_the_plan_cuts_attention_and_mlp_and_nothing_else(family, tied):
     "model_config, shared, said",
     [
         (config("mixtral"), 2, "'mixtral' has layers cut as .*experts"),
-        (config("llama"), 4, "num_key_value_heads 2, which 4 ranks"),
+        (config("llama"), 4, "num_key_value_heads 2, which 4 does"),
         (config("llama", num_key_value_heads=4, num_attention_heads=8, intermediate_size=99), 2, "intermediate_size"),
         (transformers.Phi3Config(**SIZES), 2, "fused matrices"),
         (transformers.BloomConfig(), 2, "'bloom' has no tensor-parallel plan"),
     ],
     ids=["experts", "heads", "columns", "fused", "no-plan"],
 )
-def test_what_cannot_be_cut_is_refused_by_name(model_config, shared, said):
+def test_partition_config_uncuttable_model_is_refused(model_config, shared, said):
     with pytest.raises(UnsupportedModel, match=said):
         partition_config(model_config, shared)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_fragment_of_a_slice_lands_where_it_belongs(dim):
+def test_fragment_pieces_map_slice_to_whole(dim):
     whole = torch.arange(6 * 8, dtype=torch.float32)
     made = torch.full_like(whole, -1)
     for rank in range(2):

@@ -160,7 +160,7 @@ def test_take_and_restore_refuse_wrong_places_and_directories(paths, place, tmp_
     Database(other.database).close()
     with pytest.raises(BackupError, match="another box"):
         take(other, place, keep=9)
-    with backup._alone(paths.data_dir), pytest.raises(BackupError, match="already"):
+    with backup._alone(paths.data_dir), pytest.raises(BackupError, match="another backup of"):
         take(paths, place, keep=9)
 
 
@@ -195,7 +195,7 @@ def test_take_refuses_a_place_that_lost_its_backups(paths, place):
     take(paths, place, keep=9)
     shutil.rmtree(place.root)
     place.root.mkdir()
-    with pytest.raises(BackupError, match="is it mounted"):
+    with pytest.raises(BackupError, match="but is empty. Mount it"):
         take(paths, place, keep=9)
     assert not list(place.root.iterdir())
     paths.last_backup.unlink()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks._traffic import KINDS, made
+from benchmarks._traffic import KINDS, trace_of
 from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.engine import EngineModel
 from benchmarks.simulator.trace import Requests
@@ -14,7 +14,7 @@ from benchmarks.simulator.trace import Requests
 @pytest.mark.parametrize("name", list(KINDS))
 def test_traffic_of_a_seed_repeats_with_the_rate_of_its_kind(name: str) -> None:
     kind = replace(KINDS[name], seconds=1200.0)
-    found, again, other = made(kind, 1), made(kind, 1), made(kind, 2)
+    found, again, other = trace_of(kind, 1), trace_of(kind, 1), trace_of(kind, 2)
     assert found == again and found != other
     assert list(found.arrival_s) == sorted(found.arrival_s) and found.arrival_s[0] == 0
     assert 0.3 * kind.per_s * kind.seconds < len(found) < 3 * kind.per_s * kind.seconds

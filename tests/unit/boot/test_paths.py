@@ -62,7 +62,7 @@ def test_a_directory_that_others_may_write_to_or_have_made_is_not_used(tmp_path,
         os.chown(folder, 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(UnsafeFolder, match="was made by user"):
+    with pytest.raises(UnsafeFolder, match="belongs to user"):
         paths.create()
 
 

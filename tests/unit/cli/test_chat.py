@@ -48,7 +48,7 @@ ERROR = json.dumps(openai_error("the engine died"))
     ],
     ids=["empty", "at its bound", "cut off", "error"],
 )
-def test_an_answer_that_is_not_whole_is_said_to_be_so(prepared, answer, exit_code, shown, told):
+def test_chat_reports_an_incomplete_answer(prepared, answer, exit_code, shown, told):
     prepared.prepare("POST", CHAT, (200, answer))
     result = prepared.run("chat", "starter", "Hi", "--max-tokens", "1")
     assert (result.exit_code, result.stdout) == (exit_code, shown) and told in result.stderr
@@ -60,7 +60,7 @@ def test_chat_with_an_unknown_model_prints_the_error_alone(prepared):
     assert (result.exit_code, result.stdout, result.stderr) == (3, "", "error: no such model\n")
 
 
-def test_a_question_from_a_pipe(prepared):
+def test_chat_reads_a_prompt_from_a_pipe(prepared):
     prepared.prepare("POST", CHAT, (200, sse("ok")))
     assert prepared.run("chat", "starter", input="What?\n").stdout == "ok\n"
     assert json.loads(prepared.requests[0]["content"])["messages"] == [{"role": "user", "content": "What?\n"}]

@@ -26,7 +26,7 @@ def test_findings_reads_this_machine_and_leaves_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_send_test_uses_the_options_that_a_running_box_was_started_with(tmp_path: Path, monkeypatch):
+def test_send_test_uses_options_of_the_running_box(tmp_path: Path, monkeypatch):
     started = load_config(None, {"data_dir": str(tmp_path), "port": 9876})
     (tmp_path / "config.json").write_text(started.model_dump_json())
     ports: list[int] = []

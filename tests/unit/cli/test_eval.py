@@ -19,7 +19,7 @@ def written(tmp_path: Path, *answers: str) -> list[str]:
     return ["--suite", str(suite), "--grader", str(grader)]
 
 
-def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp_path: Path):
+def test_eval_run_shows_models_side_by_side(box: ControlledBox, tmp_path: Path):
     async def four(body):
         choice = {"index": 0, "message": {"role": "assistant", "content": "4"}}
         return EngineAnswer(200, {"choices": [choice], "usage": {}})
@@ -43,7 +43,7 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     assert "sums" in box.run("eval", "list").stdout
 
 
-def test_run_wait_follows_its_own_runs_whatever_else_the_evaluation_has(prepared, tmp_path: Path):
+def test_run_wait_follows_only_its_own_runs(prepared, tmp_path: Path):
     counts = {"total": 1, "passed": 0, "failed": 1, "errored": 0}
     run = {"id": "r", "model": "m", "status": "failed", "error": {"message": "no engine"}, "result_counts": counts}
     prepared.prepare("POST", "/v1/files", (200, {"id": "file-1"}))
@@ -55,7 +55,7 @@ def test_run_wait_follows_its_own_runs_whatever_else_the_evaluation_has(prepared
     assert done.exit_code == 1 and "r of m is failed: no engine" in done.stderr
 
 
-def test_what_a_run_waits_for_is_shown(box: ControlledBox, tmp_path: Path):
+def test_eval_show_has_the_reason_of_a_wait(box: ControlledBox, tmp_path: Path):
     box.context.asking.rows.places = 0
     made = box.json("eval", "run", "starter", *written(tmp_path, "4"))
     evals_shown = ("eval", "show", made["id"])
@@ -83,5 +83,5 @@ def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):
 @pytest.mark.parametrize(
     "passed, judged, low, high", [(0, 0, 0, 1), (0, 10, 0, 0.2775), (75, 100, 0.6569, 0.8246), (10, 10, 0.7225, 1)]
 )
-def test_the_interval_is_wilsons(passed, judged, low, high):
+def test_interval_is_wilsons(passed, judged, low, high):
     assert interval(passed, judged) == pytest.approx((low, high), abs=1e-4)

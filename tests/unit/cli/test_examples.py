@@ -96,7 +96,7 @@ def evaluated(client: openai.OpenAI) -> str:
     return made.id
 
 
-def test_retrain_activates_a_version_of_the_new_files_and_keeps_them_after_a_failure(
+def test_retrain_activates_version_and_keeps_files_after_failure(
     client: openai.OpenAI,
     box: ControlledBox,
     finish: Callable[[float | None], None],
@@ -132,7 +132,7 @@ def test_retrain_activates_a_version_of_the_new_files_and_keeps_them_after_a_fai
     assert [path.name for path in folder.glob("*.jsonl")] == ["2.jsonl"]
 
 
-def test_sweep_trains_each_trial_and_deletes_all_models_but_the_best(
+def test_sweep_deletes_all_models_but_the_best(
     client: openai.OpenAI, finish: Callable[[float | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train, held_out = (
@@ -152,7 +152,7 @@ def test_sweep_trains_each_trial_and_deletes_all_models_but_the_best(
     assert {worse, best} & {model.id for model in client.models.list()} == {best}
 
 
-def test_answers_of_a_teacher_become_training_rows_and_the_rest_is_counted(
+def test_teacher_answers_become_rows_and_failures_are_counted(
     client: openai.OpenAI, box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {

@@ -99,7 +99,7 @@ def test_merged_export_adds_an_adapter_to_the_version_of_its_base(box, tmp_path,
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", '{"messages": [1]}', '{"messages": [{"content": "x"}]}', "\n"])
-def test_quantize_refuses_a_file_without_chats_before_it_downloads(box, tmp_path, text):
+def test_quantize_file_without_chats_is_refused_before_download(box, tmp_path, text):
     (tmp_path / "chats.jsonl").write_text(text)
     compare = ("--compare", str(tmp_path / "chats.jsonl"))
     assert box.run("model", "quantize", "none", "--form", "int8", *compare).exit_code == BadUsage.exit_code

@@ -33,7 +33,7 @@ def test_file_check_of_a_stored_file_runs_on_the_box(box: ControlledBox, tmp_pat
         (("--against", "nowhere.jsonl"), "nowhere.jsonl", 1),
     ],
 )
-def test_file_check_here_reports_what_makes_no_sense(tmp_path: Path, options: tuple[str, str], shown: str, code: int):
+def test_local_file_check_refuses_wrong_arguments(tmp_path: Path, options: tuple[str, str], shown: str, code: int):
     result = run("file", "check", str(write(tmp_path / "f.jsonl")), *options)
     assert (result.exit_code, result.stderr.count("\n")) == (code, 1) and shown in result.stderr
 

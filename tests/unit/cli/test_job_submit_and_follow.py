@@ -12,7 +12,7 @@ from tests.unit.cli.test_tables_and_json import make_job
 JOB = "/v1/fine_tuning/jobs/ftjob-1"
 
 
-def test_submit_sends_what_was_asked(prepared, tmp_path):
+def test_submit_sends_the_given_options(prepared, tmp_path):
     for name in ("train.jsonl", "valid.jsonl"):
         (tmp_path / name).write_text('{"messages": []}\n')
     uploads = [(200, {"id": f"file-{n}", "filename": "f", "status": "processed"}) for n in (1, 2)]
@@ -62,49 +62,24 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
     }
 
 
-@pytest.mark.parametrize("status, deleted", [(400, 1), (503, 0)])
-@pytest.mark.parametrize("request_of", ["job", "batch", "eval", "run"])
-def test_refused_request_deletes_its_uploads_unless_it_may_be_taken(prepared, tmp_path, request_of, status, deleted):
-    data, grader = tmp_path / "d.jsonl", tmp_path / "g.json"
-    data.write_text('{"messages": []}\n')
-    grader.write_text("{}")
-    run = ("eval", "run", "starter", "--suite", str(data), "--grader", str(grader))
-    words, path = {
-        "job": (("job", "submit", "--model", "starter", "--file", str(data)), JOB.rpartition("/")[0]),
-        "batch": (("batch", "create", str(data)), "/v1/batches"),
-        "eval": (run, "/v1/evals"),
-        "run": (run, "/v1/evals/eval_1/runs"),
-    }[request_of]
-    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1", "filename": "f", "status": "processed"}))
-    prepared.prepare("POST", "/v1/evals", (200, {"id": "eval_1"}))
-    prepared.prepare("POST", path, (status, openai_error("not so", None)))
-    for made in ("/v1/files/file-1", "/v1/evals/eval_1"):
-        prepared.prepare("DELETE", made, (200, {"deleted": True}))
-    done = prepared.run(*words)
-    assert done.exit_code != 0 and "not so" in done.stderr
-    assert len(prepared.sent("DELETE", "/v1/files/file-1")) == deleted
-    assert len(prepared.sent("DELETE", "/v1/evals/eval_1")) == (deleted if request_of == "run" else 0)
-
-
-def test_accepted_request_keeps_its_uploads_when_its_result_is_bad(prepared, tmp_path):
+@pytest.mark.parametrize("words", [("job", "submit", "--model", "starter", "--file"), ("batch", "create")])
+def test_refused_request_names_the_uploaded_file(prepared, tmp_path, words):
     data = tmp_path / "d.jsonl"
-    data.write_text("{}\n")
-    batch = {"id": "batch_1", "status": "failed", "error_file_id": None}
-    batch["request_counts"] = {"completed": 0, "failed": 0, "total": 0}
-    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1"}))
-    prepared.prepare("POST", "/v1/batches", (200, batch))
-    prepared.prepare("GET", "/v1/batches/batch_1", (200, batch))
-    assert prepared.run("batch", "create", str(data), "--wait").exit_code == 1
-    assert prepared.sent("DELETE", "/v1/files/file-1") == []
+    data.write_text('{"messages": []}\n')
+    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1", "filename": "f", "status": "processed"}))
+    path = "/v1/batches" if words[0] == "batch" else JOB.rpartition("/")[0]
+    prepared.prepare("POST", path, (400, openai_error("not so", None)))
+    done = prepared.run(*words, str(data))
+    assert done.exit_code == 2 and "not so" in done.stderr and "file-1 on the box" in done.stderr
 
 
-def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names(box, tmp_path):
+def test_refusal_names_the_command_that_lists_bad_lines(box, tmp_path):
     path = tmp_path / "bad.jsonl"
     # Each for a reason of its own: one cause is said once.
     path.write_text("".join(json.dumps({"messages": [{"role": f"role {n}", "content": "a"}]}) + "\n" for n in range(9)))
     refused = box.run("file", "upload", str(path))
     file_id = box.json("file", "list")["data"][0]["id"]
-    assert refused.exit_code == 1 and f"`appliance file get {file_id} --errors` has all" in refused.stderr
+    assert refused.exit_code == 1 and f"`appliance file get {file_id} --errors` lists all" in refused.stderr
     shown = box.run("file", "get", file_id, "--errors").stdout.splitlines()
     assert len(shown) == 9 and shown[8].startswith("line 9: messages[0].role is ")
     assert box.run("file", "get", file_id, "--errors", "--save", "x").exit_code == 2
@@ -150,7 +125,7 @@ def test_logs_of_a_real_job_until_it_succeeds(box, tmp_path):
     assert box.json("job", "wait", job_id)["fine_tuned_model"] == model
 
 
-def test_a_job_that_fails(box, tmp_path):
+def test_logs_of_a_failing_job_exit_with_1(box, tmp_path):
     job_id = make_job(box, tmp_path)
     box.do(lambda: fail(box.context.db, job_id, "out_of_memory", "the model does not fit"))
     for command in (("job", "wait", job_id), ("job", "logs", "-f", job_id)):

@@ -3,7 +3,7 @@
 from tests.unit.cli.conftest import ControlledBox
 
 
-def test_a_floor_of_all_devices_is_said_and_one_beyond_them_refused(box: ControlledBox):
+def test_floor_of_all_devices_is_noted_and_higher_refused(box: ControlledBox):
     assert "training gets none" in box.run("mode", "set", "train", "--floor", "8").stdout
     assert "! The serving floor of 8 keeps all 8 devices" in box.run("mode", "show").stdout
     for line in (("set", "train"), ("schedule", "add", "0 22 * * *", "train"), ("plan", "train")):
@@ -21,7 +21,7 @@ def test_split_with_train_auto_is_the_policy_auto(box: ControlledBox):
     )
 
 
-def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
+def test_schedule_is_added_listed_and_removed(box: ControlledBox):
     night = box.json("mode", "schedule", "add", "0 22 * * *", "train", "--until", "0 6 * * *", "--tz", "Europe/Berlin")
     assert night["policy"] == "train" and night["until"] == "0 6 * * *"
     noon = box.json(

@@ -58,7 +58,7 @@ def test_watch_rides_out_a_restart_of_the_box(prepared, monkeypatch):
     assert "the controller is away; trying again" in done.stderr
 
 
-def test_command_of_several_ids_prints_a_line_each_whatever_becomes_of_the_others(prepared):
+def test_command_of_several_ids_continues_after_a_refusal(prepared):
     for id, answer in (("a", (200, {"id": "a"})), ("b", (404, openai_error("no b"))), ("c", (200, {"id": "c"}))):
         prepared.prepare("DELETE", f"/v1/files/{id}", answer)
     prepared.prepare("DELETE", "/v1/files/d", (503, openai_error("gone")))

@@ -43,7 +43,7 @@ def test_view_shows_any_object_by_the_names_of_its_fields(capsys):
     assert "none" not in shown and "object" not in shown
 
 
-def test_gpu_list_shows_devices_with_what_they_meter(box: ControlledBox):
+def test_gpu_list_shows_devices_with_their_meters(box: ControlledBox):
     box.context.scheduler.devices[2]["holder"] = {"kind": "job", "id": "ftjob-1"}
     box.context.scheduler.devices[0]["name"] = "[red]GPU[/red] \x1b[31m"
     text = box.run("gpu", "list").stdout
@@ -117,7 +117,7 @@ def test_model_canary_is_begun_shown_rolled_back_and_promoted(box: ControlledBox
         assert box.run("model", "canary", "starter", "v2", *wrong).exit_code == 2
 
 
-def test_model_deploy_changes_what_is_given(box: ControlledBox):
+def test_model_deploy_changes_only_given_settings(box: ControlledBox):
     made = box.json("model", "deploy", "starter", "--max-replicas", "3", "--ttft-p95-s", "1.5", "--pin")
     assert (made["max_replicas"], made["ttft_p95_s"], made["pinned"]) == (3, 1.5, True)
     assert box.json("model", "deploy", "starter", "--ttft-p95-s", "none", "--unpin")["ttft_p95_s"] is None
@@ -181,7 +181,7 @@ def test_models_are_shared_with_owners_and_with_all(box: ControlledBox):
     assert box.json("model", "share", "starter", "--with", "all")["shared_with_everybody"] is True
 
 
-def test_model_import_takes_the_callers_path_and_says_why_it_failed(box: ControlledBox, tmp_path: Path, monkeypatch):
+def test_model_import_resolves_path_and_reports_failure(box: ControlledBox, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = box.json("model", "import", "./none", "--name", "none")  # the simulated box takes any
     assert box.json("model", "show", done["result"]["name"])["source"] == str(tmp_path / "none")

@@ -36,7 +36,7 @@ def actions(control: Control) -> list[tuple[str, str, str]]:
     return [(row.action, row.target, row.outcome) for row in rows if row.key_id != SCOPES["x-appliance-key-id"]]
 
 
-async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_once(control: Control):
+async def test_key_works_and_ends_at_gateways_at_once(control: Control):
     made = await ask(control, "POST", "/keys", json={"name": "laptop", "scopes": ["inference"]})
     digest = keys.fingerprint(made["key"])
     assert control.gateway_keys[digest] == {"id": made["id"], "owner": "laptop", "scopes": ["inference"]}
@@ -82,7 +82,7 @@ async def test_bad_keys_are_refused(control: Control, body: dict[str, Any], para
 
 
 @pytest.mark.parametrize(("source", "code"), [("broken", "invalid_checkpoint"), ("bug", "internal_error")])
-async def test_a_failed_import_says_why_and_leaves_no_model(control: Control, source: str, code: str):
+async def test_failed_import_has_a_reason_and_leaves_no_model(control: Control, source: str, code: str):
     done = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": source}))
     assert (done["state"], done["error"]["code"]) == ("failed", code)
     assert [row.id for row in models.list_all(control.db)] == ["starter"]
@@ -102,7 +102,7 @@ async def test_bad_imports_are_refused(control: Control, body: dict[str, Any], s
     assert OPERATIONS.page(control.db).data == []
 
 
-async def test_the_same_import_twice_at_once_is_refused(control: Control, hanging: asyncio.Event):
+async def test_concurrent_equal_import_is_refused(control: Control, hanging: asyncio.Event):
     body = {"source": "/data/m", "name": "m"}
     first = await ask(control, "POST", "/models/import", 202, json=body)
     await hanging.wait()
@@ -150,7 +150,7 @@ async def test_roll_back_goes_to_the_version_before_or_the_one_named(control: Co
     assert error["code"] == "no_older_version"
 
 
-async def test_a_roll_back_that_the_replicas_refuse_leaves_the_version_they_have(control: Control):
+async def test_refused_rollback_keeps_the_served_version(control: Control):
     insert_model(control.db, "m", versions=("v1", "v2"))
     control.scheduler.swap_error = "the fingerprint differs"
     error = (await ask(control, "POST", "/models/m/rollback", 409))["error"]
@@ -160,7 +160,7 @@ async def test_a_roll_back_that_the_replicas_refuse_leaves_the_version_they_have
     assert actions(control) == [("model.rollback", "m", "failed")]
 
 
-async def test_a_key_for_a_model_that_is_not_there_is_refused(control: Control):
+async def test_key_for_an_unknown_model_is_refused(control: Control):
     for method, path, body in (("POST", "/keys", {"name": "bob"}), ("PATCH", "/keys/joe", {})):
         if method == "PATCH":
             assert (await ask(control, "POST", "/keys", json={"name": "joe"}))["scopes"] == ["inference", "fine_tuning"]
@@ -170,7 +170,7 @@ async def test_a_key_for_a_model_that_is_not_there_is_refused(control: Control):
     assert made["scopes"] == ["inference"], "for using one model: training was not asked for"
 
 
-async def test_the_ends_of_logs_are_for_administrators_and_nothing_else_is_read(control: Control):
+async def test_logs_are_read_by_administrators_and_by_listed_name(control: Control):
     folder = Path(control.context.box["data_dir"]) / "logs"
     (folder / "ray").mkdir(parents=True)
     (folder / "main.log").write_text("one\ntwo\nthree\n")

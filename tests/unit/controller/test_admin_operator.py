@@ -20,7 +20,7 @@ NIGHT = {"cron": "0 22 * * *", "until": "0 6 * * *", "tz": "Europe/Berlin", "pol
 ALWAYS = {"cron": "* * * * *", "policy": "split", "train_devices": 3}
 
 
-async def test_a_mode_has_a_floor_of_its_own_or_the_boxs(control: Control):
+async def test_mode_floor_defaults_to_the_box(control: Control):
     await ask(control, "PUT", "/mode", json={"policy": "train", "serving_floor": 2})
     assert mode_in_force(control.db, 1, time.time()).policy.serving_floor == 2
     assert (await ask(control, "PUT", "/mode", json={"policy": "train"}))["serving_floor"] == 1
@@ -28,7 +28,7 @@ async def test_a_mode_has_a_floor_of_its_own_or_the_boxs(control: Control):
     assert error["param"] == "serving_floor"
 
 
-async def test_a_mode_set_by_hand_overrides_the_window_even_if_it_was_the_mode_before(control: Control):
+async def test_mode_set_again_by_hand_overrides_the_window(control: Control):
     await ask(control, "PUT", "/mode", json={"policy": "serve"})
     made = await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *"})
     held = await ask(control, "GET", "/mode")
@@ -63,7 +63,7 @@ async def test_bad_windows_are_refused_and_change_nothing(control: Control, body
     assert error["param"] == param and WINDOWS.list_all(control.db) == [] and actions(control) == []
 
 
-async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Control):
+async def test_mode_plan_changes_nothing(control: Control):
     assert (await ask(control, "POST", "/mode/plan"))["policy"] == "auto"
     assert (await ask(control, "POST", "/mode/plan", json={"policy": "train", "serving_floor": 1}))["policy"] == "train"
     error = (await ask(control, "POST", "/mode/plan", 400, json={"policy": "split"}))["error"]
@@ -71,7 +71,7 @@ async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Contro
     assert read_mode(control.db).policy == "auto" and actions(control) == [] and control.scheduler.nudges == []
 
 
-async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(control: Control):
+async def test_job_without_a_valid_size_is_refused_with_valid_sizes(control: Control):
     with pytest.raises(openai.BadRequestError, match="1, 2, 4 devices") as refused:
         await control.job(hyperparameters={"batch_size": 8}, extra_body={"min_devices": 5, "max_devices": 7})
     assert refused.value.param == "min_devices"
@@ -98,7 +98,7 @@ async def test_more_devices_than_any_node_has_are_refused_at_once(control: Contr
     assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
-async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
+async def test_queue_has_the_planners_order_and_reasons(control: Control):
     first, second, third = [await control.job(suffix=name) for name in ("a", "b", "c")]
     jobs.set_phase(control.db, second, "running", devices=["n0/0", "n0/1"])
     control.scheduler.queue = [
@@ -117,7 +117,7 @@ async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
     assert len((await ask(control, "GET", "/queue"))["data"]) == 2
 
 
-async def test_a_job_is_changed_while_it_waits(control: Control):
+async def test_waiting_job_can_be_changed(control: Control):
     job_id = await control.job(hyperparameters={"batch_size": 8})
     assert jobs.get(control.db, job_id).allowed_sizes == [1, 2, 4, 8]
     changed = await ask(control, "PATCH", f"/jobs/{job_id}", json={"priority": 7, "max_devices": 4, "deadline_s": 9.0})
@@ -154,7 +154,7 @@ async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any]
 
 
 @pytest.mark.parametrize(("wish", "sizes"), [({}, [1, 2]), ({"max_devices": 4}, [1, 2, 4]), ({"min_devices": 4}, [4])])
-async def test_job_on_logical_devices_takes_no_more_than_the_cores_unless_asked(
+async def test_job_on_logical_devices_is_limited_to_cores_by_default(
     control: Control, monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any], sizes: list[int]
 ):
     monkeypatch.setattr(settings, "host_cores", lambda: 2)
@@ -179,7 +179,7 @@ async def test_deployments_that_cannot_be_are_refused(control: Control, body: di
     assert error["param"] == param and DEPLOYMENTS.find(control.db, "starter") is None and actions(control) == []
 
 
-async def test_an_engine_spans_no_nodes(control: Control):
+async def test_deploy_beyond_a_node_is_refused(control: Control):
     first = control.scheduler.devices[0]
     away = [{**first, "id": f"n1/{i}", "node": "n1", "index": i} for i in range(4)]
     control.scheduler.devices = control.scheduler.devices[:6] + away

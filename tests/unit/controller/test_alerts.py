@@ -35,7 +35,7 @@ class Timeline:
         return [(message.event, message.id) for message in messages]
 
 
-def test_step_problem_that_lasts_is_sent_once_then_daily_then_resolved():
+def test_step_lasting_problem_is_sent_daily_and_resolved():
     timeline = Timeline()
     assert timeline.look(0, FULL) == []
     assert timeline.look(SETTLE_S, FULL) == [("problem", FULL.id)]
@@ -54,7 +54,7 @@ def test_step_event_is_sent_at_once_and_never_again():
 
 
 @given(st.lists(st.tuples(st.floats(1, 2 * DAY_S), st.booleans()), max_size=30))
-def test_step_ends_only_what_it_has_sent(looks):
+def test_step_resolves_only_sent_problems(looks):
     timeline, now_s, is_open = Timeline(), 0.0, False
     for pause_s, lasts in looks:
         now_s += pause_s
@@ -118,7 +118,7 @@ def test_send_posts_and_mails():
     assert b"rcpt TO:<ops@example.org>" in mail and b"What to do: remove files" in mail and b"\nDate: " in mail
 
 
-def test_problems_of_the_state_of_the_box_name_what_needs_a_person():
+def test_problems_of_lists_faults_that_need_a_person():
     findings = [
         {"check": "disk free", "state": "fail", "found": "1 GB", "remedy": "remove files"},
         {"check": "certificate", "state": "warn", "found": "3 days left", "remedy": "renew it"},
@@ -142,7 +142,7 @@ def test_problems_of_the_state_of_the_box_name_what_needs_a_person():
     ]
 
 
-async def test_look_sends_a_failed_job_once_and_keeps_what_was_not_delivered(control):
+async def test_look_sends_failed_job_once_and_retries_undelivered(control):
     job_id = await control.job()
     jobs.set_phase(control.db, job_id, "failed", error={"code": "x", "message": "no memory"})
     jobs.set_phase(control.db, await control.job(), "failed", finished_s=10.0)  # long ago

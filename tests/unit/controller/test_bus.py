@@ -180,7 +180,7 @@ async def test_wait_without_gateways_ends_after_the_start(tmp_path: Path):
 
 
 @pytest.mark.parametrize("line", [b"not json", b'{"type":"load","gateway":"g","generation":"x"}', b"[" * 5000])
-async def test_invalid_message_closes_the_connection_and_the_next_one_is_served(bus: Bus, tmp_path: Path, line: bytes):
+async def test_invalid_message_closes_only_its_connection(bus: Bus, tmp_path: Path, line: bytes):
     bad = await GatewayEnd.connect(tmp_path / "bus.sock")
     await bad.table()
     await bad.send(line)
@@ -245,7 +245,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_request_of_a_sleeping_model_wants_it_and_says_what_it_waits_for(db: Database):
+async def test_request_for_sleeping_model_wants_it_and_explains_wait(db: Database):
     gateway = Gateway(db, engines=0)
     task = gateway.ask("hi")
     await turns()
@@ -273,7 +273,7 @@ async def test_request_that_gives_way_is_sent_again(db: Database):
 
 
 @pytest.mark.parametrize("error", [httpx.ConnectError("no"), httpx.ReadError("cut")])
-async def test_ask_while_the_gateway_is_away_sends_again_and_refuses_what_is_not_json(db: Database, monkeypatch, error):
+async def test_ask_retries_absent_gateway_and_refuses_other_than_json(db: Database, monkeypatch, error):
     monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
     gateway, left = Gateway(db), [error]
 

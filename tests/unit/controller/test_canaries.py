@@ -60,7 +60,7 @@ def active(control: Control) -> str | None:
     return row.active_version
 
 
-async def test_a_canary_says_what_it_does_and_what_it_waits_for(served: Control):
+async def test_canary_view_has_its_decision(served: Control):
     begun = await ask(served, "PUT", version="v2", share=0.2)
     assert (begun["name"], begun["before"], begun["state"], begun["auto"]) == ("m@v2", "v1", "running", False)
     assert begun["decision"] == {"verdict": "wait", "reason": "v2 answered 0 of 50 requests"}
@@ -88,7 +88,7 @@ async def test_what_cannot_be_is_refused_by_code(served: Control):
     assert await code("PUT", PATH, 409, version="v2") == "no_room_for_canary"
 
 
-async def test_a_good_one_is_promoted_on_its_own_when_its_time_is_over(served: Control):
+async def test_good_canary_is_promoted_after_its_time(served: Control):
     await ask(served, "PUT", version="v2", auto=True)
     counted(served, v2=good(60), v1=good(540))
     assert (await look_later(served, 300)).state == "running"
@@ -99,7 +99,7 @@ async def test_a_good_one_is_promoted_on_its_own_when_its_time_is_over(served: C
     assert (entry.action, entry.key_id) == ("model.promote", None) and "as good as" in entry.detail["reason"]
 
 
-async def test_a_bad_one_is_rolled_back_on_its_own_and_only_told_of_without_auto(served: Control):
+async def test_bad_canary_is_rolled_back_only_with_auto(served: Control):
     bad = VersionLoad(20, 15)
     await ask(served, "PUT", version="v2")
     counted(served, v2=bad, v1=good(180))
@@ -111,7 +111,7 @@ async def test_a_bad_one_is_rolled_back_on_its_own_and_only_told_of_without_auto
     assert active(served) == "v1"
 
 
-async def test_an_engine_that_keeps_failing_and_a_swap_that_fails_roll_back(served: Control):
+async def test_failing_engine_or_swap_rolls_the_canary_back(served: Control):
     await ask(served, "PUT", version="v2", auto=True)
     trouble = {"model": "m@v2", "reason": "the fingerprint is not finite", "message": "not serving", "lasting": False}
     served.scheduler.troubles = [trouble]
@@ -215,7 +215,7 @@ def test_decide_by_errors_times_and_counts(verdict: str, new: VersionLoad, old: 
     assert decide(ROW, new, old, now_s).verdict == verdict
 
 
-async def test_a_failed_change_leaves_a_version_that_was_published_meanwhile(control: Control, monkeypatch):
+async def test_failed_change_keeps_a_newer_published_version(control: Control, monkeypatch):
     insert_model(control.db, "m", versions=("v2", "v1"))
 
     async def overtaken(model: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Clock:
         return DeviceWatch(db, SchedulerConfig(), lambda: self.nudges.append(self.now_s), lambda: self.now_s)
 
 
-async def test_cordon_is_lifted_after_the_retry_time_and_undrain_forgives(db):
+async def test_cordon_is_lifted_after_retry_time_or_undrain(db):
     cordons.drain(db, {"id": "n0/7"}, "", "ann", 1.0)
     clock = Clock([{"lost": "GPU is lost"}])
     await clock.watch(db).look(clock)
@@ -76,7 +76,7 @@ async def test_cordon_is_lifted_after_the_retry_time_and_undrain_forgives(db):
 
 
 @pytest.mark.parametrize("slow_s, told_s", [(1.4, 1300.0), (1.2, None)])
-async def test_gpu_that_its_job_waits_for_is_cordoned_once_it_has_been_slow_for_minutes(db, slow_s, told_s):
+async def test_straggling_gpu_is_cordoned_after_minutes(db, slow_s, told_s):
     devices, clock = ["n0/1", "n0/2", "n0/3"], Clock()
     job = JobRow("j", "m", "supervised", "f", 1, "ft:m", 1.0, phase="running", devices=devices)
     jobs.insert(db, job)
@@ -105,7 +105,7 @@ def test_rows_of_any_length_make_no_straggler(slow, count):
         assert len(straggling(seconds.tolist(), devices)) == count
 
 
-async def test_heat_is_judged_over_its_whole_time_however_often_the_driver_is_read(db):
+async def test_heat_is_judged_by_time_not_by_readings(db):
     clock = Clock([{"temperature_c": 40, "slowdown_c": 90}])
     watch = clock.watch(db)
     await watch.look(clock)
@@ -116,7 +116,7 @@ async def test_heat_is_judged_over_its_whole_time_however_often_the_driver_is_re
     assert cordoned(db) == ["n0/3"]
 
 
-async def test_cordon_stays_while_the_device_fails_and_for_broken_hardware(db):
+async def test_cordon_stays_while_the_device_fails(db):
     clock = Clock([{"lost": "GPU is lost"}])
     watch = clock.watch(db)
     await watch.look(clock)
@@ -133,7 +133,7 @@ async def test_cordon_stays_while_the_device_fails_and_for_broken_hardware(db):
     assert cordoned(db) == ["n0/3"]
 
 
-async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_is_back(db):
+async def test_drained_device_is_released_and_judged_after_undrain(db):
     """Its driver counts memory errors from 0 again after a reset."""
     clock = Clock([{"ecc_uncorrected": 3}])
     watch = clock.watch(db)
@@ -157,7 +157,7 @@ def seen(db):
     return {device["id"]: (device["health"], device["lost"]) for device in cordons.in_view(db, [])}
 
 
-def test_a_lost_node_stays_in_view_until_it_is_back(db, watch):
+def test_lost_node_stays_in_view_until_it_returns(db, watch):
     watch.node_changed("n1", "joined", DEVICES)
     assert seen(db) == {}, "those that are there are told by the scheduler"
     watch.node_changed("n1", "lost", DEVICES)
@@ -172,7 +172,7 @@ def test_a_lost_node_stays_in_view_until_it_is_back(db, watch):
     ]
 
 
-def test_a_node_lost_while_no_controller_was_there_is_missed_by_the_next(db, watch):
+def test_node_lost_without_a_controller_is_marked_at_start(db, watch):
     watch.node_changed("n1", "joined", DEVICES)
     watch.node_changed("n2", "joined", logical_devices(1, "n2"))
     after = DeviceWatch(db, SchedulerConfig(), lambda: None, clock=lambda: 2000.0)
@@ -205,7 +205,7 @@ def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
     assert cordoned(db) == ["b"]
 
 
-def test_a_gpu_that_cannot_be_used_is_cordoned_when_it_is_found(db, watch):
+def test_unfit_gpu_is_cordoned_at_discovery(db, watch):
     watch.node_changed("n0", "joined", gpus("a", "", unfit=[1]))
     assert cordoned(db) == ["n0/1"]
     assert ("device.cordon", "n0/1", "does not answer", None) in told(db)
@@ -235,7 +235,7 @@ async def test_power_limit_follows_the_mode(db, keeper, driver):
     assert driver.gpus[0].limit_mw == 700_000 and keeper.status()["limit_w"] is None
 
 
-async def test_power_limit_that_the_driver_refuses_is_shown_and_tried_again(db, keeper, driver):
+async def test_refused_power_limit_is_reported_and_retried(db, keeper, driver):
     write_mode(db, Mode("serve"), 1.0)
     driver.set_limit_error = pynvml.NVMLError_NoPermission()
     await keeper.look()
@@ -291,7 +291,7 @@ async def test_energy_of_devices_is_booked_for_the_job_that_holds_them(control: 
     assert drawn() == (1010, 10)
 
 
-async def test_energy_of_a_job_is_told_by_step_and_token_where_its_time_was_metered(control: Control):
+async def test_energy_per_step_needs_metered_time(control: Control):
     job_id, db = await control.job(), control.db
     jobs.update(db, job_id, step=50, trained_tokens=20_000)
     usage.devices_held(db, job_id, 1, 0.0)

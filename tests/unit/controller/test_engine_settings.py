@@ -73,7 +73,7 @@ def size(control):
     return of
 
 
-def test_an_engine_may_be_placed_on_any_device_and_is_sized_for_the_smallest(size):
+def test_engine_is_sized_for_the_smallest_device(size):
     alone = size(SMALL)
     for devices in itertools.permutations([LARGE, LARGE, SMALL]):
         assert size(*devices) == alone

@@ -56,7 +56,7 @@ async def made(control: Control, *criteria: Any) -> str:
     return found.id
 
 
-async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_the_model(control: Control):
+async def test_eval_run_needs_inference_scope_and_model_access(control: Control):
     control.as_key("ann", owner="ann")
     judged, plain, file = await made(control, JUDGE), await made(control), await control.upload()
     reinforcement = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
@@ -116,7 +116,7 @@ async def test_samples_that_the_data_has_are_judged(control: Control):
     assert one.datasource_item == {"answer": "5"} and one.sample.output[0].content == "4"
 
 
-async def test_a_model_of_the_box_is_asked_and_its_tokens_are_told(control: Control):
+async def test_run_samples_a_model_and_counts_its_tokens(control: Control):
     control.as_key("carol")
     sent = answers(control, "yes")
     run = await ended(control, eval_id := await made(control), asked())
@@ -130,7 +130,7 @@ async def test_a_model_of_the_box_is_asked_and_its_tokens_are_told(control: Cont
     assert (item.sample.finish_reason, item.sample.seed, item.sample.max_completion_tokens) == ("stop", 3, 7)
 
 
-async def test_responses_are_written_otherwise_and_asked_the_same(control: Control):
+async def test_responses_source_samples_like_completions(control: Control):
     control.as_key("carol")
     sent = answers(control, "yes")
     function = {"name": "f", "parameters": {"type": "object"}}
@@ -155,7 +155,7 @@ async def test_responses_are_written_otherwise_and_asked_the_same(control: Contr
     assert body["response_format"] == {"type": "json_schema", "json_schema": schema}
 
 
-async def test_a_file_is_read_and_a_bad_line_is_named(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_run_reads_a_file_and_names_a_bad_line(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "_CHUNK", 1)
     eval_id = await made(control)
     lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c")))
@@ -179,7 +179,7 @@ async def test_run_of_items_that_break_the_schema_or_of_none_fails(control: Cont
     assert run.data_source.source.content == [], "items are stored once, in rows of their own"
 
 
-async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control):
+async def test_ungraded_item_is_an_error_and_no_failure(control: Control):
     lacking = {**CHECK, "name": "lacking", "reference": "{{item.nothing}}"}
     source = given(("4", "4"), ("4", "4"))
     source["source"]["content"][1]["item"]["nothing"] = "4"
@@ -190,7 +190,7 @@ async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control
     assert item.status == "error" and "nothing" in item.results[1].error  # type: ignore[attr-defined]
 
 
-async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
+async def test_cancelled_run_keeps_judged_items(control: Control):
     control.as_key("carol")
     control.engines.lines = 0
     eval_id = await made(control)
@@ -237,15 +237,15 @@ async def test_run_after_kill_while_judging_judges_the_rest_once(control: Contro
 REFUSED = {
     "no grader": ({"testing_criteria": [{**CHECK, "operation": "is"}]}, "testing_criteria.0.operation"),
     "the same name": ({"testing_criteria": [CHECK, CHECK]}, "testing_criteria.1.name"),
-    **{
-        f"a schema {what}": ({"data_source_config": SCHEMA | {"item_schema": schema}}, "data_source_config.item_schema")
-        for what, schema in (("of texts", {"type": "string"}), ("that refers to nothing", {"$ref": "#/$defs/none"}))
-    },
+    "a schema that refers to nothing": (
+        {"data_source_config": SCHEMA | {"item_schema": {"$ref": "#/$defs/none"}}},
+        "data_source_config.item_schema",
+    ),
 }
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED.values(), ids=REFUSED)
-async def test_what_is_no_eval_is_refused_by_name(control: Control, fields: Any, param: str):
+async def test_invalid_eval_is_refused_with_its_field(control: Control, fields: Any, param: str):
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.evals.create(**{"data_source_config": SCHEMA, "testing_criteria": [CHECK]} | fields)
     assert caught.value.param == param
@@ -277,13 +277,13 @@ REFUSED_RUNS = {
 
 
 @pytest.mark.parametrize(("source", "param"), REFUSED_RUNS.values(), ids=REFUSED_RUNS)
-async def test_what_is_no_run_is_refused_by_name(control: Control, source: Any, param: str):
+async def test_invalid_run_is_refused_with_its_field(control: Control, source: Any, param: str):
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.evals.runs.create(await made(control), data_source=source)
     assert caught.value.param == param
 
 
-async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_run_fails_when_its_owner_exceeds_a_bound(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     control.as_key("carol", bounds={"bytes": 2500})
     answers(control, "long " * 500)
@@ -294,7 +294,7 @@ async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkey
 # --- graders
 
 
-async def test_a_grader_is_tried_on_a_sample_and_checked(control: Control):
+async def test_grader_routes_run_and_validate(control: Control):
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item={"answer": "4"})
     assert found.reward == 1.0 and found.sub_rewards == {} and found.metadata.scores == {"same": 1.0}
     assert (found.metadata.name, found.metadata.type, found.metadata.token_usage) == ("same", "string_check", None)
@@ -334,7 +334,7 @@ async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, 
     assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message
 
 
-async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Control):
+async def test_model_grader_is_asked_with_the_callers_key(control: Control):
     key_id = control.as_key("carol")
     sent = answers(control, json.dumps({"reason": "close", "result": 0.75}))
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="4", item={"answer": "2+2"})

@@ -22,7 +22,7 @@ async def test_the_same_is_found_in_a_process_of_its_own(tmp_path: Path, data: b
     assert not chat.exists() or len(chat.read_text().splitlines()) == apart.n_examples
 
 
-async def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_path: Path, monkeypatch):
+async def test_check_beyond_its_limits_is_killed_and_file_is_bad(tmp_path: Path, monkeypatch):
     source, killed = tmp_path / "in", tmp_path / "python"
     source.write_bytes(chat_lines())
     killed.write_text("#!/bin/sh\nkill -KILL $$\n")
@@ -32,7 +32,7 @@ async def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(t
     assert not report.ok and "SIGKILL" in report.errors[0][1]
 
 
-async def test_check_apart_file_that_is_gone_or_disk_that_fails_is_no_bad_file(tmp_path: Path):
+async def test_check_apart_raises_oserror_for_missing_file_or_disk(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         await check_apart(tmp_path / "gone")
     (tmp_path / "in").write_bytes(chat_lines())

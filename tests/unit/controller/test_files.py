@@ -40,7 +40,7 @@ def left_on_disk(control: Control) -> list[str]:
     return [entry.name for entry in control.context.files_dir.iterdir()]
 
 
-async def test_a_file_goes_up_comes_back_and_is_deleted(control: Control):
+async def test_file_is_uploaded_downloaded_and_deleted(control: Control):
     data = chat_lines()
     made = await control.sdk.files.create(file=("train.jsonl", data), purpose="fine-tune")
     assert (made.bytes, made.filename, made.purpose) == (len(data), "train.jsonl", "fine-tune")

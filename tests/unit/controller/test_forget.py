@@ -97,7 +97,7 @@ def spent(control: Control) -> dict[str, int]:
     return {row["name"]: row["completion_tokens"] for row in usage.report(control.db, "owner", 0.0, 9000.0)}
 
 
-async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(control: Control, people: list[Person]):
+async def test_forget_removes_the_name_and_keeps_other_owners(control: Control, people: list[Person]):
     ann, ben = people
     assert NAME in written(control) and SECRET.decode() in written(control)
     before = spent(control)
@@ -134,7 +134,7 @@ async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(co
     assert now.keys() == {done["pseudonym"], OTHER} and now[done["pseudonym"]] >= before[NAME]
 
 
-async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control: Control):
+async def test_forget_administrator_removes_the_name_from_actions(control: Control):
     """The mode, drained devices, hand-overs and settings of models say whose key asked for them, by its name."""
     db = control.db
     keys.create(db, NAME, ["admin"], NAME)
@@ -155,7 +155,7 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
     assert asked[::-1] == changed == [who, who, OTHER]
 
 
-async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control: Control, people: list[Person]):
+async def test_forget_waits_for_a_running_job_and_resumes(control: Control, people: list[Person]):
     ann = people[0]
     jobs.set_phase(control.db, ann.job, "running")
     waiting = await ask(control, once=True)

@@ -99,7 +99,7 @@ async def test_gate_with_threshold_decides_for_the_first_version(control: Contro
     assert "gate.decide" in [one.action for one in AUDIT.page(control.db, after=None, limit=3).data]
 
 
-async def test_gate_without_threshold_refuses_what_is_worse(control: Control, events: JobEvents, answers: Answers):
+async def test_gate_without_threshold_refuses_a_worse_version(control: Control, events: JobEvents, answers: Answers):
     eval_id = await evaluation(control)
     first = await gated(control, eval_id)
     v1 = run(control, events, first)
@@ -121,7 +121,7 @@ async def test_gate_without_threshold_refuses_what_is_worse(control: Control, ev
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-async def test_gate_after_kill_behind_its_verdict_activates_the_version(
+async def test_gate_killed_after_its_verdict_activates_the_version(
     control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch, is_deleted: bool
 ):
     eval_id = await evaluation(control)
@@ -143,7 +143,7 @@ async def test_gate_after_kill_behind_its_verdict_activates_the_version(
     assert active(control) == (before if is_deleted else version)
 
 
-async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
+async def test_undecided_gate_gives_reason_and_keeps_active_version(
     control: Control, events: JobEvents, answers: Answers
 ):
     evals = [await evaluation(control) for _ in range(3)]
@@ -178,7 +178,7 @@ def items(*passed: bool | None) -> dict[int, bool | None]:
     return dict(enumerate(passed))
 
 
-def test_threshold_counts_judged_items_and_is_undecided_with_too_few():
+def test_threshold_is_undecided_with_too_few_judged_items():
     assert threshold(items(*[True] * 15, *[False] * 5), 0.75)[0] == "passed"
     assert threshold(items(*[True] * 14, *[False] * 6), 0.75)[0] == "refused"
     assert threshold(items(None, *[True] * 19), 1.0)[0] == "passed"
@@ -186,7 +186,7 @@ def test_threshold_counts_judged_items_and_is_undecided_with_too_few():
     assert threshold({}, 0.0)[0] == "undecided"
 
 
-def test_not_worse_is_mcnemars_exact_test_of_the_items_that_both_judged():
+def test_not_worse_is_mcnemars_test_of_common_items():
     same = [True] * 40
     assert not_worse(items(*same), items(*same))[0] == "passed"
     four, five = (items(*same, *[False] * lost) for lost in (4, 5))

@@ -13,7 +13,7 @@ IN_PLACE = {"how": "in-place", "bytes": 100, "bytes_read": [10_000_000_000, 10_0
 SNAPSHOT = {"bytes": 8_000_000_000, "seconds": {"agree": 0.1, "snapshot": 1.0, "exit": 0.2, "total": 1.3}}
 
 
-async def test_a_hand_over_says_who_asked_and_how_fast_it_was(control: Control):
+async def test_handover_view_has_its_caller_and_speed(control: Control):
     why = {"asked_by": "ops", "asked_for": "mode train"}
     suspended = StepRecord(0, "c", "suspend_group", "j", "done", 10.0, 12.0, SNAPSHOT)
     steps = [asdict(suspended), asdict(StepRecord(1, "c", "wake_replica", "r", "done", 12.0, 14.0, IN_PLACE))]

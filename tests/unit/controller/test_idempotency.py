@@ -46,7 +46,7 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
 
 
 @pytest.mark.usefixtures("checked_here")
-async def test_every_route_that_makes_something_makes_one_of_a_request_that_comes_twice(control: Control):
+async def test_repeated_create_makes_one_object_on_every_route(control: Control):
     made = await bodies(control)
     for path, (url, same, other) in made.items():
 
@@ -64,7 +64,7 @@ async def test_every_route_that_makes_something_makes_one_of_a_request_that_come
     await control.settle()
 
 
-async def test_repeated_create_after_its_file_is_deleted_returns_the_first(control: Control):
+async def test_repeated_create_returns_the_first_without_its_file(control: Control):
     made = await bodies(control)
     of_batches, (runs, of_runs, _) = made["/v1/batches"][1], made["/v1/evals/{eval_id}/runs"]
     file_id = of_batches["json"]["input_file_id"]
@@ -77,7 +77,7 @@ async def test_repeated_create_after_its_file_is_deleted_returns_the_first(contr
     assert [one.json()["id"] for one in repeated] == [one.json()["id"] for one in first]
 
 
-async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
+async def test_repeated_create_ignores_a_reached_bound(control: Control):
     control.as_key("ann", owner="ann", bounds={"bytes": 400})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
 

@@ -33,7 +33,7 @@ async def table_of(control: Control, job_id: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(base64.b64decode(content, validate=True).decode())))
 
 
-async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
+async def test_job_events_from_start_to_success(control: Control, events: JobEvents):
     job_id, api = await control.job(suffix="maths"), control.sdk.fine_tuning.jobs
     events.started(job_id, ["n0/0", "n0/1"])
     assert (await api.retrieve(job_id)).status == "running"
@@ -107,7 +107,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
         ),
     ],
 )
-async def test_the_table_of_a_job_has_what_its_method_measures(
+async def test_metrics_table_has_the_methods_columns(
     control: Control, events: JobEvents, method: str, step: dict, validation: dict, columns: dict
 ):
     job_id = await control.job()
@@ -126,7 +126,7 @@ async def test_the_table_of_a_job_has_what_its_method_measures(
     assert "mismatch_kl" not in str(line)
 
 
-async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: Control, events: JobEvents):
+async def test_step_reported_twice_has_one_event(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     for at_s in (1e9, 1e9, 1e9 + 60):  # read in the log, delivered, and done again
@@ -139,7 +139,7 @@ async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: 
     assert jobs.get(control.db, job_id).eta_s == 36.0, "by the ranks' clock: 18 steps of 2 s"
 
 
-async def test_steps_that_nobody_heard_of_are_recorded_from_the_snapshot(control: Control, events: JobEvents):
+async def test_unreported_steps_are_recorded_from_the_snapshot(control: Control, events: JobEvents):
     job_id = await control.job()
     reports = [metrics(step, 1.0) | {"at_s": 1e9 + step} for step in (1, 2, 3)]
     events.ingest(job_id, dict(reports[0]))
@@ -151,9 +151,7 @@ async def test_steps_that_nobody_heard_of_are_recorded_from_the_snapshot(control
 
 
 @pytest.mark.parametrize("end", ["succeeded", "failed"])
-async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_the_model_but_the_result(
-    control: Control, events: JobEvents, end: str
-):
+async def test_checkpoints_are_listed_and_only_the_result_answers(control: Control, events: JobEvents, end: str):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     name = jobs.get(control.db, job_id).output_model
@@ -216,7 +214,7 @@ async def test_numbers_that_json_does_not_know_are_unknown(control: Control, eve
     assert shown.status_code == 200 and shown.json()["data"][1]["data"]["grad_norm"] is None
 
 
-async def test_an_adapter_is_shown_and_keeps_its_base_in_place(control: Control, events: JobEvents):
+async def test_delete_base_of_an_adapter_is_refused(control: Control, events: JobEvents):
     job_id = await control.job()
     adapter = {"base": "starter", "base_version": "v1", "rank": 8}
     events.started(job_id, ["n0/0"])

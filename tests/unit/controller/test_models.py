@@ -28,7 +28,7 @@ def insert_tuned(control: Control) -> None:
     models.update_version(control.db, TUNED, "step-10", id="ftckpt_1", checkpoint=CHECKPOINT, job_id="ftjob-1", step=10)
 
 
-async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_everywhere(control: Control):
+async def test_model_state_and_reason_agree_in_all_views(control: Control):
     insert_tuned(control)
     message = "not serving: no memory; next try in 12 s"
     control.scheduler.troubles = [{"model": "starter", "reason": "no memory", "message": message, "lasting": False}]
@@ -66,7 +66,7 @@ async def test_download_of_a_version_in_no_tier_is_a_conflict(control: Control):
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_not_ready")
 
 
-async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(control: Control):
+async def test_delete_tuned_model_removes_rows_replicas_bytes_in_order(control: Control):
     insert_tuned(control)
     deleted = await control.sdk.models.delete(TUNED)
     assert deleted.deleted and deleted.id == TUNED
@@ -76,7 +76,7 @@ async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(contro
     assert name == TUNED and [row.disk_path for row in rows] == ["/models/step-10", "/models/step-20"]
 
 
-async def test_deleting_a_checkpoint_takes_only_its_version_and_never_the_active_one(control: Control):
+async def test_delete_checkpoint_removes_only_an_inactive_version(control: Control):
     insert_tuned(control)
     await control.sdk.models.delete(CHECKPOINT)
     assert [version.version for version in models.list_versions(control.db, TUNED)] == ["step-20"]
@@ -102,7 +102,7 @@ async def test_delete_model_of_job_whose_key_lost_it_succeeds(control: Control):
 
 @pytest.mark.parametrize("used", [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30"])
 @pytest.mark.parametrize("how", ["trained on", "judge"])
-async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names(control: Control, used: str, how: str):
+async def test_delete_version_used_by_a_job_is_refused_by_any_name(control: Control, used: str, how: str):
     insert_tuned(control)
     db, names = control.db, [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30"]
     made = {"id": "ftckpt_3", "checkpoint": names[1], "job_id": "ftjob-1", "step": 30}
@@ -122,7 +122,7 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names(control
 @pytest.mark.parametrize(
     ("suffix", "part"), [("My Great Model", "my-great-model"), ("a:b/c..d", "a-b-c-d"), ("客服 v2", "v2")]
 )
-async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Control, suffix: str, part: str):
+async def test_suffix_in_name_follows_openai(control: Control, suffix: str, part: str):
     job_id = await control.job(suffix=suffix)
     name = jobs.get(control.db, job_id).output_model
     assert name.startswith(f"ft:starter:local:{part}:") and is_model_name(name)
@@ -145,7 +145,7 @@ def roomy(control: Control) -> Control:
 
 
 @pytest.mark.parametrize("source", ["/data/adapter-of-starter", "/data/adapter"])
-async def test_an_adapter_is_served_on_the_base_that_it_or_the_user_names(roomy: Control, source: str):
+async def test_import_adapter_takes_its_own_or_the_given_base(roomy: Control, source: str):
     body = {"source": source, "name": "pirate"} | ({} if "starter" in source else {"base": "starter"})
     done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
     assert done["state"] == "succeeded"
@@ -158,7 +158,7 @@ async def test_an_adapter_is_served_on_the_base_that_it_or_the_user_names(roomy:
     assert (await ask(roomy, "GET", "/models/pirate"))["adapter"]["rank"] == 8
 
 
-async def test_a_model_out_of_a_package_says_which_and_not_a_path_that_is_gone(roomy: Control):
+async def test_import_from_package_records_the_package_as_source(roomy: Control):
     body = {"source": "/tmp/x/m.gguf", "name": "tiny", "origin": "package tiny==1.0"}
     await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
     shown = await ask(roomy, "GET", "/models/tiny")
@@ -168,7 +168,7 @@ async def test_a_model_out_of_a_package_says_which_and_not_a_path_that_is_gone(r
 
 
 @pytest.mark.parametrize("name", ["starter", TUNED])
-async def test_import_as_version_leaves_the_active_version_and_needs_whole_weights(roomy: Control, name: str):
+async def test_import_as_version_needs_weights_and_activates_nothing(roomy: Control, name: str):
     models.update_version(roomy.db, "starter", "v1", version="v0")
     models.update(roomy.db, "starter", active_version="v0")
     insert_tuned(roomy)
@@ -187,7 +187,7 @@ async def test_import_as_version_leaves_the_active_version_and_needs_whole_weigh
         assert error["error"]["param"] == "name"
 
 
-async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
+async def test_adapter_of_a_private_base_is_private(roomy: Control):
     models.unshare(roomy.db, "starter", "*")
     models.share(roomy.db, "starter", "ann")
     await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"}))
@@ -205,7 +205,7 @@ async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
         ({"source": "/x/adapter-starter", "base": "cold"}, 409, "base"),
     ],
 )
-async def test_an_adapter_without_a_base_is_refused(roomy: Control, body, status, param):
+async def test_adapter_without_a_base_is_refused(roomy: Control, body, status, param):
     insert_model(roomy.db, "tuned", kind="fine-tuned", base="starter")
     models.update_version(roomy.db, "tuned", "v1", meta={"adapter": {"base": "starter", "base_version": "v1"}})
     insert_model(roomy.db, "cold")
@@ -213,7 +213,7 @@ async def test_an_adapter_without_a_base_is_refused(roomy: Control, body, status
     assert (await ask(roomy, "POST", "/models/import", status, json=body))["error"]["param"] == param
 
 
-async def test_what_an_adapter_never_uses_of_a_deployment_is_refused(roomy: Control):
+async def test_deploy_adapter_refuses_engine_settings(roomy: Control):
     await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"}))
     path = "/models/adapter-of-starter"
     for field, value in (("idle_sleep_s", 60), ("tensor_parallel", 2), ("max_replicas", 1), ("ttft_p95_s", 2)):
@@ -237,7 +237,7 @@ def folder(control: Control, tmp_path: Path) -> Path:
     return folder
 
 
-async def test_archive_is_a_tar_file_of_all_files_and_resumes_at_a_range(control: Control, folder: Path):
+async def test_archive_has_all_files_and_resumes_at_a_range(control: Control, folder: Path):
     whole = await control.http.get("/v1/models/starter/archive")
     assert int(whole.headers["content-length"]) == len(whole.content)
     with tarfile.open(fileobj=io.BytesIO(whole.content)) as tar:

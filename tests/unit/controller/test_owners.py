@@ -288,7 +288,7 @@ async def test_object_of_another_owner_answers_like_a_missing_one(control: Contr
 
 
 @pytest.mark.usefixtures("checked_here")
-async def test_a_persons_second_key_sees_what_the_first_one_made(control: Control, people: People):
+async def test_second_key_of_an_owner_sees_objects_of_the_first(control: Control, people: People):
     """Also that the test before names what is there: a route that knows nobody's objects would pass it too."""
     mine = People(people.bob, people.bob, people.objects, people.objects["file"])
     for (method, path), what in judged(control):
@@ -413,7 +413,7 @@ def filled(path: str) -> str:
         ("", ()),
     ],
 )
-async def test_the_admin_routes_that_a_scope_opens(control: Control, scopes: str, allowed: tuple[str, ...]):
+async def test_admin_routes_are_open_by_scope(control: Control, scopes: str, allowed: tuple[str, ...]):
     row, _ = keys.create(control.db, "looker", [scope for scope in scopes.split(",") if scope])
     as_ = {"x-appliance-key-id": row.id, "x-appliance-scopes": scopes}
     for (method, path), what in judged(control):
@@ -428,7 +428,7 @@ READ_TOO = {"/v1/models", "/v1/models/{name:path}", _JOBS, f"{_JOBS}/{{job_id}}"
 """Routes of OpenAI's API that a key of the scope `read` may ask."""
 
 
-async def test_read_sees_models_and_jobs_and_changes_or_reads_nothing_else(control: Control, people: People):
+async def test_read_scope_sees_models_and_jobs_alone(control: Control, people: People):
     row, _ = keys.create(control.db, "looker", ["read"])
     for (method, path), what in judged(control):
         if path.startswith("/v1/") and what is not ADMINS:

@@ -35,7 +35,7 @@ async def _send(app: ASGIApp, method: str, path: str, headers: list[tuple[str, s
 
 
 @pytest.mark.parametrize("headers", NOBODY.values(), ids=list(NOBODY))
-async def test_gateways_without_exactly_one_identity_are_nobody(control: Control, headers: list[tuple[str, str]]):
+async def test_gateway_request_without_one_identity_is_refused(control: Control, headers: list[tuple[str, str]]):
     app = Listener(control.app, TOKEN)
     for path in ("/admin/v1/keys", "/internal/responses/context?id=resp_1", "/openapi.json", "/nothing"):
         answer = await _send(app, "GET", path, headers)
@@ -53,7 +53,7 @@ def _routes(control: Control) -> list[tuple[str, str]]:
     ]
 
 
-async def test_a_gateway_on_its_own_behalf_sends_copies_and_may_do_nothing_else(control: Control):
+async def test_gateway_itself_may_only_send_copies(control: Control):
     app = Listener(control.app, TOKEN)
     own = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway"), PROOF]
     open_to_all = {"/openapi.json", "/internal/responses", "/internal/responses/context"}
@@ -66,7 +66,7 @@ async def test_a_gateway_on_its_own_behalf_sends_copies_and_may_do_nothing_else(
         assert (await gateway.post("/internal/responses", json=[])).json() == {"stored": 0}
 
 
-async def test_on_the_peoples_socket_no_identity_is_the_box_and_half_of_one_is_nobody(control: Control):
+async def test_local_socket_without_identity_is_the_box(control: Control):
     app = Listener(control.app)
     assert (await _send(app, "GET", "/admin/v1/keys", [])).status_code == 200
     assert (await _send(app, "GET", "/admin/v1/keys", [KEY, ("x-appliance-scopes", "inference")])).status_code == 403

@@ -131,7 +131,7 @@ async def test_input_items_pages_have_stable_ids(control: Control):
         await control.sdk.responses.retrieve(name(1), stream=True)
 
 
-async def test_housekeeping_deletes_old_responses_and_those_of_owners_without_keys(control: Control):
+async def test_housekeeping_deletes_old_and_keyless_responses(control: Control):
     row, _ = keys.create(control.db, "laptop", ["inference"])
     await send(control, copy(1), copy(2), copy(3, key=row.id))
     control.db.execute("UPDATE responses SET created_s = ? WHERE id != ?", [time.time(), name(1)])

@@ -69,7 +69,7 @@ def counts(db: Database, folder: Path) -> dict[str, int]:
     return {name: db.value(f"SELECT count(*) FROM {name}") for name in LEFT if name not in found} | found
 
 
-def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tmp_path: Path, db: Database):
+def test_retention_deletes_old_rows_unless_needed(tmp_path: Path, db: Database):
     filled(db, tmp_path)
     before = counts(db, tmp_path)
     app.keep_house(simulated_context(tmp_path, db, retention=dict.fromkeys(DAYS)), NOW_S)

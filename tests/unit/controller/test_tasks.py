@@ -136,7 +136,7 @@ async def test_owners_take_turns_and_a_kind_is_bounded(db: Database):
     )
 
 
-async def test_finished_cancels_what_began_before_its_source_failed():
+async def test_finished_cancels_running_after_a_failed_source():
     def begin() -> Iterator[Coroutine[None, None, None]]:
         yield asyncio.sleep(60)
         raise ValueError
@@ -148,7 +148,7 @@ async def test_finished_cancels_what_began_before_its_source_failed():
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_second_start_leaves_a_live_task_alone_and_restart_runs_it_again(db: Database):
+async def test_second_start_keeps_a_live_task_and_restart_reruns_it(db: Database):
     work = Work(db)
     work.tasks.start("things", "a", None)
     await work.until(1)

@@ -71,7 +71,7 @@ def test_join_opens_one_part_at_a_time(tmp_path: Path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_what_does_not_fit_is_refused_and_can_be_mended(control: Control):
+async def test_complete_with_wrong_parts_can_be_repeated(control: Control):
     upload_id = await begun(control)
     ids = [await part(control, upload_id, piece) for piece in PIECES]
     for wrong, code in (
@@ -128,7 +128,7 @@ async def test_cancelled_and_expired_uploads_leave_nothing(control: Control):
         await control.sdk.uploads.cancel("upload_unknown")
 
 
-async def test_an_upload_goes_on_after_a_restart(control: Control):
+async def test_upload_continues_after_a_restart(control: Control):
     upload_id = await begun(control)
     first = await part(control, upload_id, PIECES[0])
     folder = control.context.uploads_dir / upload_id

@@ -34,10 +34,10 @@ def own_process() -> None:
 def templates_tried_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     run_trial = trial.run_trial
 
-    def run(subject: str, module: str, *options: str, given: str = "", **more: Any) -> dict[str, Any]:
+    def run(subject: str, module: str, *options: str, stdin_text: str = "", **more: Any) -> dict[str, Any]:
         if module == "appliance.models.template_trial":
-            return try_here(**json.loads(given))
-        return run_trial(subject, module, *options, given=given, **more)
+            return try_here(**json.loads(stdin_text))
+        return run_trial(subject, module, *options, stdin_text=stdin_text, **more)
 
     if "own_process" not in request.fixturenames:
         monkeypatch.setattr(trial, "run_trial", run)

@@ -85,8 +85,8 @@ def test_it_becomes_a_sealed_adapter_version_without_pickles_and_tokenizer(take,
         ({"r": 0}, "at least 1"),
         ({"r": 64}, "rank 64.*at most 32.*adapter_max_rank"),
         ({"rank_pattern": {"up_proj": 64}}, "rank 64"),
-        ({"rank_pattern": {"(?:(.)|(.)){30}[A-Z]": 4}}, "rank_pattern must"),
-        ({"alpha_pattern": {"up_proj": "4"}}, "alpha_pattern must"),
+        ({"rank_pattern": {"(?:(.)|(.)){30}[A-Z]": 4}}, "rank_pattern is"),
+        ({"alpha_pattern": {"up_proj": "4"}}, "alpha_pattern is"),
     ],
 )
 def test_kinds_that_engines_do_not_serve_are_refused_by_name(take, tmp_path, config, words):
@@ -98,7 +98,7 @@ def test_kinds_that_engines_do_not_serve_are_refused_by_name(take, tmp_path, con
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        (factors(outer=24), "16: an adapter of another model"),
+        (factors(outer=24), "16. If it is an adapter of another model"),
         (factors(MODULE.replace("layers.0", "layers.7")), "has no layer model.layers.7"),
         (factors("base_model.model.lm_head"), "not on lm_head"),
         (factors("model.layers.0.mlp.up_proj"), "is not a factor"),

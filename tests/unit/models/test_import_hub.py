@@ -53,7 +53,7 @@ def test_a_repository_comes_in_under_its_name_with_only_what_is_needed(tmp_path,
     taken = library.import_model(REPOSITORY, report=lambda *progress: heard.append(progress))
     assert (taken.name, taken.version, taken.source) == (REPOSITORY, "v1", f"{REPOSITORY}@{COMMIT}")
     told = list(dict.fromkeys(message.partition(" ")[0] for *_, message in heard))
-    assert told == ["asking", "downloading", "copying", "trying", "comparing", "computing"]
+    assert told == ["listing", "downloading", "copying", "testing", "comparing", "computing"]
     assert verify(taken.path).tensors == len(checkpoints.tensors())
     for name in ("config.json", "model-00001-of-00002.safetensors", "README.md"):
         assert (taken.path / name).read_bytes() == content[name]

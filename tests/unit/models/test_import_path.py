@@ -145,7 +145,7 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
 
     usage = module.shutil.disk_usage(source)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=256 << 20))
-    with pytest.raises(NotEnoughDisk, match="has 268 MB free, this model needs 0 MB and 268 MB stay free"):
+    with pytest.raises(NotEnoughDisk, match="has 268 MB free, this model needs 0 MB and 268 MB must stay free"):
         library.import_model(source)
 
 
@@ -267,5 +267,5 @@ def test_a_trial_that_the_kernel_ended_says_so(library, source, monkeypatch, own
     run = subprocess.Popen
     killed = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGKILL})"]
     monkeypatch.setattr("appliance.models.trial.subprocess.Popen", lambda _, **how: run(killed, **how))
-    with pytest.raises(TrialEnded, match="its trial was ended from outside.*try again"):
+    with pytest.raises(TrialEnded, match="its check was killed.*try again"):
         library.import_model(source)

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.failures import Failures, goes_back_to
+from scheduler.core.failures import Failures, reverts_to
 from scheduler.core.workload import Build, DeploymentView
 
 
@@ -76,4 +76,4 @@ SERVED, NOW = Build("v1", 1, "old"), Build("v1", 1, "new")
 )
 def test_settings_are_at_fault_where_all_else_served(served: Build | None, failed: Build, goes_back: bool) -> None:
     deployment = DeploymentView("m", "v1", settings="new", served=served)
-    assert goes_back_to(deployment, failed) == (served if goes_back else None)
+    assert reverts_to(deployment, failed) == (served if goes_back else None)

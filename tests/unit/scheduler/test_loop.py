@@ -403,7 +403,7 @@ async def test_the_start_of_a_job_that_ended_or_was_paused_ends_at_once(paused: 
         await rig.settle()
         assert rig.now_s - began_s < 5.0 and rig.loop.box.holders == {} and rig.jobs() == {}
         assert not rig.store.ended and not rig.store.troubles
-        assert rig.journal.since(0)[-1].error == "cancelled: the job does not run any more"
+        assert rig.journal.since(0)[-1].error == "cancelled: the job should not run any more"
 
 
 @in_virtual_time

@@ -59,7 +59,7 @@ def test_a_time_that_the_clocks_skip_or_repeat_fires_once() -> None:
     [
         ({"until": "0 6 * * *", "for_s": 60.0}, "not by both"),
         ({"for_s": 1.0}, "from a minute to a year"),
-        ({"until": "6 o'clock"}, "five fields expected"),
+        ({"until": "6 o'clock"}, "expected five fields"),
     ],
 )
 def test_an_end_that_cannot_be_used(named: dict[str, Any], told: str) -> None:

@@ -167,7 +167,7 @@ def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None
     large = job(nodes=("n0",), sizes=(4, 8))
     m = replace(M, max_replicas=8, demand=Demand(inflight=50))
     a = planned(policy=Policy("train"), devices=HOME_AND_AWAY, jobs=(large,), deployments=(m,))
-    assert a.waiting["j1"] == "Needs 4 devices of one node; no node that it may run on has more than 2."
+    assert a.waiting["j1"] == "Needs 4 devices of one node; the largest that it may use has 2."
     assert awake(a) == {"m": 5}
 
 
@@ -183,7 +183,7 @@ def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by()
     assert sizes(a) == {"small": 1, "fixed": 2, "last": 1}
     assert a.waiting["large"] == "Needs 3 devices; 2 of training's 6 are left by jobs that are not preempted."
     passed = queue.allot((small, fixed, large, last), 6, 1000.0, 0.0, "", {"n0": 3, "n1": 3}, {"large": 0})
-    assert passed.sizes == {"small": 1, "fixed": 2, "last": 1} and "side by side" in passed.waiting["large"]
+    assert passed.sizes == {"small": 1, "fixed": 2, "last": 1} and "several nodes" in passed.waiting["large"]
 
 
 S = DeploymentView("s", "v1", demand=Demand(held=1))

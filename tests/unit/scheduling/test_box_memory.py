@@ -81,7 +81,7 @@ def short(world: World, available: int = GB // 2) -> None:
     world.away = replace(world.away, available=available)
 
 
-async def test_a_job_begins_where_memory_is_and_waits_only_if_nowhere_is(box, world, db, add_model, add_job):
+async def test_job_waits_only_if_no_node_has_memory(box, world, db, add_model, add_job):
     add_model()
     job = add_job("ftjob-1")
     assert box.job_nodes(job) == ("n0", "n1")
@@ -96,7 +96,7 @@ async def test_a_job_begins_where_memory_is_and_waits_only_if_nowhere_is(box, wo
     assert "Needs about 6.0 GB" in box.waits_for(job) and box.job_nodes(job) == ("n0", "n1")
 
 
-async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothing(box, world, db, add_model, add_job):
+async def test_short_node_releases_in_order_and_home_nothing(box, world, db, add_model, add_job):
     add_model()
     for number in (0, 1, 2):
         add_job(f"ftjob-{number}", phase="running", devices=[f"n{min(number, 1)}/{number}"])
@@ -130,7 +130,7 @@ async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothin
     assert box.job_nodes(jobs.get(db, "ftjob-2")) == ("n0", "n1")
 
 
-async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, caplog):
+async def test_missing_or_failing_node_delays_nothing(box, world, caplog):
     world.fails = True
     short(world)
     await box.look(world.status())
@@ -149,7 +149,7 @@ async def test_engines_that_start_count_before_their_memory_shows(box, world):
     assert box.book_engine("third", "n0")
 
 
-def test_decide_gives_back_a_suspended_job_while_another_waits_for_more_than_there_is():
+def test_decide_releases_suspended_job_while_another_waits():
     reading, waits = MemoryReading(24 * GB, 10 * GB), Holdings(job_wanted=20 * GB)
     state, action = decide(reading, waits, MemoryState(jobs=("small",)), 0.0, GB)
     assert action is None
@@ -176,7 +176,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_the_tightest_group_above_us_counts_with_its_files_as_free(tmp_path: Path):
+def test_tightest_cgroup_counts_with_its_cache_as_free(tmp_path: Path):
     group = "sys/fs/cgroup/system.slice"
     root = tree(
         tmp_path,
@@ -194,7 +194,7 @@ def test_the_tightest_group_above_us_counts_with_its_files_as_free(tmp_path: Pat
     assert read_memory(root) == MemoryReading(10 * GB, 3 * GB, 3.5, "control group /system.slice", 60 * 1024)
 
 
-def test_the_older_kind_of_groups_too_seen_from_inside_a_container(tmp_path: Path):
+def test_cgroup_v1_limits_are_read_inside_a_container(tmp_path: Path):
     root = tree(
         tmp_path,
         {

@@ -25,7 +25,7 @@ def runs(db, events, store, tmp_path, tiers):
     return JobRuns(db, store, jobs_dir, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), follower)
 
 
-async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow, store, add_job, tmp_path, tiers):
+async def test_newest_snapshot_comes_from_memory_then_tiers(runs, flow, store, add_job, tmp_path, tiers):
     add_job(phase="running")
     assert runs.newest_snapshot("ftjob-1") is None
     snapshot(store, 9)
@@ -44,7 +44,7 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
     assert StoredVersion.read(again).manifest.meta["step"] == 10
 
 
-async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, flow, store, add_job):
+async def test_version_that_ranks_will_read_is_not_evicted(runs, flow, store, add_job):
     add_job(phase="running")
     snapshot(store, 53)
     await flow.run_once("disk")
@@ -66,7 +66,7 @@ def steps(db):
 
 
 @pytest.mark.parametrize("publish", ["checkpoints", "best"])
-async def test_publish_keeps_the_last_three_checkpoints_and_those_in_use(runs, db, add_model, add_job, publish):
+async def test_publish_keeps_three_checkpoints_and_used_ones(runs, db, add_model, add_job, publish):
     add_model()
     row = add_job(phase="running", resolved={"publish": publish})
     name, removed = row.output_model, []
@@ -95,7 +95,7 @@ async def test_publish_keeps_the_last_three_checkpoints_and_those_in_use(runs, d
 RESOLVED = {"publish": "end", "full": False, "lora_publish": "adapter"}
 
 
-def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, tmp_path):
+def test_job_keeps_its_base_version(runs, db, add_model, add_job, tmp_path):
     add_model()
     for version in ("v1", "v2"):
         (tmp_path / "bytes" / version).mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     assert runs.spec("ftjob-1", "cpu").shm_budget_bytes == 99
 
 
-async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, add_model, add_job, tmp_path):
+async def test_job_without_access_to_its_model_does_not_start(runs, db, add_model, add_job, tmp_path):
     add_model()
     (tmp_path / "bytes").mkdir()
     models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
@@ -126,9 +126,7 @@ async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, a
         await runs.prepare("ftjob-1")
 
 
-async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
-    runs, flow, store, db, add_model, add_job, tmp_path
-):
+async def test_base_damaged_on_disk_is_loaded_from_the_next_tier(runs, flow, store, db, add_model, add_job, tmp_path):
     add_model()
     write(store, "v1")
     for tier in ("disk", "remote"):
@@ -145,7 +143,7 @@ async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
     assert runs.spec("ftjob-1", "cpu").base_path == str(store.find("version", "starter", "v1").path)
 
 
-def test_a_job_on_an_adapter_trains_its_base_with_it_merged_in(runs, db, add_model, add_adapter, add_job, tmp_path):
+def test_job_on_an_adapter_trains_the_merged_base(runs, db, add_model, add_adapter, add_job, tmp_path):
     add_model()
     add_adapter("ft:a")
     for model, version in (("starter", "v1"), ("ft:a", "step-2")):
@@ -196,7 +194,7 @@ async def test_policies_of_a_running_job_keep_the_newest_written(trained, store)
     assert unloaded == [f"{OURS}@{version}" for version in written[:2]]
 
 
-async def test_policies_of_an_ended_job_go_once_nobody_uses_them(trained, store, db):
+async def test_policies_of_an_ended_job_are_removed_when_unused(trained, store, db):
     write_policy(store, OURS, "step-2.new")
     jobs.set_phase(db, "ftjob-1", "failed")
 

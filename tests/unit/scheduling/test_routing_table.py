@@ -43,7 +43,7 @@ def routing(bus, db, add_model, add_adapter):
     return routing_of(bus, db)
 
 
-async def test_adapters_are_routed_to_their_bases_engines_by_a_name_for_each_version(routing, bus, db):
+async def test_adapter_versions_have_names_on_base_engines(routing, bus, db):
     await routing.open("r1", "starter", "v1", SOCKET)
     row = bus.table["ft:a"]
     assert (row["adapter"], row["version"]) == ("ft:a@step-2", "step-2")
@@ -57,7 +57,7 @@ async def test_adapters_are_routed_to_their_bases_engines_by_a_name_for_each_ver
     assert set(bus.table) == {"starter", "starter@v1", "ft:b", "ft:b@step-2"}
 
 
-async def test_an_engine_that_hangs_is_avoided_also_by_a_controller_that_finds_it_so(routing, bus):
+async def test_hanging_engine_is_avoided_also_after_a_restart(routing, bus):
     routing.avoid("r1", True)  # known before its route is opened anew
     await routing.open("r1", "starter", "v1", SOCKET)
     assert bus.table["starter"]["replicas"][0]["avoid"] is True and routing.open_engines() == {}
@@ -70,7 +70,7 @@ async def test_an_engine_that_hangs_is_avoided_also_by_a_controller_that_finds_i
     assert not bus.table["starter"]["replicas"][0]["avoid"], "another engine has its name"
 
 
-async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(routing, bus, db):
+async def test_new_base_version_ends_only_routes_of_adapters(routing, bus, db):
     await routing.open("r1", "starter", "v1", SOCKET)
     await routing.withhold_adapters("r1")
     assert bus.table["ft:a"]["replicas"] == [] and bus.table["starter"]["replicas"]
@@ -85,7 +85,7 @@ async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(r
     assert [replica["id"] for replica in bus.table["starter"]["replicas"]] == ["r1"]
 
 
-async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_base(routing, bus):
+async def test_model_in_training_is_routed_to_its_base_version(routing, bus):
     name = policy_name("ftjob-1")
     await routing.open("r1", "starter", "v1", SOCKET)
     await routing.offer_policy(name, "starter", "v1", "")
@@ -111,7 +111,7 @@ def load(*reported, tokens, **more):
     return ModelLoad(*reported, waiting_prompt_tokens=waiting, prefill_tokens_per_s=per_s, prompt_tokens=prompt, **more)
 
 
-async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
+async def test_demand_of_adapters_counts_for_their_base(routing, bus):
     await routing.open("r1", "starter", "v1", SOCKET)
     bus.reported = Report(
         replicas={"r1": 4},
@@ -132,7 +132,7 @@ async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     assert traffic.prefill_tokens_per_s == 800.0
 
 
-async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(routing, bus, db):
+async def test_canary_has_its_own_row_and_its_share_in_the_model(routing, bus, db):
     models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
     CANARIES.put(db, CanaryRow("starter", "v2", "v1", 0.2, 7.0))
     await routing.open("r1", "starter", "v1", SOCKET)
@@ -149,7 +149,7 @@ async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(
     assert "starter@v2" not in bus.table
 
 
-async def test_a_version_can_be_called_by_its_name_while_it_is_active_or_served(routing, bus, db):
+async def test_version_name_is_callable_while_active_or_served(routing, bus, db):
     routing.refresh()
     asleep = bus.table["starter@v1"]
     assert (asleep["replicas"], asleep["pins"]) == ([], "starter"), "woken like its model"
@@ -167,7 +167,7 @@ async def test_a_version_can_be_called_by_its_name_while_it_is_active_or_served(
     assert routing.host("starter@v2") == "starter"
 
 
-async def test_a_model_whose_engines_fail_says_why_and_when_it_is_tried_next(bus, db, add_model, add_adapter):
+async def test_failing_model_has_reason_and_next_try(bus, db, add_model, add_adapter):
     add_model()
     add_adapter("ft:a")
     routing = routing_of(bus, db)
@@ -186,7 +186,7 @@ async def test_a_model_whose_engines_fail_says_why_and_when_it_is_tried_next(bus
     assert not bus.table["starter"]["trouble"], "another version is another chance"
 
 
-async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
+async def test_routing_table_has_the_owners_of_each_name(routing, bus, db):
     """A model's versions, checkpoints and canary are for whom it is for; null: everybody, whoever comes later too."""
     models.update(db, "ft:a", owner="alice")
     models.share(db, "ft:a", "bob")

@@ -38,7 +38,7 @@ def scheduler_of(db):
     return lambda **parts: Scheduler(**nothing | parts, serving_floor=0, config=SchedulerConfig())
 
 
-async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job, scheduler_of):
+async def test_drains_and_modes_move_devices_in_the_callers_name(db, events, add_model, add_job, scheduler_of):
     add_model()
     add_job(allowed_sizes=[1, 2])
     DEPLOYMENTS.update(db, "starter", min_replicas=1, max_replicas=1)

@@ -70,7 +70,7 @@ def test_phases_follow_the_loop(states, add_job, db):
     assert jobs.get(db, "ftjob-1").phase == "failed", "an ended job never changes"
 
 
-def test_a_queued_job_says_in_events_what_it_waits_for_and_what_it_gets(states, add_job, db):
+def test_queued_job_has_events_for_waits_and_devices(states, add_job, db):
     add_job()
     for free in (1, 0, 1):
         states.job_waiting("ftjob-1", f"Needs 2 devices; {free} of training's 4 are left by jobs ahead of it.")
@@ -88,7 +88,7 @@ def test_a_succeeded_job_can_be_called_at_once(states, events, add_model, add_jo
     assert "ft:starter:local::ftjob-1" in {d.model for d in states.load(free_devices=0).deployments}
 
 
-def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, add_model, add_job, db):
+def test_settings_of_jobs_models_and_windows_reach_the_planner(states, add_model, add_job, db):
     add_model()
     rows.DEPLOYMENTS.update(db, "starter", max_replicas=1, min_replicas=1, ttft_p95_s=1.5, tpot_p95_ms=80, pinned=1)
     add_job(allowed_sizes=[2], deadline_s=9.0, preemptible=0, owner="alice", priority=3)
@@ -104,7 +104,7 @@ def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, ad
     assert load.windows == (Window("0 22 * * *", Policy("split", 6, 1), "UTC", None, 3600.0, "win_1"),)
 
 
-def test_after_a_restart_jobs_wait_but_for_those_whose_ranks_run_on(states, add_job, db):
+def test_restart_requeues_jobs_without_live_ranks(states, add_job, db):
     add_job("ftjob-on", phase="running")
     add_job("ftjob-off", phase="running")
     add_job("ftjob-saved", phase="running", snapshot={"step": 7, "path": "/s"})
@@ -113,7 +113,7 @@ def test_after_a_restart_jobs_wait_but_for_those_whose_ranks_run_on(states, add_
     assert phases == {"on": "running", "off": "queued", "saved": "suspended"}
 
 
-def test_adapters_of_an_older_base_version_get_engines_that_serve_it(states, add_model, add_adapter, db):
+def test_adapters_of_old_base_versions_get_own_engines(states, add_model, add_adapter, db):
     add_model()
     add_adapter("ft:a")
     add_adapter("ft:b")
@@ -136,7 +136,7 @@ def test_a_canary_gets_an_engine_while_it_runs(states, add_model, db):
     assert [view.model for view in states.load(free_devices=0).deployments] == ["starter"]
 
 
-def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, add_model, refreshed):
+def test_failed_settings_are_reverted_with_a_note(db, states, add_model, refreshed):
     add_model()
     old, new = Build("v1", 1, ""), Build("v1", 1, "digest")
     assert states.load(free_devices=0).deployments[0].served == Build()
@@ -160,7 +160,7 @@ def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, 
     assert not states.settings_failed("starter", new, Build("v1", 1, "kept no more"), "the engine refused")
 
 
-def test_job_waits_while_shared_memory_has_no_room_for_its_result(db, events, add_model, add_job):
+def test_job_waits_while_the_store_is_full(db, events, add_model, add_job):
     add_model()
     add_job("ftjob-new", estimate={"memory": {"store_bytes": 14 * 10**6, "host_bytes": {"1": 5, "8": 20}}})
     room = [10 * 10**6]
@@ -174,7 +174,7 @@ def test_job_waits_while_shared_memory_has_no_room_for_its_result(db, events, ad
     assert states.load(free_devices=0).jobs[0].lacks == ""
 
 
-def test_host_bytes_of_a_job_follow_the_devices_that_it_may_run_on(add_job):
+def test_job_host_bytes_has_each_allowed_size(add_job):
     memory = {"store_bytes": 1, "host_bytes": {"1": 5, "2": 9, "8": 20}}
     row = add_job(estimate={"memory": memory}, allowed_sizes=[1, 2])
     assert job_host_bytes(row) == {1: 5, 2: 9} and job_host_bytes(add_job("ftjob-2", allowed_sizes=None)) == {1: 0}

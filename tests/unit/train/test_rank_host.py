@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,6 @@ import pytest
 import train
 from runtime.errors import SupervisorDied
 from train.control.group import Group, PingLimits, RankHost
-from train.plan.errors import RankFailed
-from train.plan.spec import TrainSpec
-
-SELDOM = PingLimits(ping_every_s=60)
 
 
 class Child:
@@ -117,7 +112,7 @@ def test_no_collective_of_ours_pickles():
     "last, rank, code, blame",
     [
         ({"type": "StoreFull", "message": "no room"}, 1, "StoreFull", "own"),
-        ({"type": "RuntimeError", "message": "connection closed"}, 0, "rank_failed", "outside"),
+        ({"type": "RuntimeError", "message": "connection closed"}, 0, "rank_died", "outside"),
     ],
     ids=["own error", "symptom"],
 )
@@ -129,22 +124,22 @@ async def test_group_blames_the_rank_with_its_own_error(monkeypatch, ranks, last
         return await next_event(after)
 
     monkeypatch.setattr(other, "next_event", late)
-    group = Group(limits=SELDOM)
+    group = Group()
     await group.adopt("j", [one, other])
     first.says.put_nowait(None)
     second.say("fatal", **last)
     error = (await ended(group)).error
-    assert (error["rank"], error["code"], error["blame"]) == (rank, code, blame)
+    assert (error.rank, error.code, error.blame) == (rank, code, blame)
 
 
 async def test_group_blames_the_first_of_equal_failures(ranks):
     (one, first), (other, second) = ranks
-    group = Group(limits=SELDOM)
+    group = Group()
     await group.adopt("j", [one, other])
     second.say("fatal", type="RuntimeError", message="CUDA error: device-side assert triggered")
     await asyncio.sleep(0.01)
     first.say("fatal", type="RuntimeError", message="connection closed by peer")
-    assert (await ended(group)).error["rank"] == 1
+    assert (await ended(group)).error.rank == 1
 
 
 @pytest.mark.parametrize("starved, blame", [(None, "outside"), (False, "outside"), (True, "memory")])
@@ -158,10 +153,10 @@ async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, ranks, 
         monkeypatch.setattr(one, "next_event", lost)
     child.starved = bool(starved)
     child.says.put_nowait(None)
-    group = Group(limits=SELDOM)
+    group = Group()
     await group.adopt("j", [one])
     error = (await ended(group)).error
-    assert error["blame"] == blame and error["retryable"]
+    assert error.blame == blame and error.retryable
 
 
 async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_being_told(monkeypatch, ranks):
@@ -171,11 +166,11 @@ async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_be
         raise RuntimeError("the machine ran out of memory")  # whatever it is: a suspend waited for ever for one such
 
     monkeypatch.setattr(one, "kill", lost)
-    group = Group(limits=SELDOM)
+    group = Group()
     await group.adopt("j", [one])
     async with asyncio.timeout(60):
         outcome = await group.kill()
-    assert (outcome.outcome, outcome.error["code"], outcome.error["blame"]) == ("failed", "killed", "outside")
+    assert (outcome.outcome, outcome.error.code, outcome.error.blame) == ("failed", "killed", "outside")
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["dead", "incomplete"])
@@ -191,36 +186,41 @@ async def test_adopt_of_a_world_that_ended_unwatched_takes_its_steps_once(ranks,
     await group.adopt("j", [one], whole=whole)
     outcome = await ended(group)
     assert steps == [1, 2, 3, 4, 5]
-    assert (outcome.outcome, outcome.step, outcome.error["blame"], child.alive) == ("failed", 5, "outside", False)
+    assert (outcome.outcome, outcome.step, outcome.error.blame, child.alive) == ("failed", 5, "outside", False)
+
+
+async def test_group_ends_when_a_phase_lasts_too_long(children, tmp_path):
+    limits = PingLimits(ping_every_s=0.0, phase_limit_s=-1.0)
+    host = RankHost(str(tmp_path / "warm.sock"), str(tmp_path), limits=limits)
+    await host.start({"job_id": "j", "device_kind": "cpu"}, 0, 1, "abc", "cpu")
+    group = Group()
+    await group.adopt("j", [host])
+    error = (await ended(group)).error
+    assert (error.code, error.blame, error.retryable, children[0].alive) == ("rank_hung", "outside", True, False)
 
 
 async def test_group_lets_a_rank_report_its_snapshot_when_another_one_raised(ranks):
     (one, first), (other, second) = ranks
     steps = []
-    group = Group(lambda event: steps.append(event["step"]) if event["event"] == "snapshot" else None, limits=SELDOM)
+    group = Group(lambda event: steps.append(event["step"]) if event["event"] == "snapshot" else None)
     await group.adopt("j", [one, other])
     second.say("fatal", type="StoreFull", message="no room")
     await asyncio.sleep(0.05)
     if first.alive:
         first.say("snapshot", step=2)
         first.say("fatal", type="StoreFull", message="no room")
-    assert (await ended(group)).error["code"] == "StoreFull" and steps == [2]
+    assert (await ended(group)).error.code == "StoreFull" and steps == [2]
 
 
-async def test_group_ends_when_an_event_cannot_be_handled(children, tmp_path):
+async def test_group_ends_when_an_event_cannot_be_handled(ranks):
+    one, child = ranks[0]
+
     def full(event):
-        if event["event"] == "started":
+        if event["event"] == "metrics":
             raise OSError("no space left on device")
 
-    group = Group(full, SELDOM)
-    spec = TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", device_kind="cpu")
-    hosts = [RankHost(str(tmp_path / "warm.sock"), str(tmp_path))]
-    starting = asyncio.create_task(group.start(spec, hosts, ["cpu"]))
-    while not children:
-        await asyncio.sleep(0)
-    children[0].say("ready", step=0, seconds={"join": 0.0, "prepare": 0.0})
-    async with asyncio.timeout(10):
-        with suppress(RankFailed):  # all are ready, or it has failed by then
-            await starting
+    group = Group(full)
+    await group.adopt("j", [one])
+    child.say("metrics", step=1)
     outcome = await ended(group)
-    assert (outcome.outcome, outcome.error["retryable"], children[0].alive) == ("failed", True, False)
+    assert (outcome.outcome, outcome.error.retryable, child.alive) == ("failed", True, False)
