@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runtime.processes.kernel import group_pids
-from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import ACROSS_SIZES, JUDGED, METHODS, PATIENT, losses_of, same, worst
 from train.control.group import Group, PingLimits
 from train.plan.errors import RankFailed
@@ -232,11 +231,8 @@ async def test_publish_by_fragments_equals_gathered_model(shop, kind, fields):
 
 
 async def test_bad_input_is_final_and_kill_leaves_no_snapshot(shop):
-    picky = "{{ raise_exception('only one turn') }}"
-    make_model_dir(shop.folder / "picky")
-    (shop.folder / "picky" / "chat_template.jinja").write_text(picky)
-    with pytest.raises(RankFailed, match="line 1: .*only one turn") as caught:
-        await shop.launch(shop.spec("refused", base_path=str(shop.folder / "picky")), 2).start()
+    with pytest.raises(RankFailed, match="within max_length 2") as caught:
+        await shop.launch(shop.spec("refused", max_length=2), 2).start()
     assert not caught.value.retryable and caught.value.code == "InvalidTrainingData"
     with pytest.raises(RankFailed, match="batch_size 4") as caught:
         await shop.launch(shop.spec("wrong-size"), 3, limits=PATIENT).start()
