@@ -138,8 +138,8 @@ def _runs(piece: Piece, whole: torch.Tensor, source: VersionSource) -> list[tupl
 class LoadPlan:
     """Copies that load a version into a model.
 
-    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, in model
-    order.
+    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, and the
+    first of them in model order comes first.
     """
 
     targets: dict[tuple[int, str], Target]
