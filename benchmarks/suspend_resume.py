@@ -21,6 +21,7 @@ from benchmarks._machine import SIZES, copy_s, native_dtype
 from tests.e2e.engine_support import save_model
 from tests.train_support.world import WarmTrain
 from train.control.group import Group, PingLimits, RankHost
+from train.data_checks.process import checked
 from train.plan.spec import TrainSpec
 
 LIMITS = PingLimits(ping_timeout_s=60.0)
@@ -98,11 +99,13 @@ async def measure(warm: WarmTrain, spec: TrainSpec, size: str, rounds: int) -> l
 
 def spec_of(shm: Path, disk: Path, size: str, zero: int) -> TrainSpec:
     save_model(shm / "model", seed=1, max_position_embeddings=2048, **SIZES[size])
-    with open(shm / "chat.jsonl", "w") as file:
+    with open(shm / "upload.jsonl", "w") as file:
         for number in range(EXAMPLES):
             answer = " ".join(map(str, range(number % 60))) + " done"
             messages = [{"role": "user", "content": f"count to {number}"}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
+    how = {"chat_path": shm / "chat.jsonl", "method": "supervised", "tokenizer": shm / "model"}
+    assert checked(shm / "upload.jsonl", **how).ok
     return TrainSpec(
         job_id="four",
         base_path=str(shm / "model"),

@@ -21,6 +21,7 @@ from benchmarks._claims import parser, record, stated
 from benchmarks._machine import SIZES, native_dtype
 from benchmarks._trl import in_new_process, install, now, since, supervised
 from tests.starter import DEMO_DATA, make_starter
+from train.data_checks.process import checked
 
 MAX_LENGTH, EXAMPLE_TOKENS, WARM_STEPS = 512, 200, 2
 SIDES = ("ours", "trl", "trl-bf16-packed")
@@ -34,7 +35,8 @@ def prepare(folder: Path, size: str) -> None:
     make_starter(folder / "model", steps=0, seed=0)
     config = AutoConfig.from_pretrained(folder / "model", **(SIZES[size] | {"vocab_size": 4096}))
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
-    (folder / "chat.jsonl").write_bytes((DEMO_DATA / "gsm8k_train.jsonl").read_bytes())
+    how = {"chat_path": folder / "chat.jsonl", "method": "supervised", "tokenizer": folder / "model"}
+    assert checked(DEMO_DATA / "gsm8k_train.jsonl", **how).ok
 
 
 def ours(

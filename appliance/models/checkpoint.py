@@ -34,7 +34,7 @@ from weights.checkpoint.folder import (
 from weights.format.foreign_json import size, text_part, weight_bits
 from weights.format.layout import FileLayout, Layout, read_index
 from weights.format.manifest import AUX_SUFFIXES
-from weights.format.names import MANIFEST_FILE, VOCABULARIES
+from weights.format.names import MANIFEST_FILE, has_tokenizer
 from weights.format.tool_template import with_tools
 
 Task = Literal["generate", "embed"]
@@ -178,7 +178,7 @@ def examine(directory: Path, layout: Layout) -> Facts:
     task = _task(arch)
     text, family = text_part(config), config.get("model_type")
     warnings: list[str] = []
-    if not any(all((directory / name).is_file() for name in names) for names in VOCABULARIES):
+    if not has_tokenizer(directory):
         raise MissingTokenizer(
             "tokenizer.json",
             "missing, as are tokenizer.model and vocab.json with merges.txt; copy the tokenizer files of the base "

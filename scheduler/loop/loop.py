@@ -342,8 +342,8 @@ class SchedulerLoop(cluster_state.ClusterState):
 
         A drain is the one long step of a release: the engine answers its requests before it sleeps. During a drain it
         can be reopened at no cost, so a reversed mode or new requests need not wait for a sleep and a wake. Ranks may
-        prepare their data for minutes and keep only the tokens: a long start gives way as a running job would. To
-        decide, the planner plans as if these steps had not begun."""
+        load their model for minutes: a long start gives way as a running job would. To decide, the planner plans as if
+        these steps had not begun."""
         policy, doubtful = self._in_force.policy, []
         runs = {job.id for job in self._workload.jobs if job.phase != "paused"}
         steps = [(runner, step) for runner in self._running.values() for step in runner.running_steps]

@@ -43,7 +43,7 @@ from weights.tiers.copies import take_in
 NODE = "node:"
 ADAPTER_TIMEOUT_S = 60.0
 JOB_DATA = ("train.jsonl", "valid.jsonl", "tokens")
-"""Files in a job's folder to copy; without the tokens, one rank would tokenise while all its devices wait."""
+"""Files in a job's folder to copy."""
 KEPT_SNAPSHOTS = 2
 CHUNK_BYTES = 8 << 20  # two chunks per copy are in Ray's object store of 80 MiB
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from train.plan.spec import TrainSpec
-from train.rollouts.samples import Facts, Prompt, Samples, SamplesFile, SamplesPlan, Verdict
+from train.rollouts.samples import Prompt, Samples, SamplesFile, SamplesPlan, Verdict
 
 Answer = tuple[list[int], list[float]]
 """Tokens of an answer and their log-probabilities."""
@@ -42,7 +42,7 @@ class Sampler:
         self.drawn: list[tuple[SamplesFile, int, list[Prompt]]] = []
 
     def policy(self, spec: TrainSpec, step: int) -> None:
-        plan = SamplesPlan(spec, Facts.read(spec.run_dir))
+        plan = SamplesPlan(spec)
         for file in plan.missing(step):
             if file not in self.silent:
                 prompts = plan.prompts(file)

@@ -24,6 +24,7 @@ from runtime.processes.kernel import group_pids
 from runtime.processes.warm_parent import WARM_ENV
 from tests.claims import claim
 from tests.train_support.sampled import Sampler, counts_a, teaches
+from tests.train_support.specs import tokenised
 from tests.train_support.tiny import (
     make_model_dir,
     write_chat_file,
@@ -153,7 +154,7 @@ class Workshop:
         write = write or of_method
         data = self.folder / f"{write.__name__}-{examples}.jsonl"
         if not data.exists():
-            write(data, examples)
+            tokenised(write(data, examples), self.base, fields.get("method", "supervised"))
         defaults = {
             "job_id": job_id,
             "base_path": str(self.base),

@@ -1,11 +1,11 @@
-"""Converts a chat example to rows of token ids and a loss mask, through the model's own chat template. The model is
-trained on what it is to write and on nothing else: not on prompts, whatever they say.
+"""Converts a chat example to rows of token ids and a loss mask, through the model's own chat template. Only
+the model's own turns are trained, never a prompt.
 
-An engine is asked with the conversation up to a turn and the template's generation prompt; what the model is to write
-is the rest of that turn, with the end of turn at which an engine stops. So a trained turn is `prompt + completion`, the
-prompt being the very text that an engine sees. Turns whose prompt and answer are in the text of the whole conversation
-share one row. Where a template writes earlier turns otherwise than the last one (Qwen 3 drops their thoughts, gpt-oss
-ends them with another token), such a turn is a row of its own.
+An engine gets the conversation up to a turn and the template's generation prompt. The model writes the rest of that
+turn, up to the end of turn at which the engine stops. So a trained turn is `prompt + completion`, and the prompt is
+exactly the text that an engine sees. Turns share one row where the text of the whole conversation contains them. Where
+a template writes earlier turns differently from the last one (Qwen 3 drops their thoughts, gpt-oss ends them with
+another token), each such turn gets its own row.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _TOOL = {"type": "function", "function": {"name": "a", "description": "b", "para
 
 
 class Row(NamedTuple):
-    """text: what is tokenised. spans: (start, end) characters of it that are trained; text[:start] is the prompt."""
+    """text: to be tokenised. spans: the trained (start, end) characters of the text; text[:start] is the prompt."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
 
 
 def vocabulary_of(model: str | Path) -> int | None:
-    """How many tokens the model in this directory has embeddings for; its tokenizer may have more. None if its
-    config.json does not say."""
+    """The number of tokens for which the model in this directory has embeddings; its tokenizer may have more. None
+    without a number in config.json."""
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())
         return size(text_part(config), "vocab_size") or None
@@ -64,8 +64,8 @@ def vocabulary_of(model: str | Path) -> int | None:
 
 
 class ChatEncoder:
-    """Encodes chat examples (as `formats.convert` makes them) for one tokenizer, and for a model that has embeddings
-    for the first `vocabulary` of its tokens; None: for all."""
+    """Encodes chat examples (from `formats.convert`) for one tokenizer. vocabulary: the number of tokens that have
+    embeddings in the model; None: all."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None):
         if not tokenizer.is_fast:
@@ -79,24 +79,24 @@ class ChatEncoder:
         self._template = with_tools(template) if isinstance(template, str) else None
 
     def encode(self, example: dict[str, Any]) -> list[Tokens]:
-        """Rows of (token ids (n,) int32, trained (n,) bool), one for all trained turns or one for each where the
-        template needs it. Raises BadRecord if the template refuses the example or loses something of it, or the model
-        does not know a token of it: on a GPU the rank would fail in words about some kernel."""
+        """Rows of (token ids (n,) int32, trained (n,) bool): one for all trained turns, or one for each where the
+        template needs that. Raises BadRecord if the template refuses the example or drops a part of it, or if the model
+        has no embedding for a token: on a GPU the rank would fail with the error of a kernel."""
         return [tokens for row in self.rows(example) for tokens in self._tokens(row)]
 
     def encode_whole(self, example: dict[str, Any]) -> Tokens:
-        """The example as one row. Raises BadRecord also where the template needs one for each turn."""
+        """The example as one row. Raises BadRecord as `encode` does, and where the template needs several rows."""
         rows = self.encode(example)
         if len(rows) > 1:
             raise BadRecord(
-                "has an output of several turns, and the model's chat template writes the first ones otherwise once "
-                "others follow: give each output one turn of the assistant"
+                "has an output of several turns, and the model's chat template changes earlier turns when others "
+                "follow: give each output one turn of the assistant"
             )
         return rows[0]
 
     def encode_text(self, text: str) -> Tokens:
-        """A document as one row of which every token is trained: as the tokenizer begins a text, and with its end of
-        text. Raises BadRecord."""
+        """A document as one row whose tokens are all trained, between the tokenizer's beginning and end of text. Raises
+        BadRecord."""
         begin = self.tokenizer("", verbose=False)["input_ids"][:1]
         begin = [token for token in begin if token == self.tokenizer.bos_token_id]
         end = [token for token in (self.tokenizer.eos_token_id,) if token is not None]
@@ -104,7 +104,7 @@ class ChatEncoder:
         return ids, np.ones(len(ids), bool)
 
     def prompt(self, example: dict[str, Any]) -> np.ndarray:
-        """Token ids (n,) int32 up to where the assistant is to answer. Raises BadRecord if the template refuses it."""
+        """Token ids (n,) int32 up to the assistant's answer. Raises BadRecord if the template refuses the example."""
 
         def text_of(render: Render, messages: Messages) -> str:
             text = render(messages, add_generation_prompt=True)
@@ -133,7 +133,7 @@ class ChatEncoder:
 
     @cached_property
     def _forms(self) -> tuple[_MessageForm, ...]:
-        """The forms of a message to try, in this order. Raises BadRecord for a model without a chat template."""
+        """The forms of a message, in the order to try them. Raises BadRecord for a model without a chat template."""
         if not self.tokenizer.chat_template:
             raise BadRecord(
                 "is a conversation, and the model's tokenizer has no chat template: add chat_template.jinja to the "
@@ -153,8 +153,8 @@ class ChatEncoder:
         return tuple(partial(form, parts=False) for form in forms)
 
     def _tokens(self, row: Row) -> list[Tokens]:
-        """The row's tokens, or one row for each turn where a token has both prompt and answer: an engine's prompt ends
-        within it, and later prompts have it whole."""
+        """The row's tokens. One row for each turn where a token spans the end of a prompt and the beginning of its
+        answer: an engine's prompt ends within that token, and later prompts contain all of it."""
         encoded = self._tokenise(row.text)
         ids = np.array(encoded["input_ids"], np.int32)
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
@@ -175,12 +175,12 @@ class ChatEncoder:
 
     @cached_property
     def _stop_tokens(self) -> list[str]:
-        """Tokens of their own, at any of which an engine can end an answer."""
+        """The added tokens. An engine can end an answer at any of them."""
         return [token for token in self.tokenizer.get_added_vocab() if token.strip()]
 
     def _in_first_form(self, example: dict[str, Any], make: Callable[[Render, list[dict[str, Any]]], Result]) -> Result:
-        """The result of `make` for the example's messages in the first form of a message in which nothing is lost:
-        templates differ in how they take calls. Raises BadRecord."""
+        """The result of `make` for the example's messages, in the first form that the template renders without a loss:
+        templates take calls in different forms. Raises BadRecord."""
         messages = [self._without_end(index, turn) for index, turn in enumerate(example["messages"])]
         forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
         refusals = []
@@ -192,8 +192,8 @@ class ChatEncoder:
         raise refusals[0]
 
     def _without_end(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
-        """The message less an end of turn after a trained answer's text, which the template writes. Raises BadRecord
-        for one within the text: an engine would stop there."""
+        """The message without an end of turn after a trained answer: the template writes it. Raises BadRecord for an
+        end of turn within the text, where an engine would stop."""
         if message["role"] != "assistant" or message.get("weight", 1) == 0:
             return message
         text = message["content"]
@@ -201,14 +201,14 @@ class ChatEncoder:
             text = text.rstrip().removesuffix(end)
         if end := next((end for end in self._ends if end in text), None):
             raise BadRecord(
-                f"has {end!r} within messages[{index}]: there the model would learn to end its turn, and an engine to "
+                f"has {end!r} within messages[{index}]: the model would learn to end its turn there, and engines would "
                 "stop; remove it from the text"
             )
         return {**message, "content": text}
 
     @cached_property
     def _ends(self) -> list[str]:
-        """The tokens that end a turn of the model."""
+        """The tokens that end the model's turn."""
         ends = {token for token in self._stop_tokens if token in self.form.end}
         return sorted(ends | ({self.tokenizer.eos_token} if self.tokenizer.eos_token else set()))
 
@@ -217,8 +217,8 @@ class ChatEncoder:
         highest = max(encoded["input_ids"], default=0)
         if self._vocabulary is not None and highest >= self._vocabulary:
             raise BadRecord(
-                f"has the token {self.tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), which the model's "
-                f"tokenizer has and the model, with {self._vocabulary} of them, does not"
+                f"has the token {self.tokenizer.convert_ids_to_tokens(highest)!r} ({highest}) of the model's "
+                f"tokenizer, and the model has embeddings for the first {self._vocabulary} tokens only; remove it"
             )
         return encoded
 
@@ -241,15 +241,17 @@ class ChatEncoder:
 def _message_form(
     message: dict[str, Any], *, parts: bool, as_text: bool, bare: bool, short_ids: bool
 ) -> dict[str, Any]:
-    """A message as a template takes it. parts: those of vision models read content as a list of parts. as_text: most
-    write a call's arguments with tojson, which would quote a text twice; DeepSeek's add them to a text. bare: some
-    write calls only of a message whose content is none. short_ids: Mistral's refuse ids that are not nine letters."""
+    """A message in the form that a template takes.
+
+    parts: content as a list of parts, for vision models. as_text: a call's arguments as text, which DeepSeek's template
+    concatenates; most templates apply tojson, which would quote a text twice. bare: null as the content of a message
+    that has only calls; some templates need it. short_ids: ids of nine letters, for Mistral."""
     result = {key: value for key, value in message.items() if key != "weight"}
     short = (lambda text: hashlib.sha256(text.encode()).hexdigest()[:9]) if short_ids else str
     if parts:
         result["content"] = [{"type": "text", "text": message["content"]}]
     if thought := message.get("reasoning_content"):
-        result |= {"reasoning": thought, "thinking": thought}  # gpt-oss and LFM read the last one
+        result |= {"reasoning": thought, "thinking": thought}  # gpt-oss and LFM read "thinking"
     if calls := message.get("tool_calls"):
         if bare and not message["content"]:
             result["content"] = None
@@ -270,10 +272,10 @@ def _message_form(
 class TurnForm(NamedTuple):
     """How a template begins and ends an answer.
 
-    header: the text before an answer, cut from the answer if a generation prompt lacks it. tail: the text after
-    the last answer, without the blank space at its very end, which is `blank`. end: what is trained instead of it: the
-    first token that ends an answer or, without a tail, the marker of the next turn (GLM's "<|user|>"). eos: the
-    tokenizer's end of text, at which every engine stops.
+    header: the text before an answer, cut from the answer if a generation prompt lacks it. tail: the text after the
+    last answer. blank: the white space after the tail. end: the text that is trained in place of the tail: the first
+    token that ends an answer or, without a tail, the marker of the next turn (GLM's "<|user|>"). eos: the tokenizer's
+    end of text, at which every engine stops.
     """
 
     header: str
@@ -284,11 +286,11 @@ class TurnForm(NamedTuple):
 
 
 def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> TurnForm:
-    """The form of the template behind `render`. stops: whether a text has a token at which an engine can stop. eos: the
-    tokenizer's end of text, added where the template's own end is no such token: an engine would never stop."""
+    """The form of the template behind `render`. stops: whether an engine can stop at a token of a text. eos: the
+    tokenizer's end of text, added where no engine could stop at the template's own end."""
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
     system = {"role": "system", "content": "b"}
-    # Some templates insist on a system prompt, or are for tools alone.
+    # Some templates require a system prompt, or tools.
     for start, tools in (([user], None), ([system, user], None), ([system, user], [_TOOL])):
         if (text := _try(render, [*start, answer], tools=tools)) is not None:
             break
@@ -297,13 +299,12 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
     before, _, tail = text.rpartition(PROBE)
     question = _try(render, start, tools=tools)
     header = before[len(question) :] if question is not None and before.startswith(question) else ""
-    within = (_try(render, [*start, answer, {"role": "user", "content": "c"}], tools=tools) or text).rpartition(PROBE)[
-        2
-    ]
+    followed = _try(render, [*start, answer, {"role": "user", "content": "c"}], tools=tools) or text
+    within = followed.rpartition(PROBE)[2]
     tail, blank = tail.rstrip(), tail[len(tail.rstrip()) :]
     end, marker = tail, re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
     if not within.startswith(tail) and marker and stops(marker[0]):
-        end = marker[0]  # what follows it ends the last turn alone, as Phi 3's <|endoftext|>
+        end = marker[0]  # the rest of the tail follows the last turn only, like Phi 3's <|endoftext|>
     if not tail and (marker := _MARKER.match(within)):
         end = marker[1]
     end = _to_first(eos, end) if stops(end) else end + (eos or "")
@@ -311,13 +312,13 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
 
 
 def _to_first(eos: str | None, text: str) -> str:
-    """The text up to the first end of text, after which no engine goes on."""
+    """The text up to the first end of text, where every engine stops."""
     return text[: text.index(eos) + len(eos)] if eos and eos in text else text
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages under a template (`render`, with their tools) of this form. stops: as `turn_form` has it."""
+    """Messages under a template. render: has their tools too. stops: as in `turn_form`."""
 
     render: Render
     messages: Messages
@@ -325,8 +326,8 @@ class Conversation:
     stops: Callable[[str], bool]
 
     def rows(self) -> list[Row]:
-        """One for all trained turns where they line up, and one for each that does not. Raises BadRecord where the
-        template loses something of a trained turn."""
+        """One row for all trained turns that the whole conversation contains, and one for each other turn. Raises
+        BadRecord where the template drops a part of a trained turn."""
         messages, whole = self.messages, self.render(self.messages)
         spans: list[tuple[int, int]] = []
         checked = 0
@@ -360,8 +361,8 @@ class Conversation:
             bare = _try(self.render, before)
             generation_at = _common_length(prompt, bare) if bare is not None else len(prompt)
             if begin < generation_at:
-                # The answer changes the text before it (gpt-oss drops earlier thoughts), so look for the generation
-                # prompt in that text.
+                # The answer changes the text before it (gpt-oss drops earlier thoughts): search the changed text for
+                # the generation prompt.
                 generation, context = prompt[generation_at:], rendered[: self._answer_begins(before, rendered)]
                 begin = context.rfind(generation) + len(generation) if generation and generation in context else 0
                 last_text = (before[-1].get("content") or "").strip()
@@ -370,7 +371,7 @@ class Conversation:
             elif thinks and _THOUGHT_CLOSED.search(prompt):
                 prompt = rendered[:begin]  # with thoughts on, the template has another prompt
         if prompt is None or not begin:
-            # No prompt to compare with: compare with the same conversation under another answer.
+            # Without a prompt to compare with, compare with the same conversation and another answer.
             begin = self._answer_begins(before, rendered)
             prompt = rendered[:begin] if prompt is None else prompt
         completion = self._with_end(index, rendered, rendered[begin:].removeprefix(self.form.header))
@@ -383,10 +384,10 @@ class Conversation:
         return prompt, completion
 
     def _answer_begins(self, before: Messages, rendered: str) -> int:
-        """Return where the answer begins in `rendered`: where the same conversation with another answer differs."""
+        """The place in `rendered` where the answer begins: the first difference from another answer's text."""
         other = _try(self.render, [*before, {"role": "assistant", "content": PROBE}])
         if other is None:
-            raise BadRecord("is rendered by the chat template in a way that does not show where an answer begins")
+            raise BadRecord("is rendered by the model's chat template so that the beginning of an answer is unclear")
         return min(_common_length(other, rendered), other.rfind(PROBE))
 
     def _with_end(self, index: int, rendered: str, completion: str) -> str:
@@ -407,8 +408,7 @@ class Conversation:
         return body.removesuffix(form.blank) + (marker[1] if marker and stops(marker[1]) else form.end)
 
     def _closes(self, index: int, body: str) -> bool:
-        """Whether a turn of calls ends with an end of turn of its own (gpt-oss's <|call|>), not with the end of a
-        call."""
+        """Whether a turn of calls has its own end of turn (gpt-oss's <|call|>) after the end of its last call."""
         last, messages = _last(body), self.messages[: index + 1]
         if not self.stops(last):
             return False
@@ -418,21 +418,21 @@ class Conversation:
 
 
 def _last(text: str) -> str:
-    """The marker or word at its end."""
+    """The marker or word at the end of a text."""
     last = re.search(r"<[^\s<>]+>$|\S+$", text)
     return last[0] if last else ""
 
 
 def _not_rendered(part: str) -> str:
     return (
-        f"has {part} which the model's chat template does not write: nothing of it would be trained; remove it, or "
-        "give the model a chat template that writes it"
+        f"has {part} which the model's chat template does not write, so it would not be trained; remove it, or give "
+        "the model a chat template that writes it"
     )
 
 
 def _end_of_turn(whole: str, prompt: str, completion: str, message: dict[str, Any]) -> int | None:
-    """Return where the turn ends in the text of the whole conversation; None if that has another text for it. Earlier
-    turns may lack the empty thought with which the last one begins: then the rest of the turn counts."""
+    """The place where the turn ends in the text of the whole conversation; None if that text has another form of the
+    turn. Earlier turns may lack the empty thought with which the last turn begins: then the rest of the turn counts."""
     head = whole[len(prompt) : len(prompt) + min(8, len(completion))] if whole.startswith(prompt) else ""
     for at in range(len(completion)) if head else ():
         if completion.startswith(head, at) and whole.startswith(rest := completion[at:], len(prompt)):
@@ -441,14 +441,14 @@ def _end_of_turn(whole: str, prompt: str, completion: str, message: dict[str, An
 
 
 def _common_length(first: str, second: str) -> int:
-    """The length of what two texts begin with, up to a whole marker: "<think>" and "<tool_call>" share no "<"."""
+    """The length of the common prefix, up to a whole marker: "<think>" and "<tool_call>" do not share "<"."""
     shared = os.path.commonprefix([first, second])
     within = re.search(r"<[^\s<>]*$", shared)
     return within.start() if within and len(shared) < min(len(first), len(second)) else len(shared)
 
 
 def _missing(message: dict[str, Any], completion: str) -> str | None:
-    """Return the part of an assistant's message that its completion lacks; None if it has all."""
+    """The name of a part of an assistant's message that its completion lacks; None if it lacks none."""
     before, rest = "", completion
     for kind, text in _texts(message):
         form = next((form for form in _spellings(text) if form in rest), None)
@@ -456,7 +456,7 @@ def _missing(message: dict[str, Any], completion: str) -> str | None:
             return kind
         skipped, _, rest = rest.partition(form)
         before += skipped
-    completion = before + rest  # without the texts, which may name a function too
+    completion = before + rest  # without the message's texts, which may contain the name of a function
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     for name, times in Counter(function["name"] for function in functions).items():
         if completion.count(name) < times:
@@ -478,7 +478,7 @@ def _texts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """The ways in which templates write a text."""
+    """The spellings of a text in templates."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]

@@ -1,7 +1,7 @@
 """Recognises the shapes of fine-tuning data by their keys and converts them to OpenAI's chat format. Pure.
 
-SHAPES is the table: which keys choose a shape, how it is read, and which keys make a row unusable. What nothing reads
-of a row is left out, and named for reports (train.data.records.Fields).
+The table SHAPES has the keys of each shape, the function that reads it, and the keys that make a row unusable. Other
+keys are left out, and reports name them (train.data.records.Fields).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from train.data.records import BadRecord, Fields, NoAnswer, Record, Refuses, has
 
 SIDES = ("chosen", "rejected")
 OUTPUTS = ("preferred_output", "non_preferred_output")
-# Marks of the turns in Anthropic's and OpenAssistant's texts.
+# Beginnings of turns in Anthropic's and OpenAssistant's texts.
 _DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \n]?")
 _MESSAGES_AS_TEXT = re.compile(r'\s*(?:\{\s*"(?:messages|conversations|role)"|\[\s*\{\s*"(?:role|from)")')
 _MORE = ("input", "context")
 _QUESTION = ("prompt", "question", "query", "instruction")
 _CONVERSATION = ("conversations", "conversation")
 MAX_ITEM_BYTES = 1 << 20
-"""Size of an item as JSON: a grading process has 64 samples at once, each with its item."""
+"""The largest item as JSON: a grading process holds 64 samples at once, each with its item."""
 _THOUGHT = ("reasoning_content", "thinking")
-"""Columns with the thought before an answer; `reasoning` is one that says "on" or "off" in public data."""
+"""Columns with the thought before an answer; in public data, `reasoning` is a switch, "on" or "off"."""
 
 _OF_THE_QUESTION = "choices options opa passage passages article paragraph document documents evidence premise".split()
-"""Columns that public data has next to a question, which nobody can answer without them."""
+"""Columns of public data without which a question cannot be answered."""
 _MARKS = frozenset(
     "good bad chosen rejected accept accepted reject desirable undesirable preferred like dislike true false yes no "
     "upvote downvote thumbs_up thumbs_down up down +1 -1 0 1".split()
@@ -50,7 +50,7 @@ _MARKS = frozenset(
 
 
 def _is_mark(value: Any) -> bool:
-    """Whether a label tells good answers from bad ones; others name a class of texts."""
+    """Whether a label marks an answer as good or bad; other labels name a class of texts."""
     if isinstance(value, str):
         return value.strip().lower() in _MARKS
     return isinstance(value, (bool, int, float)) and value in (-1, 0, 1)
@@ -61,7 +61,7 @@ def _is_set(value: Any) -> bool:
 
 
 MARKS = ("label", "kto_tag")
-"""Keys with the mark of an answer that the method kto reads; others are refused by name."""
+"""Keys of the mark that the method kto reads; keys of other marks are refused by name."""
 _UNPAIRED = (
     "a mark of good and bad answers without pairs: for the method kto name it 'label', true or false; for supervised "
     "keep the good answers without the key; for dpo make pairs: prompt, chosen, rejected"
@@ -98,9 +98,11 @@ _QUESTION_REFUSES: Refuses = {
 
 
 class Example(NamedTuple):
-    """A row as it is trained: {"messages", "tools"?}, {"text"} of a document, {"sequences": [chat, chat]} of a pair,
+    """A row ready for training.
+
+    record: {"messages", "tools"?} of a chat, {"text"} of a document, {"sequences": [chat, chat]} of a pair,
     {"sequences": [chat], "label"} of a marked answer, or {"messages", "tools"?, "item"} of a prompt. left_out: names of
-    the keys that are not read, of its turns and calls too: `source`, `messages[].id`."""
+    the keys that are not read, also in turns and calls: `source`, `messages[].id`."""
 
     shape: str
     record: Record
@@ -111,9 +113,9 @@ class Example(NamedTuple):
 class Shape:
     """A row of the table.
 
-    name: in reports and for methods; several rows may share one. needs: of each of these groups one key has to have a
-    value. has: keys that have to be there, even if empty. refuses: keys that make a row unusable if nothing reads them.
-    marked: a mark of the answer has to be there. when: a further condition.
+    name: for reports and methods; several shapes may share a name. needs: groups of keys; one key of each group must
+    have a value. has: keys that must exist, even without a value. refuses: keys that make a row unusable unless they
+    are read. marked: the row must mark the answer as good or bad. when: a further condition.
     """
 
     name: str
@@ -144,7 +146,7 @@ def shape_of(record: Any) -> Shape:
     """Return the shape of a record, known by its keys. Raises BadRecord for one of no known shape."""
     if not isinstance(record, dict):
         raise BadRecord(f"is a {kind_of(record)}, expected a JSON object")
-    # First by keys that have a value, then by empty ones too: reading such a row names the empty key.
+    # First by keys with a value, then also by empty keys: reading such a row reports the empty key.
     for has in (lambda key: has_value(record.get(key)), record.__contains__):
         for shape in SHAPES:
             if shape.fits(record, has):
@@ -209,7 +211,7 @@ def _called(fields: Fields, question: tuple[str, ...]) -> Record:
 
 
 def _question_turns(fields: Fields, question: tuple[str, ...]) -> list[Record]:
-    """The turns up to the question, of a text with more of it in another field, or a list of messages."""
+    """The turns up to the question: a list of messages, or a text that another field may continue."""
     prompt, history = fields.take(*question), list(_history(fields))
     further = tuple(key for key in _MORE if key not in question)
     more = fields.take(*further)
@@ -217,7 +219,7 @@ def _question_turns(fields: Fields, question: tuple[str, ...]) -> list[Record]:
         prompt, more = more, None
     if isinstance(prompt, list):
         if has_value(more):
-            raise BadRecord("has a list of messages as the prompt and a text besides; expected one of the two")
+            raise BadRecord("has a list of messages as the prompt and also a text; expected one of the two")
         return [*history, *map(untrained, prompt)]
     for value, names in ((prompt, question), (more, further)):
         if has_value(value) and not isinstance(value, str):
@@ -249,7 +251,7 @@ def _document(fields: Fields) -> Record:
 
 
 def _prompt(fields: Fields) -> Record:
-    """A conversation that the model answers while it trains. All further fields are the item, which a grader sees."""
+    """A conversation that the model answers in training. All further fields are the item, which a grader sees."""
     messages = read_messages(with_system(fields.take("messages"), fields), fields.left_out)
     if any("weight" in message for message in messages):
         raise BadRecord("has a message with a 'weight'; nothing of a prompt is trained")
@@ -276,7 +278,7 @@ def _marked(fields: Fields, read: Callable[[Fields], Record]) -> Record:
 
 
 def _train_from(messages: list[Record], first: int) -> bool:
-    """Trains the answers from this message on that have no weight 0; returns whether there is one."""
+    """Train only the answers from this message on that have no weight 0; return whether there is any."""
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             message["weight"] = int(index >= first and message.get("weight") != 0)
@@ -297,17 +299,17 @@ def _openai_preference(fields: Fields) -> Record:
 
 
 def _whole(fields: Fields, sides: list[list[Any]]) -> Record:
-    """Two whole conversations, of which the turns that both begin with are the prompt."""
+    """Two whole conversations; the prompt is the turns that they share at the beginning."""
     pairs = enumerate(zip(*sides, strict=False))
     shared = next((n for n, (a, b) in pairs if a != b), min(map(len, sides)))
     for name, side in zip(SIDES, sides, strict=True):
         if any(map(_is_prompt, side[shared:])):
-            raise BadRecord(f"the prompts differ: {name}[{shared}:] has more than what the assistant answers")
+            raise BadRecord(f"the prompts differ: {name}[{shared}:] has turns of the system or the user")
     return _preference(fields, sides[0][:shared], SIDES[0], [side[shared:] for side in sides])
 
 
 def _two_texts(fields: Fields) -> Record:
-    """Two texts: what they both begin with is the prompt."""
+    """Two texts; the prompt is the text that they share at the beginning."""
     _sides(fields)
     sides = [fields.record[name] for name in SIDES]
     if not all(isinstance(side, str) for side in sides):
@@ -322,8 +324,7 @@ def _two_texts(fields: Fields) -> Record:
 
 
 def _are_conversations(record: Record) -> bool:
-    """Whether both sides are whole conversations. A list of messages as the prompt is only a repeat if they begin with
-    it."""
+    """Whether both sides are whole conversations, which begin with the prompt if that is a list of messages."""
     sides, prompt = [_turns_of(record.get(name)) for name in SIDES], record.get("prompt")
     if not all(any(map(_is_prompt, side)) for side in sides):
         return False
@@ -335,7 +336,7 @@ def _is_prompt(turn: Any) -> bool:
 
 
 def _turns_of(side: Any) -> list[Any]:
-    """The turns of an output: a text is the answer, or begins with "Human:" and has all turns."""
+    """The turns of an output. A text is the answer, or contains all turns if it begins with "Human:"."""
     if not isinstance(side, str):
         return listed(side)
     if not side.lstrip().startswith("Human:"):
@@ -367,7 +368,8 @@ def _output(fields: Fields, name: str) -> list[Any]:
 def _preference(
     fields: Fields, prompt: Any, name: str, outputs: list[list[Any]], request: Fields | None = None
 ) -> Record:
-    """Two chats that train only their outputs, the preferred one first. request: has the tools, if not the row."""
+    """Two chats that train only their outputs, the preferred one first. request: the object with the tools; None: the
+    row."""
     if not prompt:
         raise BadRecord("has no prompt: nothing that both outputs answer")
     before = read_messages(with_system(prompt, fields), fields.left_out, name)

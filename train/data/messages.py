@@ -1,4 +1,4 @@
-"""Reads the turns of a conversation, by whatever names their fields have, as messages of OpenAI's chat format."""
+"""Reads the turns of a conversation, whose fields have many names, as messages of OpenAI's chat format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.data.records import (
     quoted,
 )
 
-# Templates may take the square of their number, and no context holds as many.
+# The time of a template may grow with the square of the number of messages; no context holds as many.
 MOST_MESSAGES = 8192
 WEIGHT = ("weight", "train", "loss", "trainable", "training", "loss_mask", "loss_scale")
 CALLS = ("tool_calls", "function_call")
@@ -60,12 +60,13 @@ TURN_REFUSES: Refuses = {
 
 
 def read_messages(turns: Any, left_out: set[str], name: str = "messages", n_calls: int = 0) -> list[Record]:
-    """Messages with only what training reads: calls have ids, results belong to calls. Raises BadRecord.
+    """Messages with the fields that training reads; each call has an id, each result that of its call. Raises
+    BadRecord.
 
     Args:
-        left_out: as `Fields` has it.
-        name: where the turns are in the row.
-        n_calls: how many calls the messages before these have.
+        left_out: as in `Fields`.
+        name: the place of the turns in the row.
+        n_calls: the number of calls in earlier messages.
     """
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"{name!r} must be a list with at least one message")
@@ -88,7 +89,7 @@ def read_messages(turns: Any, left_out: set[str], name: str = "messages", n_call
             is_bare = not message["content"] and message.keys() <= {"role", "content", "tool_calls", "weight"}
             joins = last.get("role") == "assistant" and message.get("weight") == last.get("weight")
             if _role_in(turn) in _CALL_ROLES and is_bare and joins:
-                # Several calls, or a text and its calls, are one answer of a model.
+                # Several calls, or a text and its calls, are one answer of the model.
                 last["tool_calls"] = [*last.get("tool_calls", ()), *unanswered]
                 unanswered = list(last["tool_calls"])
                 continue
@@ -97,8 +98,8 @@ def read_messages(turns: Any, left_out: set[str], name: str = "messages", n_call
 
 
 def with_system(turns: Any, fields: Fields) -> Any:
-    """The turns after the system prompt that a row has in a field of its own. Raises BadRecord where they have
-    another."""
+    """The turns after the system prompt, which a row may have in its own field. Raises BadRecord if the turns have
+    another system prompt."""
     text = fields.text("system", "system_prompt")
     if text is None:
         return turns
@@ -111,7 +112,7 @@ def with_system(turns: Any, fields: Fields) -> Any:
 
 
 def untrained(turn: Any) -> Any:
-    """A turn of a prompt: of a completion's row the completion is trained, and no earlier answer unless it says so."""
+    """A turn of a prompt, with the weight 0 if it is an answer without a weight: a row trains its completion only."""
     if role_of(turn) != "assistant" or any(turn.get(key) is not None for key in WEIGHT):
         return turn
     return {**turn, "weight": 0}
@@ -122,7 +123,7 @@ def last_role(turns: Any) -> str | None:
 
 
 def role_of(turn: Any) -> str | None:
-    """One of system, user, assistant and tool; None for what is none of them."""
+    """One of system, user, assistant and tool; None for an unknown role."""
     return _ROLES.get(_role_in(turn))
 
 
@@ -226,7 +227,7 @@ def _call(call: Any, left_out: set[str], where: str, number: int) -> Record:
 
 
 def _arguments(value: Any, name: str, where: str) -> str:
-    """The JSON text of an object of arguments, also of one that was encoded twice. Raises BadRecord."""
+    """The arguments as the JSON text of an object, also if they were encoded twice. Raises BadRecord."""
     where, text = f"{where}, arguments of {name[:60]!r}", None
     while isinstance(value, str) and value.strip():
         text, value = value, _json(value, where)
@@ -241,10 +242,8 @@ def drop_padded_arguments(messages: list[Record], tools: list[Record]) -> None:
     """Drop null arguments that no tool defines: tables pad each call with the columns of all others."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
-        arguments, properties = (
-            loads(function["arguments"].encode()),
-            schemas.get(function["name"], {}).get("properties"),
-        )
+        arguments = loads(function["arguments"].encode())
+        properties = schemas.get(function["name"], {}).get("properties")
         defined = properties if isinstance(properties, dict) else {}
         kept = {key: value for key, value in arguments.items() if value is not None or key in defined}
         if kept != arguments:
@@ -252,7 +251,8 @@ def drop_padded_arguments(messages: list[Record], tools: list[Record]) -> None:
 
 
 def _find_call(message: Record, unanswered: list[Record], where: str) -> None:
-    """Gives a result without an id that of its call: the next one without a result, by name if the result has one."""
+    """Give a result without an id that of its call: of the next call without a result, with the result's name if it has
+    one."""
     identity, name = message.get("tool_call_id"), message.get("name")
     if identity is None:
         matches = [call for call in unanswered if name is None or call["function"]["name"] == name]
@@ -274,7 +274,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def read_tools(fields: Fields) -> Record:
-    """{"tools"} of a row that has any, as a list or as JSON text, by either of OpenAI's names; else {}. Functions
+    """{"tools"} of a row, from a list or its JSON text, under either of OpenAI's names; {} without tools. Functions
     without an envelope get one. Raises BadRecord."""
     tools, key = fields.take("tools", "functions"), fields.name("tools", "functions")
     if isinstance(tools, str):

@@ -1,10 +1,10 @@
 """Packs examples into rows and orders the rows, which determines the tokens of each step. Pure numpy.
 
 Rules
-- Packing depends on the lengths alone, the order on (seed, epoch) alone; a step depends on its number alone. Nothing
-  depends on the world size, so a run may change it between steps.
-- A row holds whole examples only. Their sequences (one each, or as many as the training method says) never see each
-  other (`Row.segments`; positions restart), so packing changes the speed and not the loss.
+- Packs depend only on the lengths, their order only on (seed, epoch), a step only on its number. Nothing depends on
+  the world size, so a run may change it between steps.
+- A row holds whole examples only. Attention stays within a sequence (`Row.segments`), and positions restart with each,
+  so packing changes the speed and not the loss.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from train.plan.auto import ROW_MULTIPLE, best_fit
 
 
 def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True) -> list[np.ndarray]:
-    """Groups of example indices whose lengths sum to at most `capacity` tokens; every example in exactly one.
-
-    Best fit decreasing, O(n log n): lengths (n,) int, each at most `capacity`. Without packing: one by one.
-    """
+    """Groups of example indices whose lengths sum to at most `capacity` tokens, by best fit decreasing in O(n log n).
+    lengths: (n,) int, each at most `capacity`. Without packing each example is a group."""
     if not packing:
         return [np.array([index]) for index in range(len(lengths))]
     decreasing = ((int(index), int(lengths[index])) for index in np.argsort(-lengths, kind="stable"))
@@ -33,8 +31,8 @@ def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True) -> l
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The endless stream of packs, shuffled for each epoch, cut into steps of `batch_size`. Only what
-    belongs to `n_epochs` counts in the last step: an epoch is each pack once."""
+    """Packs in steps of `batch_size`, shuffled for each epoch, which has every pack once. Packs of a further epoch fill
+    up the last step, and do not count."""
 
     n_packs: int
     batch_size: int
@@ -47,12 +45,12 @@ class StepPlan:
         return -(-self.n_packs * self.n_epochs // self.batch_size)
 
     def epoch_end_steps(self) -> list[int]:
-        """Numbers of steps done when each epoch is through; the last is `total_steps`."""
+        """The number of steps up to the end of each epoch; the last is `total_steps`."""
         return [-(-self.n_packs * epoch // self.batch_size) for epoch in range(1, self.n_epochs + 1)]
 
     def validates(self, step: int, every: int) -> bool:
-        """Whether a validation follows when `step` steps are done: every `every` steps, for 0 after each epoch; after
-        the last in any case."""
+        """Whether a validation follows after `step` steps: after each `every` steps, for 0 after each epoch, and always
+        after the last step."""
         return step == self.total_steps or (step % every == 0 if every else step in self.epoch_end_steps())
 
     def packs_of_step(self, step: int) -> np.ndarray:
@@ -63,7 +61,7 @@ class StepPlan:
         return np.array([orders[int(e)][p % self.n_packs] for e, p in zip(epochs, positions, strict=True)])
 
     def counted(self, step: int) -> int:
-        """How many of the first packs of this step are learnt from; those behind them fill it up."""
+        """The number of packs of this step that count, the first ones; the others fill up the step."""
         return min(self.batch_size, self.n_packs * self.n_epochs - step * self.batch_size)
 
     def learnt_in_step(self, step: int) -> np.ndarray:
@@ -71,14 +69,14 @@ class StepPlan:
         return self.packs_of_step(step)[: self.counted(step)]
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[tuple[int, np.ndarray]]:
-        """(number within the step, pack indices) of the micro-batches that `rank` computes in `step`."""
+        """(number within the step, pack indices) of each micro-batch of `rank`."""
         packs = self.packs_of_step(step).reshape(-1, self.micro_batch)
         return [(number, packs[number]) for number in range(rank, len(packs), world_size)]
 
 
 @lru_cache(maxsize=4)
 def _shuffled(n_packs: int, seed: int, epoch: int) -> np.ndarray:
-    """The packs of an epoch in their order; of a million it takes 40 ms, several times in each step."""
+    """The packs of an epoch in their order. Cached: for a million packs it takes 40 ms, several times in each step."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(n_packs)
 
 
@@ -86,17 +84,17 @@ def _shuffled(n_packs: int, seed: int, epoch: int) -> np.ndarray:
 class Row:
     """One micro-batch as a single row of tokens.
 
-    input_ids, position_ids: (tokens,) int64. predict_at, labels: (n,) int64, the positions whose next token is
-    learnt and that token. segments: (start, end) of each sequence; the rest of a pack is padding, a separate segment
-    without labels. sequence_sizes: the number of labels of each sequence, one after the other in `labels`. reference:
-    (sequences,) float32, what the starting model says of each (train.trainer.train); None where it is not known.
-    weight: 1, or 0 where the row only fills a step, so that every rank computes equally many. marks: of each sequence,
-    the loss mask of its first token: no loss reads it, so that it may carry a label of the example (KTO).
+    input_ids, position_ids: (tokens,) int64. predict_at, labels: (n,) int64, the positions whose next token is trained,
+    and that token. segments: (start, end) of each sequence; the padding of a pack is a segment without labels.
+    sequence_sizes: the number of labels of each sequence, in the order of `labels`. reference: (sequences,) float32,
+    log-probabilities in the starting model; None where they are unknown. weight: 1, or 0 for a row that only fills up a
+    step, so that all ranks compute equally many rows. marks: the loss mask of each sequence's first token. No loss uses
+    that token, so the mask may carry a label of the example (KTO).
 
-    Of answers that the model itself has sampled: advantages: (n,) float32, how much better than expected each label is.
-    sampled: (n,) float32, its log-probability when it was sampled. allowed: a function that returns (n, words) int32, a
-    bit for each token of the vocabulary that could have been sampled in its place; None if all could. It is called for
-    the row that is learnt from, and its result is not kept: 20 KB for each token.
+    For answers that the model sampled: advantages: (n,) float32, how much better than expected each label is. sampled:
+    (n,) float32, its log-probability when it was sampled. allowed: returns (n, words) int32, a bit for each token of
+    the vocabulary that could have been sampled in place of the label; None: all tokens. Called for each row and not
+    kept: it takes 20 KB for each label.
     """
 
     input_ids: np.ndarray
@@ -116,11 +114,11 @@ class Row:
 
 @dataclass(frozen=True)
 class StepData:
-    """What a rank learns from in one step.
+    """A rank's data of one step.
 
-    rows: (number within the step, row) of its micro-batches. denominator: what the loss is divided by. tokens: of the
-    whole step, with those that are not learnt. figures: further data of the step's event. waited: seconds until it was
-    there, by part. All but `rows` are the same on every rank.
+    rows: (number within the step, row) of the rank's micro-batches. denominator: divides the loss. tokens: the number
+    of all tokens of the step, trained or not. figures: further data of the step's event. waited: seconds of waiting for
+    the data, by part. All but `rows` are the same on every rank.
     """
 
     rows: list[tuple[int, Row]]
@@ -131,8 +129,8 @@ class StepData:
 
 
 def part_of(row: Row, index: int, parts: int) -> Row:
-    """The row's tokens [index, index + 1) / parts with what is learnt there. `segments` stay those of the whole row:
-    attention sees all of it (Ulysses)."""
+    """Part `index` of the row's tokens, with the labels in it. `segments` are still those of the whole row, which
+    attention sees (Ulysses)."""
     each = len(row.input_ids) // parts
     first = index * each
     inside = (first <= row.predict_at) & (row.predict_at < first + each)
@@ -148,11 +146,9 @@ def part_of(row: Row, index: int, parts: int) -> Row:
 
 
 def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool) -> Row:
-    """Lay out packs of (token ids, loss mask) sequences one after the other, each pack padded to its capacity.
-
-    `capacity` is in tokens per pack; without packing a pack is padded to a multiple of ROW_MULTIPLE only.
-    The first token of a sequence is never predicted, because nothing precedes it.
-    """
+    """Lay out packs of (token ids, loss mask) sequences one after the other. The first token of a sequence is never
+    predicted, because nothing precedes it. capacity: tokens to which each pack is padded; without packing a pack is
+    padded to a multiple of ROW_MULTIPLE."""
     ids, positions, learn, segments, sizes, marks, n_tokens = [], [], [], [], [], [], 0
     offset = 0
     for pack in packs:

@@ -1,8 +1,7 @@
-"""Cuts a data file into its examples, parses each, and reports its errors in terms of the original file.
+"""Cuts a data file into its examples, parses each, and reports errors by the lines of the file.
 
-A hostile file costs no more than a good one: lines are read with a limit, each is parsed alone, and the size of a JSON
-array, which is parsed whole, is bounded. The error for a file of another format has the command that converts it to
-JSON lines.
+A hostile file costs no more than a good one: lines have a limit and are parsed one by one, and a JSON array, which is
+parsed whole, has a limit too. The error for a file of another format has the command that converts it to JSON lines.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MAX_DEPTH = 64
 MAX_EXAMPLE_BYTES, MAX_ARRAY_BYTES = 16 * 2**20, 256 * 2**20
 
 MARK = b"\xef\xbb\xbf"
-"""The byte order mark of UTF-8. Files that were joined have one in their middle."""
+"""The byte order mark of UTF-8. Joined files have it in their middle too."""
 _PANDAS = (
     "python3 -c \"import pandas as pd; pd.{}.to_json('train.jsonl', orient='records', lines=True, force_ascii=False)\""
 )
@@ -46,7 +45,7 @@ _DELIMITERS = ((b"\t", "TSV", ", sep='\\t'"), (b",", "CSV", ""), (b";", "CSV", "
 _OF_A_TURN = ({"role", "from"}, {"content", "value", "tool_calls", "function_call"})
 _TURNS = ("messages", "conversations", "conversation")
 
-# A string, which stays as it is, or a bare NaN. Possessive: linear in the text.
+# A string, or a bare NaN outside strings. Possessive: linear in the text.
 _STRING_OR_NAN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\bNaN\b', re.DOTALL)
 _ESCAPED_COLON = re.compile(rb"\\u003a", re.IGNORECASE)
 _PYTHON = re.compile(r"'|None\b|True\b|False\b")
@@ -57,11 +56,11 @@ _PYTHON_TO_JSON = (
 
 
 class BadRecord(Exception):
-    """One record cannot be used; the text, which has the reason, is shown with its line number."""
+    """One record cannot be used; reports show the reason with its line number."""
 
 
 class NoAnswer(BadRecord):
-    """A text to train on is empty."""
+    """The text of an answer or a document is empty."""
 
 
 class BadFile(BadRecord):
@@ -72,8 +71,7 @@ class BadFile(BadRecord):
 
 
 Line = tuple[int, bytes | BadRecord]
-"""One example of a file: the number of its line, or of the element of an array, and its bytes or the error of reading
-them."""
+"""One example of a file: the number of its line or of its array element, and its bytes or the error of reading it."""
 
 
 def parse(raw: bytes) -> Any:
@@ -94,8 +92,8 @@ def _is_conversation(value: Any) -> bool:
 
 
 def examples(file: BinaryIO) -> Iterator[Line]:
-    """Yield the examples of JSONL or of a JSON array: a BadRecord for one that is too big, a BadFile where no more can
-    be read."""
+    """Yield the examples of JSONL or of a JSON array: a BadRecord for an example that is too big, a BadFile at a place
+    from which no more can be read."""
     try:
         file.seek(0)
         if foreign := foreign_file(file):
@@ -121,8 +119,8 @@ def examples(file: BinaryIO) -> Iterator[Line]:
 
 
 def _array(file: BinaryIO) -> list[Any] | None:
-    """The elements of a file that is one JSON array; None for lines. Raises BadRecord for an array that cannot be read
-    and for objects over several lines."""
+    """The elements of a file that is one JSON array; None for lines. Raises BadRecord for an unreadable array and for
+    objects over several lines."""
     first = b""
     while not first and (line := file.readline(MAX_EXAMPLE_BYTES + 1)):
         first = _bare(line)
@@ -132,7 +130,7 @@ def _array(file: BinaryIO) -> list[Any] | None:
         if first[:1] == b"{" and len(first) <= MAX_EXAMPLE_BYTES and "unexpected end of data" in str(bad):
             with suppress(BadRecord):
                 parse(_bare(file.readline(MAX_EXAMPLE_BYTES + 1)))
-                return None  # one broken line before others
+                return None  # only the first line is broken
             raise BadRecord(
                 "the first line ends within an object, so no other was checked; expected a whole example on each line "
                 "(for objects over several lines: jq -c . FILE > train.jsonl)"
@@ -141,8 +139,8 @@ def _array(file: BinaryIO) -> list[Any] | None:
             return None
         if (size := file.seek(0, 2)) > MAX_ARRAY_BYTES:
             raise BadRecord(
-                f"the file is a JSON array of {size} bytes; the limit for one is {MAX_ARRAY_BYTES}, without one for "
-                "lines: jq -c '.[]' FILE > train.jsonl"
+                f"the file is a JSON array of {size} bytes; arrays may have {MAX_ARRAY_BYTES}, JSON lines any number: "
+                "jq -c '.[]' FILE > train.jsonl"
             ) from None
         file.seek(0)
         value = loads(_bare(file.read()))
@@ -159,8 +157,8 @@ def _bare(raw: bytes) -> bytes:
 
 
 def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
-    """Return the kind of a file that is neither JSON lines nor a JSON array, and the command that converts it; None for
-    all others. Leaves the file at its beginning."""
+    """The kind of a file that is neither JSON lines nor a JSON array, and the command that converts it; None for other
+    files. Leaves the file at its beginning."""
     head = file.read(4096)
     file.seek(0)
     for beginning, kind, command in _BEGINNINGS:
@@ -188,11 +186,11 @@ def loads(raw: bytes) -> Any:
         if without == raw:
             raise BadRecord(_why_not_json(raw, error)) from None
         return loads(without)
-    # Walking is not cheap, but few records have enough brackets to be too deep.
+    # Few records have enough brackets to be too deep; walking through all of them would take long.
     if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_exceeding(value, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
-    # orjson keeps the last of two equal keys. Each key has a colon, so a value that lost one is written with fewer; a
-    # colon that is escaped in a string may hide that.
+    # orjson keeps the last of two equal keys. Each key has a colon, so a lost key shows in the number of colons, unless
+    # a string has an escaped colon.
     if raw.count(b":") != orjson.dumps(value).count(b":") or _ESCAPED_COLON.search(raw):
         json.loads(raw, object_pairs_hook=_refuse_twice)
     return value
@@ -226,7 +224,7 @@ def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
         return "has several JSON values on one line; expected one example on each: jq -c . FILE > train.jsonl"
     if rest.startswith("Infinity"):
         return f"has Infinity at character {error.pos + 1}, which JSON does not know; expected a number or null"
-    # Its own words name a line of the example, which is the first of many lines to who reads them.
+    # orjson's own message names a line within the example, which a reader would take for a line of the file.
     return f"is not valid JSON ({error.msg} at character {error.pos + 1})"
 
 
@@ -245,7 +243,7 @@ def quoted(value: Any) -> str:
 
 
 def has_value(value: Any) -> bool:
-    """Whether something is lost without this value."""
+    """Whether the value is anything but null or an empty string, list or object."""
     return value is not None and (bool(value) or not isinstance(value, (str, list, dict)))
 
 
@@ -254,12 +252,12 @@ def listed(value: Any) -> list[Any]:
 
 
 class Fields:
-    """One object of a row, in a `with`: a field that nothing takes within it is refused or reported as left out.
+    """One object of a row, in a `with`. At its end, fields that were not taken are refused or reported as left out.
 
     Args:
-        left_out: gets the names of fields that are left out: `source`, `messages[].id`.
+        left_out: receives the names of fields that are left out: `source`, `messages[].id`.
         where: the object's place in the row: `messages[3]`; "" for the row itself.
-        refuses: by key, which of its values make the row unusable, and why.
+        refuses: by key, a test for values that make the row unusable, and the reason.
     """
 
     def __init__(self, record: Record, left_out: set[str], where: str = "", refuses: Refuses | None = None):
@@ -281,8 +279,8 @@ class Fields:
                 raise BadRecord(f"{self._prefix}has {key!r}: {self._refuses[key][1]}")
 
     def take(self, *names: str) -> Any:
-        """The value under the first of several names of one field; None without any. Raises BadRecord where two
-        differ."""
+        """The value of a field with several names; None without a value. Raises BadRecord if two names have different
+        values."""
         for name in names:
             self.unread.pop(name, None)
         first, *others = [name for name in names if has_value(self.record.get(name))] or [self.name(*names)]
@@ -294,7 +292,7 @@ class Fields:
         return self.record.get(first)
 
     def text(self, *names: str) -> str | None:
-        """As `take`, None for an empty value. Raises BadRecord for one that is not a string."""
+        """As `take`; None for an empty value. Raises BadRecord for a value that is not a string."""
         value = self.take(*names)
         if not has_value(value):
             return None
@@ -303,6 +301,6 @@ class Fields:
         return value
 
     def name(self, *names: str) -> str:
-        """The one of these names under which the object has a value, or has the key."""
+        """The name under which the object has a value, else the first of its names that is a key."""
         full = (name for name in names if self.record.get(name) is not None)
         return next(full, next((name for name in names if name in self.record), names[0]))

@@ -1,10 +1,9 @@
-"""Stores the training set as tokens on disk: the check of a job's data writes them, every rank maps them, and resumes
-reuse them.
+"""Stores a job's data as tokens on disk: the check of the data writes them, every rank maps them.
 
-A record of the file gives one row or several (train.data.chat), each an example of the set: one sequence of tokens, or
-as many as the training method needs, which stay together. A set is a directory `<run_dir>/tokens/<key>/` with
-tokens (int32) and learnt (bool), both raw, offsets.npy (int64, sequences + 1) and facts.json. The key covers the file
-and the tokenizer. Sequences are whole: they are cut to max_length, and documents into pieces, as they are opened.
+A record of the file gives one row or several (train.data.chat). Each is an example of the set: one sequence of tokens,
+or as many as the training method needs, which stay together. A set is the directory `tokens/<file>/` beside the file,
+with tokens (int32) and learnt (bool), both raw, offsets.npy (int64, sequences + 1) and facts.json. Sequences are stored
+whole; opening a set cuts them to max_length, and documents into pieces.
 """
 
 from __future__ import annotations
@@ -12,52 +11,49 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import orjson
 
-from train.data.chat import ChatEncoder, Tokens
 from train.data.packing import Row, build_row, plan_packs
-from train.data.records import BadRecord, Record
-from train.plan.errors import InvalidTrainingData
-from weights.format.names import TOKENIZER_FILES
+from train.data.records import Record
+from train.plan.errors import InvalidTrainingData, UnsupportedModel
+from weights.format.foreign_json import text_part
 
-_RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
-_POLL_S = 0.2  # between two looks for a set that another rank writes
-FORMAT = 8
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from train.data.chat import ChatEncoder, Tokens
+
+TOKENS = "tokens"
+"""The folder of sets beside a job's data."""
 
 
 class Rows(Protocol):
-    """What a training method makes of a record (train.methods.method)."""
+    """The training method of a set (train.methods.method)."""
 
     sequences: int
 
     @property
     def rolls_out(self) -> bool: ...
-    def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]: ...
 
 
-def set_of(path: Path, base_path: Path) -> str:
-    """The key of the set of a file's tokens by the tokenizer in `base_path`. A job's file never changes: it is made of
-    the same upload whenever it is made, and is copied to other nodes with its tokens."""
-    digest = hashlib.sha256(f"{FORMAT}:{path.name}:{path.stat().st_size}".encode())
-    for name in _RENDERED_BY:
-        if (file := base_path / name).exists():
-            digest.update(name.encode() + file.read_bytes())
-    return digest.hexdigest()[:24]
+def tokens_of(path: str | Path) -> Path:
+    """The directory of the set of a job's data file, which never changes."""
+    return Path(path).parent / TOKENS / Path(path).name
 
 
 class TokenWriter:
-    """Writes a set, record by record, in a `with`: what is not finished within it is removed, after a crash by the next
-    writer of the file."""
+    """Writes the set of a file, record by record, in a `with`, which removes an unfinished set. The next writer of the
+    file removes what a crash left."""
 
-    def __init__(self, path: Path, cache_dir: Path):
-        self._path, self._folder = path, cache_dir / f"{path.name}.partial"
+    def __init__(self, path: Path):
+        self._directory = tokens_of(path)
+        self._folder = self._directory.with_name(f"{path.name}.partial")
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         self._files = [open(self._folder / name, "wb") for name in ("tokens", "learnt")]
@@ -81,9 +77,8 @@ class TokenWriter:
                 file.write(part.tobytes())
                 self._digest.update(part.tobytes())
 
-    def finish(self, encoder: ChatEncoder, base_path: Path) -> None:
-        """Put the set of the file, which is complete now, where `open_token_set` looks for it."""
-        directory = self._folder.parent / set_of(self._path, base_path)
+    def finish(self, encoder: ChatEncoder, model: Path) -> None:
+        """Put the complete set in its place. model: the directory of the tokenizer."""
         for file in self._files:
             file.close()
         offsets = np.cumsum(np.array(self._lengths, np.int64))
@@ -92,31 +87,35 @@ class TokenWriter:
         tokenizer = encoder.tokenizer
         facts = {
             "pad_id": (tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id) or 0,
+            "ends": _end_tokens(tokenizer, model),
             "n_records": self._n_records,
             "documents": self._documents,
             "digest": self._digest.hexdigest(),
         }
         (self._folder / "facts.json").write_bytes(orjson.dumps(facts))
-        shutil.rmtree(directory, ignore_errors=True)
-        os.rename(self._folder, directory)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os.rename(self._folder, self._directory)
 
 
 class TokenSet:
-    """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node.
+    """The examples of a data file as tokens, grouped into packs. Read-only, shared through the page cache by all ranks
+    of a node.
 
-    Sequences longer than `max_length` tokens are cut; examples with nothing to learn left are dropped, and prompts that
-    would be cut. packs: indices of the examples of each. reference: (examples, sequences) float32, what the starting
-    model says of them, once it is known (train.trainer.train). digest: of all tokens and of which are learnt.
-    Raises InvalidTrainingData where nothing is left.
+    Sequences longer than `max_length` tokens are cut. Examples without a trained token after the cut are dropped, and
+    prompts that would be cut. packs: indices of the examples of each. reference: (examples, sequences) float32,
+    log-probabilities in the starting model, once they are known (train.trainer.train). digest: of all tokens and their
+    loss mask. ends: tokens that end an answer. Raises UnsupportedModel where the check could not write tokens,
+    InvalidTrainingData without any example.
     """
 
-    def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, name: str):
-        self.directory = directory
+    def __init__(self, path: str | Path, method: Rows, *, max_length: int, packing: bool):
+        directory, name = tokens_of(path), Path(path).name
+        if not directory.exists():
+            raise UnsupportedModel(f"{name} has no tokens: the model had no tokenizer when the data was checked")
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_records, self.digest = facts["pad_id"], facts["n_records"], str(facts["digest"])
+        self.ends: list[int] = facts["ends"]
         offsets = np.load(directory / "offsets.npy")
-        if not offsets[-1]:
-            raise InvalidTrainingData(name, [(1, "the file has no examples")], 1)
         self._tokens = np.memmap(directory / "tokens", np.int32, "r")
         self._learnt = np.memmap(directory / "learnt", bool, "r")
         self.sequences, self.capacity = method.sequences, method.sequences * max_length
@@ -133,8 +132,7 @@ class TokenSet:
         lengths = self._lengths = np.diff(self._edges).sum(axis=(1, 2))
         self.packs = plan_packs(lengths, self.capacity, packing=packing)
         if not self.packs:
-            why = f"no example has anything to learn within max_length {max_length}"
-            raise InvalidTrainingData(name, [(1, why)], 1)
+            raise InvalidTrainingData(f"no example of {name} has anything to learn within max_length {max_length}")
         self._labels = np.array([labels[pack].sum() for pack in self.packs], np.int64)
 
     @property
@@ -146,7 +144,7 @@ class TokenSet:
         return int(self._lengths.sum())
 
     def labels_in(self, packs: np.ndarray) -> int:
-        """Number of learnt tokens in these packs: the denominator of a step's loss, known to every rank."""
+        """Number of trained tokens in these packs: the denominator of a step's loss."""
         return int(self._labels[packs].sum())
 
     def examples_in(self, packs: np.ndarray) -> int:
@@ -175,60 +173,28 @@ class TokenSet:
         return [(self._tokens[begin:end], self._learnt[begin:end]) for begin, end in self._edges[index]]
 
     def _labels_of_sequences(self) -> np.ndarray:
-        """(examples, sequences): how many tokens of each are learnt. The first one is never predicted, whatever its
-        mark."""
+        """(examples, sequences): the number of trained tokens, without the first token, which is never predicted."""
         edges = self._edges.reshape(-1, 2)
         learnt = np.asarray(self._learnt)  # slices of a memmap cost ten times as much
         counts = [np.count_nonzero(learnt[begin + 1 : end]) for begin, end in edges.tolist()]
         return np.array(counts, np.int64).reshape(-1, self.sequences)
 
 
+def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: Path) -> list[int]:
+    """The tokens at which engines end an answer of the model in this directory."""
+    files = (model / "generation_config.json", model / "config.json")  # transformers reads the second without the first
+    file = next((file for file in files if file.exists()), None)
+    end = text_part(orjson.loads(file.read_bytes())).get("eos_token_id") if file else None
+    return sorted({*(end if isinstance(end, list) else [end]), tokenizer.eos_token_id} - {None})
+
+
 def _pieces(documents: np.ndarray, max_length: int) -> np.ndarray:
-    """(pieces, 1, 2): where pieces of `max_length` tokens at most begin and end. Each begins with the last token of the
-    one before, as the first token of a row is never predicted: so every token but the first is predicted once."""
+    """(pieces, 1, 2): the beginning and end of pieces of at most `max_length` tokens. The first token of a row is never
+    predicted, so each piece begins with the last token of the piece before: every token but the first is predicted
+    once."""
     edges = [
         (at, min(at + max_length, end))
         for begin, end in documents.tolist()
         for at in range(begin, max(begin + 1, end - 1), max_length - 1)
     ]
     return np.array(edges, np.int64).reshape(-1, 1, 2)
-
-
-def open_token_set(
-    path: str | Path,
-    base_path: str | Path,
-    make_encoder: Callable[[], ChatEncoder],
-    cache_dir: Path,
-    method: Rows,
-    *,
-    max_length: int,
-    packing: bool,
-    rank: int,
-    alive: Callable[[], None] = lambda: None,
-) -> TokenSet:
-    """The tokens of `path` (chat JSONL), which rank 0 writes if `cache_dir` does not have them; the others wait for it.
-
-    Args:
-        make_encoder: makes the encoder of the tokenizer in `base_path`; called only if something has to be tokenised.
-        alive: called for each example, and while a rank waits: rank 0 may need longer than the limit for a hang or for
-            a collective.
-
-    Raises InvalidTrainingData, as TokenSet does, and on rank 0 when the chat template or the method refuses an example.
-    """
-    path, base_path = Path(path), Path(base_path)
-    directory = cache_dir / set_of(path, base_path)
-    if rank == 0 and not directory.exists():
-        encoder = make_encoder()
-        with TokenWriter(path, cache_dir) as writer, open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                alive()
-                try:
-                    record = orjson.loads(line)
-                    writer.add(record, method.encode(encoder, record))
-                except BadRecord as bad:
-                    raise InvalidTrainingData(path.name, [(number, str(bad))], 1) from None
-            writer.finish(encoder, base_path)
-    while not directory.exists():
-        alive()
-        time.sleep(_POLL_S)
-    return TokenSet(directory, method, max_length=max_length, packing=packing, name=path.name)

@@ -1,9 +1,9 @@
 """Checks a data file before any device is taken: reads its examples, writes them for a job, counts their tokens, and
-notes repeats, overlap with the validation file and personal data. No torch. Memory is bounded by the texts that are
-compared: a hostile file costs no more than a good one (train.data.records).
+reports repeats, overlap with the validation file and personal data. No torch. Memory is bounded by the compared texts:
+a hostile file costs no more than a good one (train.data.records).
 
-Texts are compared by their runs of words (n-grams) as hashes. Personal data and secrets are found by their form, and by
-their checksum if they have one; names and addresses have no fixed form and are not found.
+Texts are compared by hashes of their runs of words (n-grams). Personal data and secrets are recognised by their form
+and checksum; names and addresses, which have no fixed form, are not.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from train.data.formats import TEXT, Example, convert, shape_of
 from train.data.records import BadFile, BadRecord, Line, NoAnswer, Record, examples, parse
 
 MAX_LISTED_ERRORS = 100
-# The check stops after this many bad examples, which bounds its time even for a billion of them.
+# The check stops after this many bad examples: a file may have a billion.
 MAX_COUNTED_ERRORS = 10_000
-# Keys and roles in a reason come from the file and may be as long as an example.
+# A reason may quote a key or a role of the file, which may be as long as an example.
 MAX_REASON_CHARACTERS = 300
 MIN_EXAMPLES = 10
-# Names of keys come from the file too.
+# Keys that are left out: how many a report names, and the characters of each.
 MAX_LEFT_OUT, _MAX_NAME = 30, 60
-# Examples whose tokens are counted, from the first on; those after them are estimated, corrected by what the first say.
+# The number of examples whose tokens are counted; the tokens of later ones are estimated, corrected by the first.
 COUNTED_EXAMPLES = 2000
 
-_SHAPE_EXAMPLES = 100  # the first ones, which tell the shape of a file
-_BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
+_SHAPE_EXAMPLES = 100  # first examples, which decide the shape of a file
+_BYTES_PER_TOKEN = 3.5  # of English text in a common byte-pair vocabulary; only for estimates
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
 Count = Callable[[Record], list[list[int]]]
@@ -50,12 +50,13 @@ Refuses = Callable[[str], str | None]
 
 @dataclass
 class DataReport:
-    """What is in a data file; the longest example is measured by the longest of its sequences. `errors` has the first
-    MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. Tokens are counted or
-    estimated, see `check_training_file`. n_rows: what is trained, more than the examples where the model's template
-    needs a row for each turn; `example_tokens` has the tokens of each of the first COUNTED_EXAMPLES rows.
-    n_tokens_by_size: as the bytes of the examples alone would have it, of each a row.
-    `warnings` say what may be wrong, `notes` what was done. `left_out`: in how many examples each key was not read."""
+    """The content of a data file, with tokens counted or estimated (`check_training_file`).
+
+    n_rows: trained rows, more than examples where the model's template needs a row for each turn. n_tokens_by_size: the
+    estimate from the bytes of the examples, with one row each. longest_example_tokens: of the longest sequence.
+    example_tokens: of each of the first COUNTED_EXAMPLES rows. errors: the first MAX_LISTED_ERRORS of `n_errors` (line,
+    reason) pairs; counting stops at MAX_COUNTED_ERRORS. warnings: possible faults. notes: conversions. left_out: the
+    number of examples with each key that was not read."""
 
     shape: str = "empty"
     n_examples: int = 0
@@ -82,9 +83,9 @@ class DataReport:
 
 
 def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[tuple[int, str, Example | BadRecord]]:
-    """Yield (line, shape of the file, example or why it cannot be used) for every example. The file has the most common
-    shape of its first examples, if possible one that the method takes (`refuses`). A record of another shape is
-    unusable, and so is a file whose shape the method refuses. Raises OSError."""
+    """Yield (line, shape of the file, example or the reason that it is unusable) for every example. The file has the
+    most common shape of its first examples, if possible one that the method takes (`refuses`). A record of another
+    shape is unusable, and so is a file whose shape the method refuses. Raises OSError."""
     with open(path, "rb") as file:
         shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
         for line, raw in examples(file):  # read again: the first ones may take 1.6 GiB together
@@ -123,12 +124,15 @@ def check_training_file(
     refuses: Refuses | None = None,
     visit: Callable[[int, Example | BadRecord, list[list[int]]], None] = lambda line, result, rows: None,
 ) -> DataReport:
-    """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
+    """Read the whole file and report on it. Raises OSError if the file is unreadable.
 
-    `refuses`: as `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record,
-    for `counted` records, BadRecord if the model's chat template or the method refuses it; without it they are
-    estimated. The chat file of a report that is not `ok` is removed. `visit` gets the line, the example
-    and its tokens, or why it is bad. Raises OSError if the file is unreadable.
+    Args:
+        chat_path: where to write the examples as JSONL (mode 0600), if the report is `ok`.
+        count: the tokens of each sequence of each row of a converted record. Raises BadRecord if the model's chat
+            template or the method refuses it. None: tokens are estimated.
+        counted: the number of records to count; the tokens of later records are estimated.
+        refuses: as in `read_examples`.
+        visit: is called with each line, its example or the reason that it is unusable, and its tokens.
     """
     report, private = DataReport(), partial(os.open, mode=0o600)
     with open(chat_path, "wb", opener=private) if chat_path else nullcontext() as output:
@@ -159,7 +163,7 @@ def _rows(report: DataReport, record: Record, count: Count | None, counted: int)
     rows = [estimates]
     if count is not None and report.n_examples < counted:
         rows = count(record)
-    elif count is not None:  # as many as the examples before have for what was estimated of them
+    elif count is not None:  # correct the estimate by the ratio in the examples before
         of_each = max(1, round(report.n_rows / report.n_examples))
         scale = report.n_tokens_estimate / max(1, report.n_tokens_by_size * of_each)
         rows = [[round(estimate * scale) for estimate in estimates]] * of_each
@@ -193,9 +197,9 @@ def _summarise(report: DataReport) -> None:
     if report.n_examples == 0 and report.n_errors == 0:
         report.add_error(1, "the file has no examples")
     if report.ok and report.n_examples < MIN_EXAMPLES:
-        report.warnings.append(f"only {report.n_examples} examples; to learn from, at least {MIN_EXAMPLES} are wanted")
+        report.warnings.append(f"only {report.n_examples} examples; expected at least {MIN_EXAMPLES} to learn from")
     if report.ok and report.shape == "unpaired":
-        report.notes.append("the answers are marked good or bad (label): only the method kto learns from such a file")
+        report.notes.append("the answers are marked good or bad (label), which only the method kto trains on")
     elif report.ok and report.shape not in ("chat", "preference", "prompt", TEXT):
         report.notes.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
     if report.ok and report.left_out:
@@ -206,7 +210,7 @@ def _summarise(report: DataReport) -> None:
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 NAMES = ("bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data")
-"""Of the checks, in the order of a report."""
+"""Names of the checks, in the order of a report."""
 _MOST_SHOWN = 20
 _PERCENTILES = (5, 25, 50, 75, 95, 99)
 
@@ -219,12 +223,13 @@ def report_findings(
     max_tokens: int | None = None,
     against: Path | None = None,
 ) -> dict[str, Any]:
-    """What is in a file, as plain JSON values. `usable`: whether a job would take the file, as far as a check knows.
-    Raises OSError.
+    """The findings of all checks, as plain JSON values. `usable`: whether a job would take the file, as far as a check
+    can tell. Raises OSError.
 
     Args:
-        name: what the report calls the file.
-        count: gives tokens of a converted record; without it they are estimated.
+        name: the file's name in the report.
+        count: as in `check_training_file`.
+        max_tokens: the limit for the check `too_long`.
         against: the validation file.
     """
     with open(path, "rb") as file:
@@ -268,7 +273,7 @@ def report_findings(
         if matches := [match for text in (body, shared) for match in personal_data(text)]:
             checks["personal_data"]["kinds"].update(kind for kind, _ in matches)
             kind, value = matches[0]
-            # Enough to locate it, too little to reveal it: reports are stored and shown.
+            # Reports are stored and shown, so they have only the beginning of the value.
             flag("personal_data", line, kind=kind, value=f"{value[:3]}… ({len(value)} characters)")
 
     data = check_training_file(path, count=count, counted=1 << 62, refuses=refuses, visit=visit)
@@ -290,8 +295,8 @@ def report_findings(
 
 
 def _texts_of(record: Record) -> tuple[str, str]:
-    """The text of a converted example without its system prompts, which many examples share; and these, with what a
-    grader sees of it."""
+    """The text of a converted example without its system prompts, which many examples share; and the system prompts
+    with the grader's item."""
     if "text" in record:
         return record["text"], ""
     body, shared = [], []
@@ -318,26 +323,26 @@ def _spread(lengths: list[int]) -> dict[str, Any]:
 # -- repeats -----------------------------------------------------------------------------------------------------------
 
 LIKE = 0.8
-"""Texts are alike if they share at least this part of their runs of words (Jaccard)."""
+"""Texts are near duplicates if they share at least this part of their runs of words (Jaccard)."""
 _RUN = 5
-_SKETCH = 16  # of the least hashes; texts with a likeness of 0.8 share 13 of them on average
+_SKETCH = 16  # least hashes; texts with a likeness of 0.8 share 13 of them on average
 
 _ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
 
 
 def grams(text: str) -> np.ndarray:
-    """(m,) uint32, ascending: the distinct hashes of all runs of 5 words; of fewer words, one of them all. A word is a
-    run of letters and digits in lower case; in scripts without spaces between words (Chinese, Japanese, Korean, Thai)
-    every character is a word."""
+    """(m,) uint32, ascending: the distinct hashes of all runs of 5 words; a shorter text has one hash. A word is a run
+    of letters and digits in lower case; in scripts without spaces between words (Chinese, Japanese, Korean, Thai) every
+    character is a word."""
     words = _WORD.findall(text.lower())
     runs = (" ".join(words[at : at + _RUN]) for at in range(max(min(1, len(words)), len(words) - _RUN + 1)))
     return np.unique(np.fromiter((zlib.crc32(run.encode()) for run in runs), np.uint32))
 
 
 class Texts:
-    """Texts by the number of their line. A text is compared with the newest that share one of its least hashes: these
-    are a random sample of its runs, the same in every text that has them."""
+    """Texts by line number. A text is compared with the newest texts that share one of its least hashes, which are a
+    random sample of its runs of words."""
 
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
@@ -348,11 +353,11 @@ class Texts:
         self._grams[line] = own
 
     def like(self, own: np.ndarray) -> tuple[int, float] | None:
-        """The line of a text that these runs of words nearly repeat, and their likeness; None without any."""
+        """The line of an earlier text with nearly the same runs of words, and the likeness; None without one."""
         for line in dict.fromkeys(self._newest[gram] for gram in own[:_SKETCH].tolist() if gram in self._newest):
             other = self._grams[line]
             if not LIKE * len(own) <= len(other) <= len(own) / LIKE:
-                continue  # a text of megabytes is not compared with each short one
+                continue  # their lengths alone exclude the likeness
             both = len(np.intersect1d(own, other, assume_unique=True))
             if (alike := both / (len(own) + len(other) - both)) >= LIKE:
                 return line, round(alike, 2)
@@ -362,7 +367,7 @@ class Texts:
 # -- personal data -----------------------------------------------------------------------------------------------------
 
 
-# No pattern backtracks: every repetition is bounded or possessive, so the cost of a text is proportional to its length.
+# No pattern backtracks: every repetition is bounded or possessive, so the time is proportional to a text's length.
 _SECRET = re.compile(
     r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:[^-]{0,8192}+-----END [A-Z ]{0,30}PRIVATE KEY-----)?"
     r"|(?<![A-Za-z0-9])(?:"
@@ -393,7 +398,7 @@ _PHONE = re.compile(
 
 
 def personal_data(text: str) -> list[tuple[str, str]]:
-    """(kind, match) of all kinds, in the order of the kinds."""
+    """(kind, match) pairs, in the order of the kinds."""
     matches: list[tuple[str, str]] = []
     for kind, pattern, is_valid in _KINDS:
         found = [match for match in pattern.finditer(text) if is_valid(match[0])]
@@ -404,7 +409,7 @@ def personal_data(text: str) -> list[tuple[str, str]]:
 
 
 def _is_card(text: str) -> bool:
-    """Whether it has the first digit of a payment card, its length and Luhn's checksum."""
+    """Whether it has the first digit of a payment card and Luhn's checksum."""
     digits = [int(character) for character in text if character.isdigit()]
     if digits[0] not in (2, 3, 4, 5, 6) or len(set(digits)) == 1:
         return False
@@ -413,7 +418,7 @@ def _is_card(text: str) -> bool:
 
 
 def _is_public(text: str) -> bool:
-    """Whether it is an address on the internet: a private one, or a version such as 1.2.3.4.5, identifies nobody."""
+    """Whether it is an address on the internet. Private addresses, and versions such as 1.2.3.4.5, identify nobody."""
     try:
         return ipaddress.ip_address(text).is_global
     except ValueError:

@@ -1,8 +1,8 @@
 """Reads data files in a process of its own: `python -m train.data_checks.process REQUEST`. Compares tokenizers.
 
-A request is the name of a function below and its arguments as JSON; what is printed is its result, or {"error": text,
-...} with exit code 2. The process ends with its parent, and is killed beyond its limits of CPU and memory: the file may
-be hostile, and parsing JSON blocks all other threads of a process.
+A request is the name of a function below and its arguments as JSON. The process prints the result, or {"error": text,
+...} with exit code 2. It ends with its parent, and is killed beyond its limits of CPU and memory: the file may be
+hostile, and parsing JSON blocks all other threads of a process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.processes.kernel import Bounds, how_it_ended, run_command
 from train.data.records import Record
+from train.data.token_set import TokenWriter
 from train.data_checks.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file, report_findings
 from train.methods import methods
 from train.methods.method import Method
@@ -26,19 +27,16 @@ from weights.format.foreign_json import size, text_part
 
 if TYPE_CHECKING:
     from train.data.chat import ChatEncoder
-    from train.data.token_set import TokenWriter
 
 # An 8 GiB file of chats takes some minutes of CPU to read, and hours to tokenise.
 BOUNDS = Bounds(cpu_s=4 * 3600, memory_bytes=6 << 30)
-# A check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
-# priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
+# A check lowers its priority after this much processor time. Beside busy ranks, a dozen examples waited minutes at low
+# priority for their 2 s, which include the import of the tokenizer's library.
 NICE_AFTER_S, _NICENESS = 5.0, 10
-TOKENS = "tokens"
-"""Folder beside a job's data that has them as tokens."""
 
 
 class CheckFailed(Exception):
-    """A check did not finish; the text says why, for the caller."""
+    """A check did not finish; the message says why."""
 
 
 async def report_apart(path: Path, name: str, **options: Any) -> dict[str, Any]:
@@ -51,12 +49,12 @@ async def report_apart(path: Path, name: str, **options: Any) -> dict[str, Any]:
 
 
 async def check_apart(path: Path, **how: Any) -> DataReport:
-    """`checked`, in a process that ends when this is cancelled. A file that takes more than the limits is a bad one.
+    """`checked`, in a process that ends when this is cancelled. A file beyond the limits has an error in its report.
     Raises OSError."""
     try:
         answer = await _apart("checked", path, **how)
         return DataReport(**{**answer, "errors": [(line, reason) for line, reason in answer["errors"]]})
-    except CheckFailed as error:
+    except (CheckFailed, UnsupportedModel) as error:
         report = DataReport()
         report.add_error(1, f"the file could not be checked: {error}")
         return report
@@ -100,16 +98,13 @@ def checked(
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
 ) -> DataReport:
-    """`check_training_file`, counting tokens if there is a tokenizer (the directory of a model): with `cut_at` those of
-    every example, and ones of which the method has nothing left within so many tokens are errors too. With a method and
-    `chat_path`, all tokens are written beside it for the ranks (train.data.token_set). Raises OSError."""
+    """`check_training_file`, with the tokens of `tokenizer`, the directory of a model. With a method and `chat_path`,
+    all tokens are written beside `chat_path` for the ranks (train.data.token_set). Raises OSError, UnsupportedModel.
+
+    cut_at: the number of tokens within which the method must have something left of each example."""
     chosen = methods.method_of(method) if method else methods.DEFAULT
     encoder = encoder_of(Path(tokenizer)) if tokenizer else None
-    writer = None
-    if encoder and chat_path and method:
-        from train.data.token_set import TokenWriter
-
-        writer = TokenWriter(Path(chat_path), Path(chat_path).parent / TOKENS)
+    writer = TokenWriter(Path(chat_path)) if encoder and chat_path and method else None
     with writer or nullcontext():
         report = check_training_file(
             path,
@@ -122,8 +117,8 @@ def checked(
             writer.finish(encoder, Path(tokenizer))
     if encoder and encoder.n_without_tools:
         report.warnings.append(
-            f"the model's chat template leaves the tools of {encoder.n_without_tools} examples out: neither training "
-            "nor an engine shows them to the model"
+            f"the model's chat template leaves out the tools of {encoder.n_without_tools} examples: the model sees "
+            "them neither in training nor in an engine"
         )
     return report
 
@@ -139,17 +134,16 @@ def report_on(
     """The report on a file (train.data_checks.check). Raises OSError, ValueError, InvalidSpec, UnsupportedModel.
 
     Args:
-        name: what the report calls the file.
-        model: directory with a tokenizer, which counts tokens.
-        max_tokens: in place of the context that the model's config.json says.
-        method: name of what the file is for.
+        name: the file's name in the report.
+        model: the directory of a model, whose tokenizer counts tokens.
+        max_tokens: the limit for an example; None: the context in the model's config.json.
+        method: the name of the method to train with.
         against: the validation file.
     """
     chosen = methods.method_of(method) if method else methods.DEFAULT
     count = None
     if model:
-        if (encoder := encoder_of(Path(model))) is None:
-            raise UnsupportedModel("the model has no tokenizer with a chat template that can be used to count tokens")
+        encoder = encoder_of(Path(model))
         config = text_part(json.loads((Path(model) / "config.json").read_bytes()))
         max_tokens = max_tokens or size(config, "max_position_embeddings", "n_positions") or None
         count = _counter(chosen, encoder)
@@ -157,10 +151,9 @@ def report_on(
     return report_findings(Path(path), name, chosen.refuses if method else None, count, max_tokens, against)
 
 
-def encoder_of(tokenizer: Path) -> ChatEncoder | None:
-    """The encoder of the model in this directory; None if its tokenizer or chat template cannot be used: the ranks will
-    say so in their own words."""
-    # Here torch is not there: transformers needs it for models alone, and it costs most of the time of the import.
+def encoder_of(tokenizer: Path) -> ChatEncoder:
+    """The encoder of the model in this directory. Raises UnsupportedModel."""
+    # Without torch, which takes most of the time to import: transformers needs it only for models.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     from transformers import AutoTokenizer
@@ -170,15 +163,15 @@ def encoder_of(tokenizer: Path) -> ChatEncoder | None:
     try:
         loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
         return ChatEncoder(loaded, vocabulary_of(tokenizer))
-    except (OSError, ValueError, UnsupportedModel):
-        return None
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel("the model has no tokenizer that can be used") from error
 
 
 def _counter(
     method: Method, encoder: ChatEncoder, cut_at: int | None = None, writer: TokenWriter | None = None
 ) -> Count:
-    """Counts the tokens of each sequence of each row of a converted record, and writes them; with a length, the method
-    may refuse its cut."""
+    """A function that counts the tokens of each sequence of each row of a converted record, and writes them. cut_at: as
+    in `checked`."""
 
     def count(record: Record) -> list[list[int]]:
         rows = method.encode(encoder, record)
@@ -196,15 +189,15 @@ def _counter(
 
 
 def differ(student: Path, teacher: Path) -> str:
-    """In what two files tokenizer.json differ, "" if every token means the same to both; also why that cannot be said.
+    """The difference between two files tokenizer.json, or why they cannot be compared; "" if they have the same tokens.
     It may take half a second."""
     try:
         written = student.read_bytes(), teacher.read_bytes()
         ours, theirs = map(_vocabulary, written) if written[0] != written[1] else ({}, {})
-    except OSError as error:  # without the path, which is the box's
+    except OSError as error:  # without the box's own path
         return f"their tokenizers could not be read: {error.strerror}"
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
-        return "their tokenizers are not the same file, and one of them is not of a form that can be compared"
+        return "their tokenizers are different files, and one of them has a form that cannot be compared"
     number = min((n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)), default=None)
     if number is None:
         return ""

@@ -1,4 +1,4 @@
-"""Why a grader is refused, and what went wrong while one graded."""
+"""Errors of the definitions of graders, and of grading."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _LONGEST = 500
 
 
 class InvalidGrader(ValueError):
-    """`param` is the path within the grader (`graders.0.input`), `message` says what was expected; both are cut, since
-    they may name what was given, which has megabytes."""
+    """A grader is refused. param: the path within the grader (`graders.0.input`). message: the expected value. Both are
+    cut, since they may quote a value of megabytes."""
 
     def __init__(self, param: str, message: str):
         param, message = (text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…" for text in (param, message))
@@ -18,7 +18,7 @@ class InvalidGrader(ValueError):
 
 
 class MissingField(InvalidGrader):
-    """It lacks the field `param`."""
+    """The grader lacks the field `param`."""
 
     def __init__(self, param: str):
         super().__init__(param, "is missing")
@@ -26,7 +26,7 @@ class MissingField(InvalidGrader):
 
 @dataclass(frozen=True, slots=True)
 class GradingErrors:
-    """The flags that a graded sample carries, by the names of OpenAI's API (`MetadataErrors` in openai 3.52)."""
+    """The flags of a graded sample, by the names of OpenAI's API (`MetadataErrors` in openai 3.52)."""
 
     formula_parse_error: bool = False
     sample_parse_error: bool = False
@@ -47,19 +47,19 @@ class GradingErrors:
         return replace(self, **{name: value for name, value in asdict(other).items() if value})
 
     def __bool__(self) -> bool:
-        """Whether there is no reward, or none that means what it should; a text that was cut still has one."""
+        """Whether there is no valid reward; a text that was cut still has one."""
         return any(value for name, value in asdict(self).items() if name != "truncated_observation_error")
 
     @property
     def of_the_answer(self) -> bool:
-        """Whether there is no reward because the answer lacks what the grader reads: it called no tool, or is no JSON.
-        That is an answer that fails, and neither the grader's nor the box's fault."""
+        """Whether there is no reward because the answer lacks a part that the grader reads: it called no tool, or is
+        not JSON. Then the answer fails, without a fault of the grader or the box."""
         cut = self.truncated_observation_error
         return self == GradingErrors(sample_parse_error=True, truncated_observation_error=cut)
 
 
 class GradingFailed(Exception):
-    """A sample has no reward; `errors` says by which flags, the text in words."""
+    """A sample has no reward. errors: the flags; the message says why."""
 
     def __init__(self, message: str, errors: GradingErrors):
         super().__init__(message)

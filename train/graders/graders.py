@@ -1,4 +1,4 @@
-"""The graders of OpenAI's API, one class each, and `parse`, which makes one from what a request says."""
+"""The graders of OpenAI's API, one class each, and `parse`, which reads them from a request."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_ANSWER_TOKENS = 1024
 REASON_CHARACTERS = 160
 REASON_TOKENS = 512
-"""With at least this token limit, a judge gives a reason before its result. REASON_CHARACTERS take as many tokens only
-if nearly all are rare characters that a tokenizer writes byte by byte, so the result still fits."""
+"""With at least this token limit, a judge gives a reason before its result. REASON_CHARACTERS need fewer tokens, unless
+nearly all are rare characters that a tokenizer splits into bytes, so the result still fits."""
 
 _FUNCTIONS: dict[str, Callable[..., float]] = {
     "min": min,
     "max": max,
     "abs": abs,
-    # Floats: a power of unbounded whole numbers takes minutes and gigabytes.
+    # Floats: a power of whole numbers, which are unbounded, takes minutes and gigabytes.
     "floor": lambda number: float(math.floor(number)),
     "ceil": lambda number: float(math.ceil(number)),
     "exp": math.exp,
@@ -58,7 +58,7 @@ _ARITHMETIC = (ast.UnaryOp, ast.UAdd, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """A model's answer to a request of a grader: its text, or why there is none. cached_tokens: those of the prompt's
+    """A model's answer to a request of a grader. error: why there is no text. cached_tokens: the number of the prompt's
     tokens that were cached. tools: calls of tools, as chat's `tool_calls`."""
 
     text: str = ""
@@ -85,7 +85,7 @@ class _Grader(_Strict):
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def as_given(self) -> dict[str, Any]:
-        """The grader as the client wrote it, which is stored and shown; `parse` accepts it again."""
+        """The grader as the client wrote it, for storage and answers; `parse` accepts it again."""
         return dict(self._given)
 
     @model_validator(mode="after")
@@ -97,7 +97,7 @@ class _Grader(_Strict):
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The lowest and the highest reward that it can give; None if only its code or formula knows."""
+        """The lowest and the highest possible reward; None if they depend on code or a formula."""
         return 0.0, 1.0
 
     @property
@@ -118,8 +118,8 @@ class _Compared(_Grader):
 
 
 class StringCheck(_Compared):
-    """1 if the input equals the reference (`eq`), differs from it (`ne`), contains it (`like`) or contains it
-    whatever the case of its letters (`ilike`), else 0."""
+    """1 if the input equals the reference (`eq`), differs from it (`ne`), contains it (`like`) or contains it without
+    regard to case (`ilike`), else 0."""
 
     type: Literal["string_check"]
     operation: Literal["eq", "ne", "like", "ilike"]
@@ -136,7 +136,7 @@ class StringCheck(_Compared):
 
 
 class TextSimilarity(_Compared):
-    """How alike input and reference are, from 0 to 1; similarity.py says by which measures."""
+    """The similarity of input and reference, from 0 to 1, by a metric of similarity.py."""
 
     type: Literal["text_similarity"]
     evaluation_metric: Literal[tuple(similarity.METRICS)]  # type: ignore[valid-type]
@@ -153,7 +153,7 @@ class Python(_Grader):
     type: Literal["python"]
     source: str
     image_tag: str | None = None
-    """A field of OpenAI's API. A box has one set of packages, so that every tag means the same."""
+    """A field of OpenAI's API. A box has one set of packages, so every tag means the same."""
 
     @property
     def bounds(self) -> None:
@@ -172,19 +172,19 @@ class _Part(_Strict):
 
 
 class Message(_Strict):
-    # The role of OpenAI's simple messages may be any text: one that no template knows becomes the user's.
+    # The role of OpenAI's simple messages may be any text: a role that templates do not know becomes the user's.
     role: Annotated[str, AfterValidator(lambda role: role if role in ROLES else "user")]
     content: Template | _Part | Annotated[list[Template | _Part], Field(max_length=64)]
     type: Literal["message"] | None = None
 
     def parts(self) -> list[str]:
-        """Its templates."""
+        """The templates of the message."""
         parts = self.content if isinstance(self.content, list) else [self.content]
         return [part if isinstance(part, str) else part.text for part in parts]
 
 
 class Sampling(_Strict):
-    # OpenAI's API spells it like this; the other spellings are from its documentation.
+    # The spelling of OpenAI's API; the other two are from its documentation.
     max_completions_tokens: int | None = Field(None, ge=1, le=1 << 17)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 17)
     max_tokens: int | None = Field(None, ge=1, le=1 << 17)
@@ -195,11 +195,11 @@ class Sampling(_Strict):
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that an answer may have."""
+        """The token limit of an answer."""
         return self.max_completions_tokens or self.max_completion_tokens or self.max_tokens or DEFAULT_ANSWER_TOKENS
 
     def fields(self) -> dict[str, Any]:
-        """The other fields of a chat completion that are given."""
+        """The other given fields of a chat completion."""
         values = {name: getattr(self, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -217,16 +217,15 @@ def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> 
 
 
 class _ModelGrader(_Grader):
-    """Asks a model of the box, which answers in a form: an expression or a choice, and not a JSON schema. Between the
-    parts of JSON a model may write any number of spaces and line breaks, and small models spent all their tokens on
-    them."""
+    """Asks a model of the box, whose answer follows a regular expression or is one of several choices. A JSON schema
+    would allow any white space between its parts, on which small models spend all their tokens."""
 
     model: str = Field(min_length=1, max_length=256)
     input: list[Message] = Field(min_length=1, max_length=64)
     sampling_params: Sampling | None = None
 
     def as_given(self) -> dict[str, Any]:
-        """With roles that OpenAI's SDK knows."""
+        """As written, with roles that OpenAI's SDK knows."""
         grader = super().as_given()
         roles = ({**raw, "role": message.role} for raw, message in zip(grader["input"], self.input, strict=True))
         return {**grader, "input": list(roles)}
@@ -238,11 +237,11 @@ class _ModelGrader(_Grader):
 
     @property
     def answer_tokens(self) -> int:
-        """The most tokens that an answer may have."""
+        """The token limit of an answer."""
         return (self.sampling_params or Sampling()).most_tokens
 
     def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
-        """The body of a chat completion. Raises GradingFailed when the data lacks a variable, or makes it too long."""
+        """The body of a chat completion. Raises GradingFailed if the data lacks a variable or makes it too long."""
         return {
             "model": self.model,
             "messages": filled(self.input, sample, item),
@@ -257,7 +256,7 @@ class _ModelGrader(_Grader):
 
     def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
         if answer is None:
-            self.request(sample, item)  # says which variable has no value
+            self.request(sample, item)  # raises for a variable without a value
             answer = ModelAnswer(error="it was not asked")
         if answer.error:
             flags = GradingErrors(model_grader_server_error=True, model_grader_server_error_details=answer.error)
@@ -269,13 +268,13 @@ class _ModelGrader(_Grader):
         except (KeyError, TypeError, ValueError) as error:
             why = f"is not a grade ({error})"
             if answer.finish_reason == "length":
-                why = f"was cut at the {self.answer_tokens} tokens that it may have, before it had its grade"
+                why = f"was cut at its limit of {self.answer_tokens} tokens, before the grade"
             text = f"the answer of the model {self.model!r} {why}: {answer.text[:200]!r}"
             raise GradingFailed(text, GradingErrors(model_grader_parse_error=True)) from None
 
 
 class ScoreModel(_ModelGrader):
-    """A number within `range` that a model gives, after a short reason if it has the tokens for one."""
+    """A number within `range` that a model gives, after a short reason if the token limit allows one."""
 
     type: Literal["score_model"]
     range: list[float] = Field([0.0, 1.0], min_length=2, max_length=2)
@@ -304,14 +303,14 @@ class ScoreModel(_ModelGrader):
 
 
 def _numbers(low: float, high: float) -> str:
-    """A regular expression for the numbers between the whole numbers around a range; of a wide range, for those with as
-    many digits. The score is clipped to the range."""
+    """A regular expression for numbers between the whole numbers around a range; for a wide range, for numbers with as
+    many digits as its ends. The score is clipped to the range."""
     least, most = math.floor(low), math.ceil(high)
     if most - least > 100:
         digits, sign = len(str(max(abs(least), abs(most)))), "-?" if low < 0 else ""
-        # JSON has no 007, and a judge that wrote it would have given no grade.
+        # JSON does not allow 007: such an answer would have no grade.
         return rf"{sign}(0|[1-9][0-9]{{0,{digits - 1}}})(\.[0-9]{{1,4}})?"
-    # From each whole number up to the next one: -0.5 lies between -1 and 0.
+    # From each whole number to the next: -0.5 is between -1 and 0.
     above = [str(whole) if whole >= 0 else f"-{-whole - 1}" for whole in range(least, most)]
     return rf"({'|'.join(above)})(\.[0-9]{{1,4}})?|({least}|{most})(\.0)?"
 
@@ -348,7 +347,7 @@ class Multi(_Grader):
     type: Literal["multi"]
     calculate_output: str
     graders: dict[str, Annotated[Leaf, Field(discriminator="type")]] = Field(min_length=1, max_length=32)
-    """Graders by the name that the formula uses."""
+    """Graders by their name in the formula."""
     _code: CodeType
 
     @property
@@ -371,8 +370,7 @@ class Multi(_Grader):
         return self
 
     def value(self, rewards: Mapping[str, float]) -> float:
-        """The formula's value. Raises GradingFailed when there is none (a division by zero, a root of a negative
-        number)."""
+        """The formula's value. Raises GradingFailed without one (a division by zero, a root of a negative number)."""
         try:
             result = eval(
                 self._code, {"__builtins__": {}} | _FUNCTIONS, {name: float(reward) for name, reward in rewards.items()}
@@ -387,8 +385,8 @@ class Multi(_Grader):
 
 
 def _parsed(formula: str) -> ast.Expression:
-    """A formula as an expression of arithmetic alone, with floats as its numbers. Raises InvalidGrader, and what Python
-    raises for what it cannot parse."""
+    """A formula as an expression of arithmetic alone, whose numbers are floats. Raises InvalidGrader, and the errors of
+    `ast.parse`."""
     if len(formula) > MAX_FORMULA:
         raise InvalidGrader("calculate_output", f"has {len(formula)} characters; at most {MAX_FORMULA} are taken")
     # In formulas of OpenAI's API ^ is a power.
@@ -413,8 +411,8 @@ TYPES = ("string_check", "text_similarity", "python", "score_model", "label_mode
 
 
 def parse(given: Any) -> Grader:
-    """The graders of a `multi` may be a dictionary by name, a list, or one alone: the documentation and the SDK of
-    OpenAI's API have all three. A grader in a dictionary without a name of its own gets its key as name. Raises
+    """The grader of a request. The graders of a `multi` may be a dictionary by name, a list, or a single grader:
+    OpenAI's documentation and SDK have all three. The key in a dictionary is the default for a grader's name. Raises
     InvalidGrader."""
     if not isinstance(given, Mapping):
         raise InvalidGrader("", f"a grader is an object with a `type`, one of {', '.join(TYPES)}")
@@ -425,7 +423,7 @@ def parse(given: Any) -> Grader:
             raise InvalidGrader("", f"the grader has {len(written)} bytes; at most {MAX_BYTES} are taken")
         if written.count("{{") > MAX_VARIABLES:  # filled for each sample
             raise InvalidGrader("", f"the grader has more than {MAX_VARIABLES} variables in braces")
-        # Lax only about JSON's one kind of number: 1 is a float.
+        # From JSON, strict types accept 1 as a float.
         grader = _ANY.validate_json(written)
     except ValidationError as error:
         _refuse(error)
@@ -438,24 +436,24 @@ def parse(given: Any) -> Grader:
 
 
 def leaves(grader: Grader) -> dict[str, Leaf]:
-    """Its graders by name; one alone stands by its own name."""
+    """The graders of a `multi` by name, or the grader itself by its own name."""
     return dict(grader.graders) if isinstance(grader, Multi) else {grader.name: grader}
 
 
 def sources(grader: Grader) -> dict[str, str]:
-    """The code of its python graders, each by its path."""
+    """The code of the python graders by their paths."""
     within = "graders.{}.source" if isinstance(grader, Multi) else "source"
     return {within.format(name): leaf.source for name, leaf in leaves(grader).items() if isinstance(leaf, Python)}
 
 
 def judge_models(kept: Mapping[str, Any]) -> set[str]:
-    """Names of the models that a stored grader asks; it is not parsed again."""
+    """The names of the models that a stored grader asks, without parsing the grader."""
     parts = _by_name(kept["graders"]).values() if kept["type"] == "multi" else [kept]
     return {part["model"] for part in parts if part["type"] in _ASKING}
 
 
 def judges(grader: Grader) -> dict[str, ScoreModel | LabelModel]:
-    """Its graders that ask a model, by name."""
+    """The graders that ask a model, by name."""
     return {name: leaf for name, leaf in leaves(grader).items() if isinstance(leaf, ScoreModel | LabelModel)}
 
 
@@ -478,14 +476,14 @@ def _by_name(graders: Any) -> Any:
 
 def _refuse(error: ValidationError) -> NoReturn:
     faults = error.errors(include_url=False, include_input=False)
-    # The branches of a union that a value with a fault does not belong to come first.
+    # Errors of other branches of a union come first.
     first = next((fault for fault in faults if fault["type"] == "value_error"), faults[0])
-    if first["type"] == "missing":  # a misspelt name is both missing and unknown: report the one that was written
+    if first["type"] == "missing":  # a misspelt name is both missing and unknown: report the unknown name
         unknown = (
             fault for fault in faults if fault["type"] == "extra_forbidden" and fault["loc"][:-1] == first["loc"][:-1]
         )
         first = next(unknown, first)
-    # A union adds its branches to the path; a name within `graders` may be equal to one of them.
+    # A union adds its branches to the path; names in `graders` stay even if they are equal to a branch.
     steps = pairwise(("", *map(str, first["loc"])))
     path = [step for before, step in steps if before == "graders" or step not in (*TYPES, "_Part") and "[" not in step]
     message = first["msg"]

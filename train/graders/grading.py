@@ -1,5 +1,5 @@
-"""Computes the reward of a sample from a grader, its item and the answers of models. It may take minutes of CPU: a
-process that serves others calls it in another process (sandbox.py)."""
+"""Computes the reward of a sample from a grader, its item and the answers of models. It may take minutes of CPU, so a
+process that serves clients calls it in another process (sandbox.py)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from train.graders.templates import Sample
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A sample's reward; 0 with the flags in `errors` if there is none. sub_rewards: of the graders of a `multi`
-    grader, by name. messages: what went wrong, in words. was_run: False if the process that grades ended or took too
-    long."""
+    """A sample's reward; without one 0, and flags in `errors`. sub_rewards: of the graders of a `multi`, by name.
+    messages: descriptions of the errors. was_run: False if the grading process ended or took too long."""
 
     reward: FiniteFloat
     passed: bool
@@ -32,8 +31,8 @@ class Graded:
 
 
 def requests(grader: Grader, sample: Sample, item: Any) -> dict[str, dict[str, Any]]:
-    """Bodies of chat completions that the grader needs answers to, by the name of the grader that asks; a grader whose
-    data lacks a variable asks nothing; `grade` then reports it."""
+    """The chat completions that the grader needs, by the name of the asking grader. A grader whose data lacks a
+    variable asks nothing, and `grade` reports it."""
     bodies: dict[str, dict[str, Any]] = {}
     for name, judge in judges(grader).items():
         with suppress(GradingFailed):
@@ -42,7 +41,7 @@ def requests(grader: Grader, sample: Sample, item: Any) -> dict[str, dict[str, A
 
 
 def grade(grader: Grader, sample: Sample, item: Any, answers: Mapping[str, ModelAnswer], run: RunPython) -> Graded:
-    """Never raises for faults of the sample, the item or a user's code: the result's flags report them."""
+    """The reward of a sample. Faults of the sample, the item or a user's code do not raise: flags report them."""
     rewards: dict[str, float] = {}
     errors, messages, reward = GradingErrors(), [], 0.0
     for name, leaf in leaves(grader).items():

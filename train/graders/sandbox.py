@@ -1,9 +1,8 @@
 """Grading in other processes: the caller's side, with a fair queue of owners, and below it the worker.
 
-The worker forks a child for each request, so that it never holds an owner's data; it gets one end of a socket for it.
-The child writes its pid, by which the client ends it; confines itself to computing (runtime/processes/confinement.py);
-reads the request, lines of JSON: {"kind", ...}, then one for each row; and writes the result of each row as a line of
-JSON.
+The worker receives one end of a socket for each request and forks a child, so it never holds an owner's data. The child
+writes its pid, with which the caller can end it; confines itself to computing (runtime/processes/confinement.py); reads
+the request as lines of JSON, {"kind", ...} and a line for each row; and writes the result of each row as a line.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from train.graders.grading import Graded, grade
 from train.graders.templates import Sample
 
 MAX_BUSY = 4
-"""How many owners' samples are graded at the same time; others wait for one of them."""
+"""The number of owners whose samples are graded at the same time."""
 NICENESS = 10
-"""Higher than that of the box's work, so that users' code yields to it."""
+"""Higher than the niceness of the box's work, so that users' code yields to it."""
 TIME_S = 120
-"""Seconds for each python grader, as in OpenAI's API, like the memory."""
+"""Seconds for each python grader; this and the memory are the limits of OpenAI's API."""
 OWN_TIME_S = 60
 """Seconds for grading without code."""
 MOST_BROKEN = 3
-"""If this many calls end without a result before any returns, the request makes no more of them: otherwise a job's
-devices would wait two minutes for each of its answers."""
+"""If this many first calls end without a result, the request makes no more calls: otherwise a job's devices would wait
+two minutes for each answer."""
 START_S = 60.0
-"""Seconds for the worker, which imports packages for a second or more, to fork a child."""
+"""Seconds for the worker to fork a child, after it has imported packages for a second or more."""
 RETRY_S = 1.0
-"""Seconds before the one retry: the ended worker is reaped, and a machine may have free memory again."""
+"""Seconds before the only retry: by then the ended worker is reaped, and memory may be free again."""
 _RESULT_BYTES = 256 << 10  # of one sample
-_REAPED_S = 0.1  # after which it is known whether the worker has ended
+_REAPED_S = 0.1  # within which an ended worker is reaped
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _BEGIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from train.graders.sandbox import main; main()"
 _GRADED = TypeAdapter(Graded)
@@ -71,14 +70,14 @@ LOADED = {
     "sklearn": ("sklearn.metrics", "sklearn.feature_extraction.text"),
     "sympy": ("sympy",),
 }
-"""Modules that take 0.1 to 2 s of CPU to import, by the words of a request that may need them: imported before the
-first fork for such a request, for all later ones."""
+"""Modules that take 0.1 to 2 s of CPU to import, by a word of the requests that may need them. The worker imports them
+before its first fork for such a request."""
 _DETAIL_CHARACTERS = 2000
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom", "/dev/null")
 
 
 class WorkerBroke(Exception):
-    """The worker ended; the request has no answer, and is not at fault."""
+    """The worker ended without an answer, through no fault of the request."""
 
 
 class ForkBroke(WorkerBroke):
@@ -86,12 +85,12 @@ class ForkBroke(WorkerBroke):
 
 
 class NotRun(ForkBroke):
-    """The calls before it all ended their processes."""
+    """The call was not made, because all calls before it ended their processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """time_s: of each result. The rest: of a process. The clock also bounds what waits; the CPU limit refuses no honest
+    """time_s: the seconds for each result, waiting included. The rest limits a process; the CPU limit refuses no honest
     request on a busy machine."""
 
     time_s: float
@@ -105,8 +104,8 @@ SCHEMA = Bounds(time_s=300, cpu_s=15)
 
 
 class GraderHosts:
-    """`stop` it in the end. Requests of an owner wait for each other before they take a place from other owners; checks
-    of code and schemas do not wait for grading, which may take minutes."""
+    """The worker and the queue for it; the caller must `stop` it. Requests of one owner wait for each other, and take
+    one place of the queue. Checks of code and schemas do not wait for grading, which may take minutes."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -123,10 +122,8 @@ class GraderHosts:
         answers: Sequence[dict[str, ModelAnswer]],
         waited_for: bool = False,
     ) -> list[Graded]:
-        """In the order of the samples; one that ends its process has no reward and a flag.
-
-        waited_for: work of the box stands still meanwhile, so that the worker has its priority. Raises WorkerBroke.
-        """
+        """The results in the order of the samples; a sample that ends its process has a flag and no reward. waited_for:
+        other work of the box waits for the rewards, so the worker has its priority. Raises WorkerBroke."""
         head = {"kind": "grade", "grader": grader.as_given()}
         rows = [
             {"sample": asdict(sample), "item": item, "answers": {name: asdict(of) for name, of in by_name.items()}}
@@ -136,14 +133,14 @@ class GraderHosts:
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
         time_s = calls * TIME_S or OWN_TIME_S
         async with self._turn(owner, "grade"), self._free:
-            with suppress(ForkBroke):  # one sample did: the others have a process of their own then
+            with suppress(ForkBroke):  # by one sample: then each sample gets its own process
                 if not calls:
                     return await self._together(head, rows, Bounds(time_s, time_s * max(1, len(rows)), nice=nice))
             results = await self._apart(head, rows, Bounds(time_s, time_s, nice=nice))
         return [_without_reward(result, calls) if isinstance(result, ForkBroke) else result for result in results]
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
-        """(path, why) of the code, by its path, that cannot grade. Raises WorkerBroke."""
+        """(path, why) of each source that cannot grade. sources: by path. Raises WorkerBroke."""
         async with self._turn(owner, "check"):
             reasons = await self._apart({"kind": "code"}, list(sources.values()), CHECK)
         return [(path, str(why)) for path, why in zip(sources, reasons, strict=True) if why]
@@ -151,8 +148,8 @@ class GraderHosts:
     async def refused_items(
         self, owner: str, schema: Any, items: Sequence[Any], bounds: Bounds = SCHEMA
     ) -> list[tuple[int, str]]:
-        """(place, why) of the items that do not follow a JSON schema; place -1: it is not a schema. Raises WorkerBroke,
-        for one that takes more than its bounds ForkBroke."""
+        """(place, why) of each item that does not follow a JSON schema; (-1, why) if it is not a schema. Raises
+        WorkerBroke, or ForkBroke beyond the bounds."""
         async with self._turn(owner, "check"):
             verdicts = await self._together({"kind": "jsonschema", "schema": schema}, items, bounds)
         if verdicts and verdicts[0][0]:
@@ -161,7 +158,7 @@ class GraderHosts:
 
     async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:
         """Why it is not a JSON schema, "" if it is one. Raises WorkerBroke."""
-        # The empty object may lack what the schema requires: only the verdict on the schema counts here.
+        # The item {} may not follow the schema: only the verdict on the schema counts here.
         refused = await self.refused_items(owner, dict(schema), [{}])
         return next((why for place, why in refused if place < 0), "")
 
@@ -177,12 +174,12 @@ class GraderHosts:
         return self._turns.setdefault((owner, lane), asyncio.Lock())
 
     async def _apart(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
-        """As `_together`, each row in a child of its own, or the ForkBroke of one without a result: what users' code or
-        a model's answer does to its process changes no other result."""
+        """The result of each row from its own child, or the ForkBroke of a row without a result: users' code and
+        models' answers cannot change other results. Raises WorkerBroke."""
         results: list[Any] = []
         for row in rows:
             if len(results) == MOST_BROKEN and all(isinstance(result, ForkBroke) for result in results):
-                why = f"it was not run: the first {MOST_BROKEN} calls all ended without a result"
+                why = f"it was not run, because the first {MOST_BROKEN} calls all ended without a result"
                 return results + [NotRun(why)] * (len(rows) - MOST_BROKEN)
             try:
                 results += await self._together(head, [row], bounds)
@@ -196,13 +193,13 @@ class GraderHosts:
             return await self._results(head, rows, bounds)
         except ForkBroke:
             raise
-        except WorkerBroke:  # maybe at another owner's request
+        except WorkerBroke:  # another owner's request may have ended it
             await asyncio.sleep(RETRY_S)
             return await self._results(head, rows, bounds)
 
     async def _results(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
         """As `_together`, without a retry."""
-        # In a thread and line by line, so that others run in between: the items of a request may be 64 MiB together.
+        # In a thread and line by line, so that other coroutines run in between: a request may have 64 MiB of items.
         lines = await asyncio.to_thread(lambda: [json.dumps(row).encode() + b"\n" for row in (head, *rows)])
         read: Callable[[bytes], Any] = _GRADED.validate_json if head["kind"] == "grade" else json.loads
         loads = [name for name in LOADED if name.encode() in lines[0]]
@@ -219,7 +216,7 @@ class GraderHosts:
         child, results = None, []
         try:
             async with asyncio.timeout(START_S):
-                # It waits for its request, so that the number is its own.
+                # The child waits for its request, so the pid cannot belong to another process yet.
                 child = os.pidfd_open(int(await reader.readuntil()))
             writer.writelines(lines)
             writer.write_eof()
@@ -258,7 +255,7 @@ class GraderHosts:
                         stdin=asyncio.subprocess.DEVNULL,
                         stdout=asyncio.subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()],
-                        # Contains nothing of the box's environment or of its data's location: users' code can read it.
+                        # Users' code can read these, so they contain nothing of the box's environment and folders.
                         cwd="/",
                         env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                     )
@@ -266,7 +263,7 @@ class GraderHosts:
 
 
 def _without_reward(why: ForkBroke, calls: int) -> Graded:
-    """calls: of users' code."""
+    """The result of a sample that ended its process. calls: the number of calls of users' code."""
     errors = GradingErrors(other_error=True)
     if calls and not isinstance(why, NotRun):
         errors = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=str(why))
@@ -277,9 +274,9 @@ def _without_reward(why: ForkBroke, calls: int) -> Graded:
 
 
 def refusal() -> str:
-    """Why no code runs on this machine, in words; empty if it does."""
+    """Why users' code cannot run on this machine; "" if it can."""
     lack = missing()
-    return f"python graders do not run on this machine: {lack}. Nothing else can confine them here" if lack else ""
+    return f"python graders do not run on this machine, which cannot confine them: {lack}" if lack else ""
 
 
 def main() -> None:
@@ -287,8 +284,8 @@ def main() -> None:
     dies_as(DiesAs.TRIAL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
-    # What most graders use, and what a child needs to confine itself: no fork has to make it. numpy imports its random
-    # numbers only on demand, which took half of a fork's time.
+    # Modules of most graders, and the rules that confine a child, so that no fork has to load them. numpy imports its
+    # random numbers on demand, which took half of a fork's time.
     import numpy.random  # noqa: F401
     from rapidfuzz import fuzz  # noqa: F401
 
@@ -310,12 +307,12 @@ def _load(names: Iterable[str]) -> None:
     for module in (module for name in names for module in LOADED[name]):
         try:
             importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001 - the code that imports it gets the error again
+        except Exception as error:  # noqa: BLE001 - code that imports the module gets the error again
             print(f"{module} cannot be imported: {error!r}", file=sys.stderr)
 
 
 def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
-    """Answer the request that comes through the socket `client`, and end this process, a fork."""
+    """Answer the request from the socket `client`, and end this process, a fork of the worker."""
     try:
         die_with_parent()
         os.nice(nice)
@@ -324,7 +321,7 @@ def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
         for number in (0, 1, 2):
             os.dup2(nothing, number)
         sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))
-        os.closerange(4, 1 << 16)  # nothing of the worker's
+        os.closerange(4, 1 << 16)  # the worker's files
         with open(3, "wb", closefd=False) as out, open(3, "rb", closefd=False) as lines:
             out.write(b"%d\n" % os.getpid())
             out.flush()
@@ -339,7 +336,7 @@ def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
 
 
 def _confine(memory_bytes: int, cpu_s: int) -> str:
-    """Confine this process; return why it could not, "" if it did. Its limits hold in any case."""
+    """Confine this process; return why that failed, or "". Its limits hold in any case."""
     try:
         confine(_readable(), memory_bytes, cpu_s)
         return ""
@@ -351,13 +348,13 @@ def _confine(memory_bytes: int, cpu_s: int) -> str:
 
 @cache
 def _readable() -> tuple[Path, ...]:
-    """Python's own files and its packages, and shared libraries."""
+    """The folders of Python, its packages and shared libraries."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return tuple(Path(path) for path in (*sorted(paths), *site.getsitepackages(), *_LIBRARIES))
 
 
 def results(request: dict[str, Any], rows: Iterable[Any], unconfined: str) -> Iterator[Any]:
-    """The result of each row of a request, by its "kind". unconfined: why no code may run here, "" if it may.
+    """The result of each row of a request, by its "kind". unconfined: why no code may run here, or "".
 
     grade: {"sample", "item", "answers"} by "grader" -> Graded.
     code: a source -> why it cannot grade, "" if it can.
@@ -376,9 +373,9 @@ def results(request: dict[str, Any], rows: Iterable[Any], unconfined: str) -> It
 
 
 def refused_items(schema: Any, items: Iterable[Any]) -> Iterator[tuple[bool, str]]:
-    """(whether the schema itself is at fault, why the item does not follow it, "" if it does) of each item.
+    """(whether the schema itself is at fault, why the item does not follow the schema or "") of each item.
 
-    Its patterns can take for ever and its references go in circles: only a child does this."""
+    Patterns can take for ever, and references can be circular: only a child may call this."""
     import jsonschema
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -389,7 +386,7 @@ def refused_items(schema: Any, items: Iterable[Any]) -> Iterator[tuple[bool, str
     except jsonschema.SchemaError as error:
         where = ".".join(map(str, error.absolute_path))[:200]
         fault = f"it is not a JSON schema{' at ' + where if where else ''}: {error.message[:500]}"
-    # Without a registry it opens whatever `$ref` names: files of the box, and addresses that only the box can reach.
+    # Without a registry, `$ref` would open files of the box and addresses that only the box can reach.
     validator = jsonschema.Draft202012Validator(schema, registry=Registry())
     for item in items:
         try:
@@ -397,19 +394,19 @@ def refused_items(schema: Any, items: Iterable[Any]) -> Iterator[tuple[bool, str
             path = "".join(f".{step}" for step in error.absolute_path) if error else ""
             yield bool(fault), f"item{path}: {error.message[:500]}" if error else fault
         except RecursionError:
-            yield True, "the schema refers to itself without end, or it or an item is nested too deep"
+            yield True, "the schema refers to itself without end, or the schema or an item is nested too deep"
         except Unresolvable as error:
-            yield True, f"the reference {error.ref[:200]!r} leads nowhere; one may only lead to a place in the schema"
+            yield True, f"the reference {error.ref[:200]!r} leads nowhere; expected a place in the schema"
 
 
 def run_python(unconfined: str, source: str, sample: dict[str, Any], item: Any) -> float:
-    """The number that `grade(sample, item)` returns; in a confined child alone. Raises GradingFailed."""
+    """The number that `grade(sample, item)` returns. Only a confined child may run it. Raises GradingFailed."""
     if unconfined:
         flags = GradingErrors(python_grader_server_error=True, python_grader_server_error_type=unconfined)
         raise GradingFailed(unconfined, flags)
     try:
         reward = _function(source)(sample, item)
-        # Also what numpy calls a number, and True.
+        # numpy's numbers and True are accepted too.
         if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
             raise _Unfit(f"grade() returned {type(reward).__name__}; expected a number")
         return float(reward)
@@ -420,11 +417,11 @@ def run_python(unconfined: str, source: str, sample: dict[str, Any], item: Any) 
 
 
 class _Unfit(Exception):
-    """What is wrong with the code, in words."""
+    """The code cannot grade; the message says why."""
 
 
 def why_unusable(source: str) -> str:
-    """Why the source cannot grade; empty if its module runs and has a function `grade(sample, item)`."""
+    """Why the source cannot grade; "" if its module runs and has a function `grade(sample, item)`."""
     try:
         function = _function(source)
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
@@ -441,15 +438,15 @@ def why_unusable(source: str) -> str:
 
 
 def _function(source: str) -> Callable[..., Any]:
-    """Its `grade`. Raises _Unfit, and whatever the code raises."""
+    """The function `grade` of a source. Raises _Unfit, and any error of the code."""
     import random
 
     import numpy as np
 
     random.seed()
     np.random.seed()
-    # Registered like any other module: dataclasses, pydantic and pickle look it up by the name in its classes. It is
-    # compiled without this file's `annotations` import, which the code need not have.
+    # Registered like any module, since dataclasses, pydantic and pickle look it up by the name in its classes. Compiled
+    # without this file's `annotations` import.
     sys.modules["grader"] = module = ModuleType("grader")
     exec(compile(source, "grader.py", "exec", dont_inherit=True), module.__dict__)
     function = getattr(module, "grade", None)
@@ -461,6 +458,6 @@ def _function(source: str) -> Callable[..., Any]:
 def _described(error: BaseException) -> str:
     if isinstance(error, _Unfit):
         return str(error)
-    read = traceback.TracebackException.from_exception(error)  # whose text cannot fail
+    read = traceback.TracebackException.from_exception(error)  # str() of it cannot fail
     places = [f" (line {frame.lineno})" for frame in read.stack if frame.filename == "grader.py"]
     return f"{type(error).__name__}: {read}"[:_DETAIL_CHARACTERS] + "".join(places[-1:])

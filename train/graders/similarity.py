@@ -1,10 +1,10 @@
-"""Measures of how alike two texts are, from 0 to 1: those of `text_similarity` graders.
+"""The metrics of `text_similarity` graders: the similarity of two texts, from 0 to 1.
 
-Words are runs of letters and digits; each Chinese, Japanese or Korean sign is a word, since those scripts write no
-spaces. BLEU (Papineni et al., 2002; smoothed by method 1 of Chen and Cherry, 2014, since one sentence often has no
-4-gram), GLEU (Wu et al., 2016) and METEOR (Banerjee and Lavie, 2005) are nltk's; METEOR matches words and their stems,
-not synonyms, for which WordNet would have to be on the box. ROUGE (Lin, 2004) is the F-measure of n-grams, or of the
-longest common subsequence. `fuzzy_match` is RapidFuzz's `ratio`.
+Words are runs of letters and digits; each Chinese, Japanese or Korean character is a word. BLEU (Papineni et al., 2002;
+smoothed by method 1 of Chen and Cherry, 2014, since one sentence often has no common 4-gram), GLEU (Wu et al., 2016)
+and METEOR (Banerjee and Lavie, 2005) are nltk's; METEOR matches words and their stems, but not synonyms, which need
+WordNet. ROUGE (Lin, 2004) is the F-measure of n-grams, or of the longest common subsequence. `fuzzy_match` is
+RapidFuzz's `ratio`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ METRICS = {
     "meteor": 1_000,
     **{f"rouge_{n}": 20_000 for n in (*range(1, 6), "l")},
 }
-"""How many words of each text a metric reads, of `fuzzy_match` characters; longer texts are cut. The cost of METEOR and
-of `fuzzy_match` grows with the product of both texts."""
+"""The number of words (for `fuzzy_match`, of characters) of each text that a metric reads; longer texts are cut. The
+time of METEOR and `fuzzy_match` grows with the product of both lengths."""
 
 
 def similarity(metric: str, text: str, reference: str) -> tuple[float, bool]:
-    """How alike they are, and whether one was cut. Raises KeyError for another metric than those of METRICS."""
+    """The similarity, and whether a text was cut. Raises KeyError for a metric that is not in METRICS."""
     most, by_words = METRICS[metric], metric != "fuzzy_match"
     answer, expected = (_WORD.findall(whole.lower()) if by_words else whole for whole in (text, reference))
     cut = max(len(answer), len(expected)) > most
@@ -39,7 +39,7 @@ def similarity(metric: str, text: str, reference: str) -> tuple[float, bool]:
 
 
 def _measure(metric: str, answer: Any, expected: Any) -> float:
-    """Compare two texts, or lists of words. Few graders need the libraries, which are imported here."""
+    """Compare two texts, or two lists of words. Imports libraries late, since few graders need them."""
     match metric:
         case "fuzzy_match":
             from rapidfuzz import fuzz

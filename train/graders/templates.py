@@ -1,6 +1,6 @@
 """Templates of graders, filled from the data: `{{ item.a.b }}` and `{{ sample.output_text }}` in a text.
 
-Of Jinja's language only such paths and quoted texts are accepted: `{{ '{{' }}` becomes two braces.
+Of Jinja's language they have only such paths and quoted texts: `{{ '{{' }}` becomes two braces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 NAMESPACES = {"item", "sample"}
 SAMPLE_FIELDS = ("output_text", "output_json", "output_tools", "choices")
 MAX_TEXT = 1 << 20
-"""Characters of what a template becomes."""
+"""The most characters of a filled template."""
 _SHOWN = 200
 _PLACE = re.compile(r"[0-9]{1,9}")
 _QUOTED = r"""'[^'\\]*'|"[^"\\]*\""""
@@ -40,8 +40,8 @@ class Sample:
 
     @classmethod
     def with_calls(cls, text: str) -> Sample:
-        """Of the text of an answer to a prompt with tools. A call is JSON between the tags of Hermes, which Qwen and
-        SmolLM have too, or, as Llama's, the whole answer. Everything else is text."""
+        """The sample of an answer to a prompt with tools. A call is JSON between the tags of Hermes, which Qwen and
+        SmolLM use too, or the whole answer, as Llama writes it. Everything else is text."""
         begin = _CALL.search(text)
         texts = _CALL.findall(text) if begin else [text]
         calls = [call for part in texts if (call := _call(part))]
@@ -66,7 +66,7 @@ class Sample:
         return [{"index": 0, "message": message}]
 
     def for_code(self) -> dict[str, Any]:
-        """What a python grader gets; `output_json` is None when the text is not JSON."""
+        """The sample as a python grader gets it; `output_json` is None if the text is not JSON."""
         fields = dict[str, Any].fromkeys(SAMPLE_FIELDS)
         for name in fields:
             with suppress(GradingFailed):
@@ -82,20 +82,20 @@ def _call(text: str) -> dict[str, str] | None:
 
 
 def check(template: str, param: str = "") -> str:
-    """The template. Raises InvalidGrader for text that is no template, and for a variable that no item or sample can
-    have."""
+    """The template. Raises InvalidGrader for text that is not a template, and for a variable that items and samples
+    cannot have."""
     if "{{" in _VARIABLE.sub(" ", template):
         raise InvalidGrader(
             param,
             "cannot be read; write a variable as {{ item.a.b }}, or {{ item['a b'] }} for a name with other signs, "
-            "without filters, calls, escapes and expressions, and braces that are to stay as {{ '{{' }}",
+            "without filters, calls, escapes and expressions, and literal braces as {{ '{{' }}",
         )
     for namespace, *steps in variables(template):
         if namespace not in NAMESPACES:
             raise InvalidGrader(
                 param,
                 f"the variable {namespace[:_SHOWN]!r} begins with neither `item` nor `sample`: {{{{ item.answer }}}}; "
-                "braces that are to stay are written {{ '{{' }}",
+                "write literal braces as {{ '{{' }}",
             )
         if namespace == "sample" and (not steps or steps[0] not in SAMPLE_FIELDS):
             known = ", ".join(sorted(SAMPLE_FIELDS))
@@ -104,13 +104,13 @@ def check(template: str, param: str = "") -> str:
 
 
 def variables(template: str) -> list[Path]:
-    """The steps of each variable of a template that `check` has taken: `item`, `answer`."""
+    """The steps of each variable, such as `item`, `answer`, of a checked template."""
     return [piece for piece in _pieces(template) if isinstance(piece, tuple)]
 
 
 def fill(template: str, sample: Sample, item: Any) -> str:
-    """The text with its variables filled in: texts as they are, all else as JSON. Raises GradingFailed when the data
-    lacks one."""
+    """The text with the values of its variables: texts as they are, other values as JSON. Raises GradingFailed if the
+    data lacks one."""
     size, filled = 0, []
     for piece in _pieces(template):
         if isinstance(piece, tuple):
@@ -126,13 +126,13 @@ def fill(template: str, sample: Sample, item: Any) -> str:
 
 
 def value(path: str, sample: Sample, item: Any) -> Any:
-    """The value at `item.a.b`, a path that `check` has taken between braces. Raises GradingFailed if it is missing."""
+    """The value at `item.a.b`, a checked path without its braces. Raises GradingFailed if it is missing."""
     return _value(variables(f"{{{{{path}}}}}")[0], sample, item)
 
 
 @lru_cache(maxsize=64)
 def _pieces(template: str) -> tuple[str | Path, ...]:
-    """Its texts and the paths of its variables."""
+    """The texts of a template and the paths of its variables."""
     pieces: list[str | Path] = []
     end = 0
     for match in _VARIABLE.finditer(template):
@@ -145,7 +145,7 @@ def _pieces(template: str) -> tuple[str | Path, ...]:
 
 @lru_cache(maxsize=16)  # a template may ask 2,000 times
 def _parsed(text: str) -> Any:
-    """The value of a text of the answer if it is JSON, otherwise the text."""
+    """The value of a text if it is JSON, otherwise the text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -158,14 +158,14 @@ def _value(path: Path, sample: Sample, item: Any) -> Any:
     if namespace == "sample":
         current, steps = getattr(sample, steps[0]), steps[1:]
     for step in steps:
-        if isinstance(current, str) and namespace == "sample":  # a call of a tool has its arguments as JSON
+        if isinstance(current, str) and namespace == "sample":  # the arguments of a call are JSON text
             current = _parsed(current)
         if isinstance(current, Mapping) and step in current:
             current = current[step]
         elif isinstance(current, list) and _PLACE.fullmatch(step) and int(step) < len(current):
             current = current[int(step)]
         else:
-            # If an answer lacks it, the answer is at fault, not the grader, and a model has to learn to avoid that.
+            # A value that the answer lacks is the answer's fault, not the grader's: the model has to learn to give it.
             lacks = GradingErrors(**{"sample_parse_error" if namespace == "sample" else "invalid_variable_error": True})
             shown = ".".join(path)[:_SHOWN]
             raise GradingFailed(f"the variable {shown!r} has no value: {step[:_SHOWN]!r} is not there", lacks)

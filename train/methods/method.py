@@ -1,5 +1,5 @@
-"""Defines the interface of a training method, in the order of use from the request to the loss. A new one is a subclass
-in its own file and a row in `methods`."""
+"""Defines the interface of a training method, in the order of use from the request to the loss. A new method is a
+subclass in its own file and a row in `methods`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     Loss = tuple[torch.Tensor, list[torch.Tensor]]
 
 DATA = {
-    "conversation": ("conversations with the answer that is to be learnt, without a mark", "supervised"),
+    "conversation": ("conversations with the answer to train, without a mark", "supervised"),
     "preference": ("pairs of outputs, one preferred", "dpo"),
     "unpaired": ("conversations with 'label': true for a good answer, false for a bad one", "kto"),
     "prompt": ("conversations that end with the user, with what a grader needs in further fields", "reinforcement"),
 }
-"""Kinds of data: in words, and a method that takes it. Every shape that is not here is the first."""
+"""Kinds of data: a description, and a method that takes the kind. All other shapes are of the first kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +44,30 @@ class Option:
 
 
 class Method:
-    """What is particular to one way of training."""
+    """One way of training."""
 
     name: str  # as OpenAI's `method.type` and in a TrainSpec
     summary: str  # for commands
-    data: str = "conversation"  # the kind that it takes, of DATA
+    data: str = "conversation"  # kind of data, of DATA
     options: tuple[Option, ...] = ()
     metric_names: tuple[str, ...] = ()  # of the values that the loss reports, in order
-    # An example is so many sequences of tokens; max_length limits each, and all of them are in one micro-batch.
+    # The number of sequences of an example; max_length limits each, and all of them are in one micro-batch.
     sequences: int = 1
-    # Before the first step the run computes the log-probability of every sequence once and keeps them with the job
-    # (train.trainer.train); rows have them from then on.
+    # Before the first step, the run computes the log-probability of every sequence and stores them with the job
+    # (train.trainer.train); rows then have them.
     needs_reference: bool = False
-    # Before the first gradient of a step the ranks compute the log-probabilities of all its sequences, which takes the
-    # time of a forward pass; every batch then has as "divergence" the sum over the step, times the scale, of the
-    # log-probabilities less the reference.
+    # Before the first gradient of a step, the ranks compute the log-probabilities of all its sequences, which takes the
+    # time of a forward pass. Every batch then has "divergence": the sum over the step of the log-probabilities less the
+    # reference, times the scale.
     needs_divergence: bool = False
-    # "grader" or "teacher" where an example is a prompt: in each step the model answers the prompts of the step, the
-    # answers are judged, and the rows are made of them (train.rollouts).
+    # "grader" or "teacher" where an example is a prompt: in each step the model answers the prompts, the judge judges
+    # the answers, and the rows consist of them (train.rollouts).
     judged_by: str = ""
     takes: tuple[str, ...] = ()  # fields of a request besides hyperparameters; the judge is one of them
-    by_example: bool = False  # the loss is a mean over examples, not over learnt tokens
-    rate_share: float = 1.0  # part of the learning rate that suits supervised tuning
+    by_example: bool = False  # the loss is a mean over examples, not over trained tokens
+    rate_share: float = 1.0  # share of the learning rate of supervised tuning
     cut_refuses: bool = False  # `check_cut` may raise
-    # The loss is minus the sum of all log-probabilities, so that the gradients of the output head are made as it runs,
+    # The loss is minus the sum of all log-probabilities, so the output head computes its gradients in the forward pass,
     # and ranks can share a row's tokens.
     sums: bool = False
     wide: bool = False  # the loss is of single tokens, and the head computes in float32
@@ -78,8 +78,8 @@ class Method:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """What is kept of each step and validation beside its loss, the most telling first: names in their events,
-        where a step's may have "train_" before them."""
+        """The values of each step and validation besides the loss, the most important first: names in their events,
+        where those of a step may begin with "train_"."""
         return ("mean_token_accuracy", *self.metric_names)
 
     # -- before the run: in the controller and in commands, without torch or numpy -----------------------------------
@@ -95,7 +95,7 @@ class Method:
         return fields
 
     def rows(self, dataset: DatasetStats) -> DatasetStats:
-        """`dataset` in units of `max_length`: a row has room for that many tokens of each sequence of an example."""
+        """`dataset` in units of `max_length`, which limits each sequence of an example."""
         each = self.sequences
         lengths = tuple(-(-length // each) for length in dataset.lengths)
         return replace(dataset, n_tokens=max(1, dataset.n_tokens // each), lengths=lengths)
@@ -118,7 +118,7 @@ class Method:
         return f"has the shape {shape!r} ({has}), which is for the method {other!r}; {wants}"
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
-        """What each of `ranks` ranks holds; `fields` as `resolve` makes them."""
+        """The memory of each of `ranks` ranks; `fields` as `resolve` returns them."""
         return estimate.rank_memory(shape, {**fields, "max_length": self.sequences * fields["max_length"]}, ranks)
 
     def load(self, dataset: DatasetStats, fields: Mapping[str, Any]) -> Load:
@@ -127,11 +127,11 @@ class Method:
         return auto.load(self.rows(dataset), fields, sequences=self.sequences, forwards=forwards)
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
-        """The most tokens of a sequence that the data may bring; `options`: TrainSpec.options."""
+        """The most tokens of a sequence in the data; `options`: TrainSpec.options."""
         return max_length
 
     def policies(self, options: Mapping[str, Any]) -> int:
-        """How many versions of whole weights lie in shared memory beside the result, for engines to sample from."""
+        """The number of versions of whole weights in shared memory besides the result, for engines to sample from."""
         return 0
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
@@ -146,15 +146,15 @@ class Method:
         return [[encoder.encode_whole(chat) for chat in record["sequences"]]]
 
     def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:  # noqa: B027
-        """Raises BadRecord where nothing is left of a row within `max_length` tokens for each sequence; methods that do
-        not refuse it (`cut_refuses`) leave it out."""
+        """Raises BadRecord if nothing of a row is left within `max_length` tokens of each sequence. Methods without
+        `cut_refuses` leave out such rows instead."""
 
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
-        """What the loss of the step that learns from these packs is divided by."""
+        """The divisor of the loss of a step with these packs."""
         return tokens.examples_in(packs) if self.by_example else tokens.labels_in(packs)
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
-        """The sum over a row's examples, a float32 scalar, and of each of `metric_names` the values that are added up.
-        log_probs: (sequences,) float32, of the learnt tokens of each sequence, or (n,) of each token (`wide`). batch:
-        as train.methods.packed_objective.to_batch makes it."""
+        """The sum over a row's examples, a float32 scalar, and for each of `metric_names` the values to add up.
+        log_probs: (sequences,) float32, of the trained tokens of each sequence, or (n,) of each token (`wide`). batch:
+        from train.methods.packed_objective.to_batch."""
         raise NotImplementedError(f"{self.name} has no loss")

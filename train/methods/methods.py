@@ -1,4 +1,4 @@
-"""The table of methods, and the plainest of them."""
+"""The table of methods, and the simplest method."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Supervised(Method):
-    """The cross entropy of what the assistant says, on conversations of any shape we know."""
+    """The cross entropy of the assistant's turns, in conversations of any known shape."""
 
     name = "supervised"
     summary = "learns what the assistant says in conversations"

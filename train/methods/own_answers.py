@@ -1,7 +1,7 @@
 """Methods that learn from the model's own answers: rewards of a grader (reinforcement), and a teacher (distillation).
 
-They share how long an answer may be, how many are made of each prompt, as what engines serve the model that samples
-them, and what that takes.
+They share the length of answers, the number of answers to each prompt, the form in which engines serve the sampling
+model, and the memory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from train.plan.estimate import ModelShape, RankMemory
 
 GROUP = 8
-"""Answers of each prompt, as TRL and verl have it; `compute_multiplier` multiplies it."""
+"""Answers to each prompt, as in TRL and verl; `compute_multiplier` multiplies it."""
 WEIGHT_CAP = 2.0
-"""The most that a token of an engine counts for being likelier to the trainer than to the engine: truncated importance
-sampling (Ionides, 2008) between sampler and trainer, with the cap of Yao et al., 2025, "Your Efficient RL Framework
-Secretly Brings You Off-Policy RL Training"."""
+"""The largest weight of a token that is likelier to the trainer than to the engine: truncated importance sampling
+(Ionides, 2008) between sampler and trainer, with the cap of Yao et al., 2025, "Your Efficient RL Framework Secretly
+Brings You Off-Policy RL Training"."""
 _HOST_ROW, _DEVICE_ROW = 1024, 8192
-"""Tokens of the answers that are learnt from at the same time, if one alone is not longer."""
+"""Tokens of a row of answers, unless a single answer is longer."""
 MOST_STALE = 4
-"""By how many updates the weights that write an answer may be behind those that learn from it. Each keeps one more
-version in shared memory, and takes one more slot for adapters of an engine."""
+"""The most updates between the weights that write an answer and those that learn from it. Each needs one more version
+in shared memory, and one more slot for adapters of an engine."""
 
 ANSWER_OPTIONS = (
     Option("eval_samples", 1, 64, 1, "answers of each prompt of the validation file"),
@@ -46,8 +46,8 @@ ANSWER_OPTIONS = (
 
 
 class OwnAnswers(Method):
-    """What the methods share. Their `options` have "group", the answers to each prompt in a step, and "rows", the rows
-    over which these are spread."""
+    """The common part of the methods. Their `options` have "group", the answers to each prompt in a step, and "rows",
+    the rows over which these are spread."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
     data = "prompt"
@@ -57,12 +57,12 @@ class OwnAnswers(Method):
     def resolve(
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
     ) -> dict[str, Any]:
-        # Each prompt is a pack of its own: what is packed are its answers.
+        # Each prompt is its own pack; its answers are packed.
         given = {"packing": False} | hyperparameters
         for name, value in (("packing", False), ("micro_batch", 1), ("sequence_parallel", 1)):
             if given.get(name, "auto") not in ("auto", None, value):
                 raise InvalidHyperparameter(
-                    name, given[name], f"{value!r}: the answers to one prompt are learnt together"
+                    name, given[name], f"{value!r}: the answers to one prompt are trained together"
                 )
         longest = dataset.longest_example_tokens
         return auto.resolve(given, dataset, model, max_devices, own=partial(self._own, longest=longest, model=model))
@@ -84,10 +84,10 @@ class OwnAnswers(Method):
         together = math.ceil(options["group"] / options["rows"])  # answers of a row
         row = {**fields, "max_length": together * fields["max_length"]}
         learning, element = estimate.rank_memory(shape, row, ranks), ELEMENT_BYTES[fields["precision"]]
-        # The head computes in float32, its weight's gradient too.
+        # The head computes in float32, including the gradient of its weight.
         head = 4 * shape.vocab * shape.hidden if element < 4 else 0
         head += estimate.head_bytes(shape, row, 4) - estimate.head_bytes(shape, row, element)
-        head += together * fields["max_length"] * shape.vocab // 8  # which tokens a form left of the vocabulary
+        head += together * fields["max_length"] * shape.vocab // 8  # a bit for each token that a form allows
         return replace(learning, activations_bytes=head + learning.activations_bytes)
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
@@ -103,35 +103,35 @@ class OwnAnswers(Method):
         return [[(ids, ids < 0)]]  # nothing of it is trained
 
     def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
-        """Raises BadRecord instead of cutting: a prompt without its end is another one."""
+        """Raises BadRecord for a prompt that would be cut, since a prompt without its end is another prompt."""
         ((ids, _),) = sequences
         if len(ids) > max_length:
             raise BadRecord(
                 f"the prompt has {len(ids)} tokens, and {max_length} are left for it besides max_completion_tokens: "
-                "give a larger max_length, or shorten it"
+                "give a larger max_length, or shorten the prompt"
             )
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
-        """The loss of group relative policy optimisation (Shao et al., 2024, arXiv:2402.03300) as the field has settled
-        on it: token by token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), and without a
-        penalty for distance from the starting model.
+        """The loss of group relative policy optimisation (Shao et al., 2024, arXiv:2402.03300) in its common form: by
+        token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), without a penalty for the distance
+        from the starting model.
 
-        An engine's kernels round otherwise, and it may have the weights of a step before, so that a token's ratio says
-        how far the two samplers differ, not how far the step has moved: it weighs the token, up to WEIGHT_CAP, and
-        stops no gradient, as clipping would. The samples of a step are learnt from once, so the trainer's own ratio is
-        1 wherever it is differentiated.
+        Engines round differently and may have the weights of an earlier step. So the ratio of a token compares the two
+        samplers, not the model before and after the step: it weighs the token, up to WEIGHT_CAP, and stops no gradient,
+        as clipping would. A step trains on its samples once, so the trainer's own ratio is 1 wherever it is
+        differentiated.
         """
         fixed = log_probs.detach()
         moved = fixed - batch["sampled"]
         ratio = moved.exp()
         surrogate = ratio.clamp(max=WEIGHT_CAP) * (log_probs - fixed).exp() * batch["advantages"]
-        # The first is the unbiased estimate of KL(sampler, trainer) that is never negative (Schulman, 2020).
+        # The first metric is the unbiased, never negative estimate of KL(sampler, trainer) (Schulman, 2020).
         return -surrogate.sum(), [ratio - 1 - moved, moved.abs(), (ratio > WEIGHT_CAP).float()]
 
 
 class Reinforcement(OwnAnswers):
-    """A grader gives each answer a reward, and answers that are better than the others for their prompt become more
-    likely (group relative policy optimisation: Shao et al., 2024, arXiv:2402.03300), by OpenAI's schema."""
+    """A grader gives each answer a reward, and answers with a larger reward than others to their prompt become likelier
+    (group relative policy optimisation: Shao et al., 2024, arXiv:2402.03300). Options follow OpenAI's schema."""
 
     name = "reinforcement"
     summary = "learns from the rewards that a grader gives its answers"
@@ -144,25 +144,25 @@ class Reinforcement(OwnAnswers):
     judged_by = "grader"
     takes = ("grader", "response_format")
     measured = ("mean_reward", "equal_rewards")
-    # 1e-6 for all weights of 7e9 parameters, as TRL, verl and PipelineRL do.
+    # 1e-6 for all weights of 7e9 parameters, as in TRL, verl and PipelineRL.
     rate_share = 0.1
 
     def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
         super().own_hyperparameters(given, fields)
         effort = given.choice("reasoning_effort", ("default", "low", "medium", "high"), auto="default")
-        if effort != "default":  # kept for the run to say that it changes nothing
+        if effort != "default":  # the run reports that it changes nothing
             fields["options"]["reasoning_effort"] = effort
         fields["options"]["group"] = max(2, round(GROUP * fields["options"]["compute_multiplier"]))
 
 
 class Distillation(OwnAnswers):
-    """A teacher says how likely each token of an answer is to it, and the model comes nearer to the teacher where it
-    goes itself.
+    """A teacher gives the log-probability of each token of the model's answers, and the model approaches the teacher on
+    these answers.
 
-    The loss is the reverse KL divergence of student and teacher at each token of the student's own answers, in its
-    policy-gradient form: the advantage of a sampled token is log p(teacher) - log p(student), nothing is discounted
-    over later tokens, and the teacher needs to say no more than one number for each token (Thinking Machines Lab, 2025,
-    "On-Policy Distillation"; GKD, arXiv:2306.13649, TRL's beta 1 and lambda 1; MiniLLM, arXiv:2306.08543).
+    The loss is the reverse KL divergence of student and teacher at each token of the student's answers, in its
+    policy-gradient form: the advantage of a sampled token is log p(teacher) - log p(student), without discounted later
+    tokens, so the teacher gives one number for each token (Thinking Machines Lab, 2025, "On-Policy Distillation"; GKD,
+    arXiv:2306.13649, TRL's beta 1 and lambda 1; MiniLLM, arXiv:2306.08543).
     """
 
     name = "distillation"
@@ -174,7 +174,7 @@ class Distillation(OwnAnswers):
     judged_by = "teacher"
     takes = ("teacher",)
     measured = ("reverse_kl", "entropy")
-    # Larger than with one reward for a whole answer: every token has a signal of its own.
+    # Larger than with one reward for a whole answer, since every token has its own signal.
     rate_share = 0.3
 
     def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
@@ -183,10 +183,10 @@ class Distillation(OwnAnswers):
 
 
 def _length(given: Given, options: dict[str, Any], longest: int, most: int) -> int:
-    """How many tokens a prompt may have with its answer."""
+    """The most tokens of a prompt with its answer."""
     answer = options["max_completion_tokens"]
     if not given.is_set("max_length"):
-        # Tokens of the longest prompt may be an estimate, which is off by a third at times.
+        # The tokens of the longest prompt may be an estimate, with errors up to a third.
         wanted = 32 * math.ceil(1.3 * longest / 32) + answer
         if answer >= most:
             raise InvalidHyperparameter(
@@ -198,6 +198,6 @@ def _length(given: Given, options: dict[str, Any], longest: int, most: int) -> i
         answer = options["max_completion_tokens"] = min(answer, length // 2)
     if answer >= length:
         raise InvalidHyperparameter(
-            "max_completion_tokens", answer, f"less than max_length {length}, which has the prompt too"
+            "max_completion_tokens", answer, f"less than max_length {length}, which includes the prompt"
         )
     return length

@@ -1,8 +1,8 @@
-"""The objective of all methods: a model over packed rows, whose output head runs only where something is learnt, and
-the method's loss of the log-probabilities there.
+"""The objective of all methods: a model over packed rows, whose output head runs only at trained positions, and the
+method's loss of the log-probabilities there.
 
-Often a tenth of a row of thousands of tokens is learnt. The hidden states of those positions are gathered before the
-output head, so the head's matrix product and the vocabulary-wide softmax are paid for them alone.
+Often a tenth of a row's thousands of tokens is trained. The hidden states of those positions are gathered before the
+output head, so the head's matrix product and the vocabulary-wide softmax run for them alone.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from train.data.packing import Row
 from train.methods.method import Method
 from train.plan.estimate import DEVICE_LOGITS_BYTES, HOST_LOGITS_BYTES, held_rows
 
-# What some architectures do to logits or hidden states around the head; they go through their own forward.
+# Settings of architectures that change logits or hidden states around the head; these run their own forward.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class PackedObjective(nn.Module):
-    """Holds the model as `model`; `forward` is what the training engine calls with `to_batch`."""
+    """Holds the model as `model`; the training engine calls `forward` with the result of `to_batch`."""
 
     def __init__(self, model: PreTrainedModel, method: Method, options: Mapping[str, Any]):
-        """The class of a plain output head is replaced, to compute more than logits in its forward: under ZeRO-3 the
-        weight is only there inside the module's own forward."""
+        """Replace the class of a plain output head by one that computes more than logits in its forward: under ZeRO-3
+        the weight exists only in the module's own forward."""
         super().__init__()
         self.model = model
         self._loss, self._sequences = partial(method.loss, options=options), method.sequences
@@ -48,12 +48,12 @@ class PackedObjective(nn.Module):
         self._sums: list[torch.Tensor] = []
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The row's loss times batch["scale"], a float32 scalar. For a batch `as_reference`, the log-probability of
-        what is learnt of each sequence, (sequences,) float32."""
+        """The row's loss times batch["scale"], a float32 scalar. For a batch `as_reference`, the log-probability of the
+        trained tokens of each sequence, (sequences,) float32."""
         log_probs, right = self._log_probs(batch)
         sizes = list(batch["sequence_sizes"])
         if not self._by_token:
-            # Not index_add, whose order of addition differs from run to run on a GPU.
+            # Not index_add, which adds in a different order in each run on a GPU.
             log_probs = torch.stack([part.sum() for part in log_probs.split(sizes)])
         if batch.get("as_reference"):
             return log_probs
@@ -70,15 +70,15 @@ class PackedObjective(nn.Module):
         return loss * scale
 
     def take_metrics(self) -> list[float]:
-        """Sums over the forward passes since the last call: correct tokens, trained tokens, and the method's own, which
-        are left out if there were none."""
+        """Sums over the forward passes since the last call: correct tokens, trained tokens, and the method's own values
+        if there were any."""
         hits, sums = self._hits, self._sums
         self._hits, self._sums = [], []
         counts = torch.stack(hits).sum(0).tolist() if hits else [0, 0]
         return counts + (torch.stack(sums).sum(0).tolist() if sums else [])
 
     def _log_probs(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n,) float32: the log-probability of each learnt token; and (n,) bool: whether it is the likeliest one."""
+        """The log-probability of each trained token, (n,) float32, and whether it is the likeliest token, (n,) bool."""
         row = {name: batch[name] for name in ("input_ids", "position_ids", "segments")} | {"use_cache": False}
         labels, predict_at, allowed = batch["labels"], batch["predict_at"], batch.get("allowed")
         if self._fused:
@@ -93,9 +93,10 @@ class PackedObjective(nn.Module):
 
 
 class LogProbHead(nn.Linear):
-    """The output head; called with labels it returns their log-probabilities in place of logits. wide: computed in
-    float32: rounded to bfloat16, log-probabilities of a trainer and of the engine that sampled differ by more than a
-    step changes them. alike: the loss has one gradient for all of them, as their sum has. right: (n,) bool, which
+    """The output head; called with labels, it returns their log-probabilities in place of logits.
+
+    wide: compute in float32; rounded to bfloat16, the log-probabilities of a trainer and of the sampling engine differ
+    by more than a step changes them. alike: all have the same gradient, as in a sum. right: (n,) bool, whether the
     labels of the last call were the likeliest tokens."""
 
     wide = alike = False
@@ -104,8 +105,8 @@ class LogProbHead(nn.Linear):
     def forward(
         self, hidden: torch.Tensor, labels: torch.Tensor | None = None, allowed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """hidden (n, width), labels (n,) int64 -> (n,) float32, in the distribution over the tokens that `allowed`, as
-        `only` has it, leaves of the vocabulary; without labels the usual logits (..., vocabulary)."""
+        """hidden (n, width), labels (n,) int64 -> (n,) float32, in the distribution over the `allowed` tokens (as in
+        `only`); without labels the usual logits (..., vocabulary)."""
         if labels is None:
             return functional.linear(hidden.float(), self.weight.float()) if self.wide else super().forward(hidden)
         early = self.alike and torch.is_grad_enabled()
@@ -114,9 +115,9 @@ class LogProbHead(nn.Linear):
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """log_softmax(hidden @ weight.T)[labels], by chunks. What each token's gradient is multiplied by is known only when
-    all are there, so the backward computes the logits of each chunk again instead of keeping any. Where it is one
-    number for all (`early`), the gradients are made of the forward's logits, and multiplied in the end."""
+    """log_softmax(hidden @ weight.T)[labels], by chunks. The factor of each token's gradient is known only after the
+    forward pass, so the backward pass computes the logits of each chunk again instead of keeping them. With one factor
+    for all tokens (`early`), gradients come from the forward pass's logits, and are multiplied at the end."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, wide, allowed, early):
@@ -156,10 +157,10 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _Gradients:
-    """Of the log-probabilities of labels with regard to hidden states and weight, one chunk of rows after the other.
+    """The gradients of labels' log-probabilities for hidden states and weight, by chunks of rows.
 
-    The logits' gradients are held for as many rows as take no more memory than a float32 sum of the weight's size, and
-    then multiplied at once. One product per chunk, added up in float32, moved 6 bytes per element of the weight each
+    The logits' gradients are held for as many rows as need no more memory than a float32 sum of the weight's size, and
+    then multiplied at once. One product per chunk, added in float32, would move 6 bytes per element of the weight each
     time: 2 ms for 131 rows (vocabulary 128k, width 4096), twice the arithmetic.
     """
 
@@ -177,7 +178,7 @@ class _Gradients:
     def add(
         self, part: slice, logits: torch.Tensor, log_sums: torch.Tensor, upstream: torch.Tensor | None = None
     ) -> None:
-        """The next rows. logits (rows, vocabulary) float32 are written over. log_sums, upstream (n,): of all rows."""
+        """Add the next rows. logits: (rows, vocabulary) float32, overwritten. log_sums, upstream: (n,) of all rows."""
         grad = logits.sub_(log_sums[part, None]).exp_().neg_()  # minus the softmax
         target = self._labels[part, None]
         grad.scatter_add_(1, target, torch.ones_like(target, dtype=grad.dtype))
@@ -204,28 +205,27 @@ class _Gradients:
         part = self._held[: self._end - first].t() @ self._hidden[first : self._end]
         if self._of_weight is not None:
             self._of_weight.add_(part)
-        else:  # several parts are added in float32, or the small late ones would be rounded away
+        else:  # several parts are added in float32, or late small parts would be rounded away
             self._of_weight = part if len(self._hidden) <= len(self._held) else part.float()
 
 
 def chunk_rows(hidden: torch.Tensor, vocabulary: int) -> int:
-    """Rows of `hidden` whose logits are made at a time: 64 MB of them in float32 on a processor, 256 MB on a GPU, where
-    each chunk reads the head's weight twice. (With 64 MB, 131 rows of a vocabulary of 128k, that took longer than the
-    arithmetic.)"""
+    """Rows of `hidden` in a chunk: 64 MB of float32 logits on a processor, 256 MB on a GPU, where each chunk reads the
+    head's weight twice: for 64 MB, 131 rows of a vocabulary of 128k, that would take longer than the arithmetic."""
     chunk_bytes = HOST_LOGITS_BYTES if in_host_memory(hidden.device) else DEVICE_LOGITS_BYTES
     return max(1, min(hidden.shape[0], chunk_bytes // (4 * vocabulary)))
 
 
 def log_sum_exp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch.logsumexp over the vocabulary, to the bit, and which token has the largest logit, (n, 1) each: it needs the
-    maximum anyway, so that the likeliest token costs next to nothing (docs/performance.md)."""
+    """torch.logsumexp over the vocabulary, to the bit, and the token with the largest logit, (n, 1) each. The sum needs
+    the maximum anyway, so the likeliest token takes next to no time (docs/performance.md)."""
     top, likeliest = logits.max(dim=-1, keepdim=True)
     return (logits - top).exp_().sum(dim=-1, keepdim=True).log_().add_(top), likeliest
 
 
 def only(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Logits (n, vocabulary), minus infinity in place where `allowed` forbids: (n, words) int32, a bit for each token,
-    the lowest first."""
+    """Logits (n, vocabulary), in place minus infinity for tokens that are not allowed. allowed: (n, words) int32, a bit
+    for each token, the lowest first."""
     places = torch.arange(8, dtype=torch.uint8, device=logits.device)
     bits = (allowed.view(torch.uint8)[..., None] >> places) & 1
     return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
@@ -242,12 +242,9 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
 
 
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
-    """The tensors of a row that an objective takes, on `device`. scale: 1 / `Method.denominator` of the whole step, 0
-    for a row that only fills it.
-
-    sequence_sizes: the number of labels of each sequence. reference: (sequences,) float32, or None. Who adds
-    `as_reference` asks for that, not for the loss (train.trainer.train).
-    """
+    """The tensors of a row for an objective, on `device`. scale: 1 / `Method.denominator` of the whole step, 0 for a
+    row that only fills up the step. A caller that adds `as_reference` gets log-probabilities in place of the loss
+    (train.trainer.train)."""
 
     def tensor(array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Methods by which the model comes to prefer some outputs to others."""
+"""Methods that teach the model to prefer some outputs to others."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
     from train.methods.method import Batch, Loss
     from train.plan.auto import DatasetStats, ModelStats
 
-# The share of the rate that suits supervised tuning: 5e-7 for full tuning of 7e9 parameters and 5e-6 for adapters, as
-# TRL and the alignment handbook have it.
+# The share of the learning rate of supervised tuning: 5e-7 for full tuning of 7e9 parameters and 5e-6 for adapters, as
+# in TRL and the alignment handbook.
 RATE_SHARE = 0.05
-# Few pairs make few steps, in which the published share moves nothing: 12 pairs ended at a margin of 0.0004.
+# Few pairs make few steps, in which the published share changes nothing: 12 pairs ended at a margin of 0.0004.
 LARGEST_SHARE, SHARE_FROM_PAIRS = 0.1, 300
 _FEW_PAIRS = 1000
 SUREST = -1e-6
-"""The largest mean log-probability of a token whose odds are computed: those of a certain output are infinite."""
-BETA = Option("beta", 1e-6, 2, 0.1, "how closely it keeps to the model it starts from; smaller strays further")
+"""The largest mean log-probability of a token for odds: the odds of a certain output are infinite."""
+BETA = Option("beta", 1e-6, 2, 0.1, "how closely the model stays to its start; a smaller value strays further")
 
 
 class Compared(Method):
-    """The model is compared with the one that it started from. A small share of the common learning rate suits that."""
+    """The model is compared with its starting model. A small share of the common learning rate suits these methods."""
 
     needs_reference = True
 
     def resolve(
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
     ) -> dict[str, Any]:
-        """Keeps what a request has set."""
+        """As `Method.resolve`, with other defaults for epochs and learning rate."""
         n = dataset.n_examples
         if hyperparameters.get("n_epochs", "auto") in ("auto", None):
-            # More passes than these make the model sure of the examples it has seen, and of little else.
+            # More passes make the model certain of the seen examples, and of little else.
             few = max(3, min(10, SHARE_FROM_PAIRS // n))
             hyperparameters = {**hyperparameters, "n_epochs": few if n < _FEW_PAIRS else 1}
         fields = super().resolve(hyperparameters, dataset, model, max_devices)
@@ -55,12 +55,12 @@ class Pairs(Method):
     cut_refuses = True
 
     def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
-        """Raises BadRecord for a pair of which a cut leaves nothing to compare."""
+        """Raises BadRecord if the cut leaves nothing of a pair to compare."""
         short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
         for side, (_, learnt) in zip(("preferred", "non-preferred"), short, strict=True):
             if not learnt[1:].any():
                 raise BadRecord(
-                    f"the {side} output begins behind the {max_length} tokens of max_length, so nothing is left of it: "
+                    f"the {side} output begins after the {max_length} tokens of max_length, so nothing is left of it: "
                     "give a larger max_length, or shorten the input"
                 )
         (first, _), (second, _) = short
@@ -71,8 +71,8 @@ class Pairs(Method):
 
 
 class Dpo(Compared, Pairs):
-    """Direct preference optimisation (Rafailov et al., 2023, arXiv:2305.18290): of two outputs for one conversation the
-    model comes to prefer the first, compared with the model that it started from."""
+    """Direct preference optimisation (Rafailov et al., 2023, arXiv:2305.18290): the model learns to prefer the first of
+    two outputs for one conversation, compared with the starting model."""
 
     name = "dpo"
     summary = "learns to prefer one answer to another, from pairs of them"
@@ -99,8 +99,8 @@ class Dpo(Compared, Pairs):
 
 
 class Kto(Compared):
-    """Kahneman-Tversky optimisation (Ethayarajh et al., 2024, arXiv:2402.01306): from answers that are each marked good
-    or bad, without pairs."""
+    """Kahneman-Tversky optimisation (Ethayarajh et al., 2024, arXiv:2402.01306): learns from single answers that are
+    marked good or bad."""
 
     name = "kto"
     summary = "learns from single answers that are each marked good or bad"
@@ -116,16 +116,16 @@ class Kto(Compared):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        return self.metric_names  # the accuracy of tokens counts those of bad answers too
+        return self.metric_names  # the token accuracy would count tokens of bad answers too
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
         ids, learnt = encoder.encode_whole(record["sequences"][0])
         learnt = learnt.copy()
-        learnt[0] = record["label"]  # Row.marks has it from here
+        learnt[0] = record["label"]  # becomes Row.marks
         return [[(ids, learnt)]]
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
-        """The sum over answers of weight * (1 - sigmoid(margin)), as TRL's KTOTrainer has it but for the KL term.
+        """The sum over answers of weight * (1 - sigmoid(margin)), as in TRL's KTOTrainer except for the KL term.
 
         margin: beta times the log-ratio to the reference above the KL term, or below it for a bad answer. The KL term
         is the mean log-ratio of the whole step's answers, at least 0, and has no gradient.

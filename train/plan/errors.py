@@ -2,7 +2,7 @@
 
 TrainError
 ├── InvalidHyperparameter   a hyperparameter is unknown or out of range (param, given, expected)
-├── InvalidTrainingData     a data file cannot be trained on; carries the line numbers and reasons
+├── InvalidTrainingData     a data file has nothing to train on
 ├── InvalidSpec             a TrainSpec does not describe a run that can be started
 ├── UnsupportedModel        the base model, its tokenizer or its chat template cannot be trained here
 ├── SnapshotMismatch        a snapshot belongs to another run
@@ -31,13 +31,7 @@ class InvalidHyperparameter(TrainError):
 
 
 class InvalidTrainingData(TrainError):
-    """A data file cannot be trained on: `errors` are (line, reason) pairs, the first of `n_errors`."""
-
-    def __init__(self, name: str, errors: list[tuple[int, str]], n_errors: int):
-        shown = "; ".join(f"line {line}: {reason}" for line, reason in errors[:5])
-        more = f" and {n_errors - 5} more" if n_errors > 5 else ""
-        super().__init__(f"{name} cannot be trained on: {shown}{more}")
-        self.errors = errors
+    """A data file has nothing to train on; the message says why."""
 
 
 class InvalidSpec(TrainError):

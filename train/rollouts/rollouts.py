@@ -1,10 +1,10 @@
-"""A rank's part in sampling: it publishes the weights that answers are sampled from, waits for their file (samples.py),
-and makes rows of them to train on.
+"""A rank's part in sampling: it publishes the weights to sample from, waits for the file of samples (samples.py), and
+makes training rows of the samples.
 
     weights after step s -> engines -> judge -> RUN_DIR/rollouts/train-s.json -> advantages -> rows
 
-Every rank reads the whole file, so a step is the same on any number of ranks, and goes on with the same samples if it
-was interrupted before its update.
+Every rank reads the whole file, so a step is the same on any number of ranks, and has the same samples again if it was
+interrupted before its update.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.model.model import load_tokenizer
 from train.plan.errors import InvalidSpec, NothingGraded
-from train.rollouts.samples import Facts, Samples, SamplesFile, SamplesPlan, Verdict
+from train.rollouts.samples import Samples, SamplesFile, SamplesPlan, Verdict
 from train.state.publish import publish
 from weights.format.errors import VersionLeased, VersionNotFound
 from weights.format.names import policy_name, step_of, version_name
@@ -35,32 +35,25 @@ _SAME = 1e-8
 
 
 class Rollouts:
-    """One rank's part, with the method of train.trainer.train.DataFeed. Methods are collective where they say so."""
+    """One rank's part, with the interface of train.trainer.train.DataFeed. Methods are collective where marked."""
 
-    def __init__(self, rank: Rank, method: Method, plan: StepPlan, train: TokenSet, valid: TokenSet | None):
+    def __init__(self, rank: Rank, method: Method, plan: StepPlan, train: TokenSet):
         spec, self._engine, self._grid = rank.spec, rank.engine, rank.grid
         self._rank, self._spec, self._plan, self._train = rank, spec, plan, train
         self._lesson = taught if method.judged_by == "teacher" else graded
         tokenizer, model = load_tokenizer(spec.base_path), rank.engine.module.model
-        end = getattr(model.generation_config, "eos_token_id", None)
-        ends = {*(end if isinstance(end, list) else [end]), tokenizer.eos_token_id} - {None}
-        self._ends = tuple(sorted(map(int, ends)))  # tokens that end an answer
         self._form: Form | None = None
         if form := spec.options.get("response_format"):
-            self._form = Form(form, tokenizer, model.config.get_text_config().vocab_size, self._ends)
-        facts = Facts(str(train.directory), str(valid.directory) if valid else None, self._ends)
-        if self._grid.rank == 0:
-            facts.write(spec.run_dir)
-        self._files = SamplesPlan(spec, facts)
-        # An adapter of its base where the base's engines take it, else whole weights, under a private name.
+            self._form = Form(form, tokenizer, model.config.get_text_config().vocab_size, train.ends)
+        self._files = SamplesPlan(spec)
+        # Under a private name: an adapter where the base's engines take it, else whole weights.
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
         self._policy = replace(rank, spec=replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id)))
 
     # --- a step
 
     def step(self, step: int) -> StepData:
-        """Collective: wait for the samples of this step. Raises DevicesWanted, NothingGraded and StoreFull, on every
-        rank."""
+        """Collective: wait for this step's samples. Raises DevicesWanted, NothingGraded and StoreFull on every rank."""
         began_s = time.perf_counter()
         published_s = self._publish(step)
         samples, options = self._received(SamplesFile("train", step)), self._spec.options
@@ -75,18 +68,18 @@ class Rollouts:
             for number, members in enumerate(np.array_split(group, options["rows"])):
                 rows.append((prompt * options["rows"] + number, self._row(tokens, members.tolist(), samples, lesson)))
         sizes, last = np.array([len(ids) for ids in samples.ids]), [ids[-1] for ids in samples.ids]
-        # By OpenAI's names where those exist.
+        # OpenAI's names where they exist.
         figures = {
             **lesson.of_step,
             "completion_tokens_mean": float(sizes.mean()),
-            "cut_answers": float((~np.isin(last, self._ends)).mean()),
+            "cut_answers": float((~np.isin(last, self._train.ends)).mean()),
             "staleness": step - samples.weights_step,
         }
         n_tokens = int(sizes.sum()) + options["group"] * self._train.tokens_in(packs)
         return StepData(rows, max(1, int(sizes[lesson.counted].sum())), n_tokens, figures, seconds)
 
     def _row(self, prompt: np.ndarray, members: Sequence[int], samples: Samples, lesson: Lesson) -> Row:
-        # Answers without an advantage change nothing, but every rank runs equally many forward passes.
+        # Answers without an advantage change nothing; one stays in a row of such, for equally many rows on all ranks.
         ids, log_probs, advantages = samples.ids, samples.log_probs, lesson.advantages
         learnt = [(ids[n], log_probs[n], advantages[n]) for n in members if advantages[n] is not None]
         learnt = learnt or [(ids[members[0]][:1], log_probs[members[0]][:1], np.zeros(1, np.float32))]
@@ -113,9 +106,8 @@ class Rollouts:
     # --- weights and samples
 
     def _publish(self, step: int) -> float:
-        """Collective: publish the weights of this step, if a file is to be sampled from them. Returns the seconds it
-        took. An earlier world may have published them: it came to them by the same samples. Raises StoreFull, on every
-        rank."""
+        """Collective: publish the weights of this step if a missing file needs them. An earlier world may have
+        published the same weights. Returns the seconds. Raises StoreFull on every rank."""
         if not any_rank(bool(self._files.missing(step)))[0]:
             return 0.0
         self._rank.progress.enter("publishing")
@@ -123,14 +115,14 @@ class Rollouts:
         old = store.list(spec.published_kind, spec.output_model) if self._grid.rank == 0 else []
         for stored in old:
             if step_of(stored.version) < step - self._files.staleness:  # no step samples from it any more
-                with suppress(VersionLeased, VersionNotFound):  # the controller does once an engine has unloaded it
+                with suppress(VersionLeased, VersionNotFound):  # the controller removes it after its engine unloads it
                     store.remove(stored)
         publish(self._policy, version_name(step), {"step": step})
         self._rank.emit("policy", step=step)
         return time.perf_counter() - began_s
 
     def _received(self, file: SamplesFile) -> Samples:
-        """Collective: the samples, once their file is there. Raises DevicesWanted and NothingGraded, on every rank."""
+        """Collective: wait for the samples of a file. Raises DevicesWanted and NothingGraded on every rank."""
         progress = self._rank.progress
         while True:
             progress.enter("sampling")
@@ -147,24 +139,24 @@ class Rollouts:
 
 
 class Form:
-    """The form of a job's answers (OpenAI's `response_format`): which tokens could have followed each of an answer.
+    """The form of a job's answers (OpenAI's `response_format`): the tokens that it allows at each place of an answer.
 
-    Under a form an engine draws a token from the model's distribution without the tokens that the form forbids there,
-    and records the log-probability in that distribution. Learning must be restricted to the same tokens: if the form
-    leaves only a brace, the brace has probability 1, whatever the model thinks of braces, and teaches nothing.
+    An engine samples from the model's distribution over the allowed tokens, and records the log-probability in that
+    distribution. Training must use the same distribution: where the form allows only a brace, the brace has probability
+    1 whatever the model predicts, and teaches nothing.
 
-    form: a `response_format` of the type json_schema or json_object. vocabulary: tokens that the model's head
-    tells apart. ends: tokens that end an answer. Raises InvalidSpec for one that is not followed."""
+    form: a `response_format` of the type json_schema or json_object. vocabulary: the number of tokens in the model's
+    head. ends: tokens that end an answer. Raises InvalidSpec for a form that xgrammar cannot enforce."""
 
     def __init__(self, form: dict[str, Any], tokenizer: Any, vocabulary: int, ends: Sequence[int]):
-        import xgrammar  # which few jobs need
+        import xgrammar  # few jobs need it
 
         self._vocabulary, self._ends, self._xgrammar = vocabulary, list(ends), xgrammar
         schema = form["json_schema"]["schema"] if form["type"] == "json_schema" else {"type": "object"}
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary)
         try:
             compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-            # As engines compile it (serve.vllm.arguments: disable_any_whitespace).
+            # With the settings of engines (serve.vllm.arguments: disable_any_whitespace).
             self._grammar = compiler.compile_json_schema(
                 json.dumps(schema), any_whitespace=False, separators=(",", ":")
             )
@@ -172,8 +164,8 @@ class Form:
             raise InvalidSpec(f"response_format: xgrammar does not follow its schema: {error}") from None
 
     def allowed(self, ids: Iterable[int]) -> np.ndarray:
-        """The tokens that could be in the place of each of an answer's: (tokens, words) int32, a bit for each, the
-        lowest first. Raises InvalidSpec for a form that no answer can have."""
+        """The allowed tokens at each place of an answer: (tokens, words) int32, a bit for each token, the lowest first.
+        Raises InvalidSpec for a form that no answer can have."""
         xgrammar = self._xgrammar
         matcher = xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._ends)
         masks = []
@@ -193,10 +185,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Advantages and figures of judged answers, in their order; answers to a prompt follow each other.
+    """Advantages and figures of judged answers, in the order of the answers.
 
-    advantages: float32, how much better than expected an answer is, (1,) for all its tokens or (tokens,); None for one
-    from which nothing is learnt. counted: (answers,) bool, whose tokens the loss of a step is divided by. of_step,
+    advantages: float32, how much better than expected an answer is, (1,) for all its tokens or (tokens,); None for an
+    answer that trains nothing. counted: (answers,) bool, answers whose tokens divide the loss of a step. of_step,
     of_validation: figures for the event.
     """
 
@@ -207,36 +199,36 @@ class Lesson:
 
 
 def graded(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesson:
-    """One reward for each answer, which is compared with the other answers to its prompt. Raises NothingGraded.
+    """The lesson of rewards: each answer is compared with the other answers to its prompt. Raises NothingGraded.
 
-    "mean_reward_error": the standard error of the mean reward over prompts, as answers to one are alike; without two
-    prompts that have a reward there is none.
+    "mean_reward_error": the standard error of the mean reward over prompts, since answers to one prompt are alike;
+    missing with fewer than two prompts that have a reward.
     """
     rewards, errors = verdict["rewards"], verdict["errors"]
     if all(errors) and not any(rewards):
         raise NothingGraded(f"the grader gave no reward for any of {len(errors)} answers: {errors[0]}")
-    better = [np.array([one]) if one else None for one in advantages(rewards, group)]
-    learnt = np.array([one is not None for one in better])
-    # To prompts whose answers differ in reward.
-    counted = learnt.reshape(-1, group).any(axis=1).repeat(group)
-    groups = (rewards[start : start + group] for start in range(0, len(rewards), group))
-    means = [_mean(answers) for answers in groups if any(reward is not None for reward in answers)]
+    by_prompt = np.array(rewards, np.float64).reshape(-1, group)  # NaN for an answer without a reward
+    better = advantages(by_prompt)
+    counted = better.any(axis=1).repeat(group)  # all answers to prompts whose answers differ in reward
+    mean_reward = float(np.mean([reward for reward in rewards if reward is not None] or [0.0]))
+    means = [np.nanmean(answers) for answers in by_prompt if not np.isnan(answers).all()]
     error = {"mean_reward_error": float(np.std(means, ddof=1) / len(means) ** 0.5)} if len(means) > 1 else {}
     of_step = {
-        "train_mean_reward": _mean(rewards),
+        "train_mean_reward": mean_reward,
         "mean_unresponsive_rewards": rewards.count(None) / len(rewards),
         "equal_rewards": 1.0 - float(counted.mean()),
         "grader_errors": _failed(verdict),
     }
-    return Lesson(better, counted, of_step, {"mean_reward": _mean(rewards), **error})
+    learnt = [np.array([advantage]) if advantage else None for advantage in better.flat]
+    return Lesson(learnt, counted, of_step, {"mean_reward": mean_reward, **error})
 
 
 def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesson:
-    """The log-probability of each token of an answer to a model that an engine serves. A token's advantage is how much
-    likelier it is to the teacher than it was to the model that wrote it. Raises NothingGraded.
+    """The lesson of a teacher's log-probabilities: the advantage of a token is how much likelier it is to the teacher
+    than it was to the model that sampled it (`sampled`: log-probabilities). Raises NothingGraded.
 
-    Figures, as estimated from the tokens that were sampled (`sampled`: their log-probabilities): the reverse KL
-    divergence per token and of a whole answer, and the entropy of the model per token.
+    Figures, estimated from the sampled tokens: the reverse KL divergence per token and of a whole answer, and the
+    entropy of the model per token.
     """
     answers = list(zip(verdict["log_probs"], sampled, strict=True))
     better = [None if theirs is None else (np.array(theirs) - ours).astype(np.float32) for theirs, ours in answers]
@@ -256,23 +248,14 @@ def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
 
 
 def _failed(verdict: Verdict) -> float:
-    """The share of answers at which the judge failed."""
+    """The share of answers that the judge failed to judge."""
     return sum(map(bool, verdict["errors"])) / len(verdict["errors"])
 
 
-def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
-    """(n,) float32: each reward less the mean of its group, whose members follow each other. 0 for a sample without a
-    reward, which does not count in the mean, and for a group whose rewards are all the same."""
-    better = np.zeros(len(rewards), np.float32)
-    for start in range(0, len(rewards), group):
-        scored = [place for place in range(start, start + group) if rewards[place] is not None]
-        values = np.array([rewards[place] for place in scored], np.float64)
-        if len(scored) > 1 and np.ptp(values) > _SAME:
-            better[scored] = values - values.mean()
-    return better
-
-
-def _mean(rewards: Sequence[float | None]) -> float:
-    """The mean of the samples that have a reward; 0 if none has."""
-    scored = [reward for reward in rewards if reward is not None]
-    return float(np.mean(scored)) if scored else 0.0
+def advantages(rewards: np.ndarray) -> np.ndarray:
+    """Each reward less the mean of its row: (prompts, group) float64 to float32. 0 for NaN, which the mean leaves out,
+    and in a row of equal rewards."""
+    scored = ~np.isnan(rewards)
+    totals = np.where(scored, rewards, 0.0).sum(axis=1, keepdims=True)
+    better = np.where(scored, rewards - totals / np.maximum(1, scored.sum(axis=1, keepdims=True)), 0.0)
+    return np.where(np.ptp(better, axis=1, keepdims=True) > _SAME, better, 0.0).astype(np.float32)

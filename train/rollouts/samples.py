@@ -1,8 +1,7 @@
-"""The files by which a job's samples come to its ranks. Numpy alone: the controller writes them, every rank reads them.
+"""The files of a job's samples. Numpy alone: the controller writes them, every rank reads them.
 
-    RUN_DIR/rollouts/facts.json     written by rank 0: where the prompts' tokens are, and which tokens end an answer
-    RUN_DIR/rollouts/train-3.json    samples of the step that follows three steps, with what their judge says of them
-    RUN_DIR/rollouts/valid-3.json    those of the validation after three steps
+    RUN_DIR/rollouts/train-3.json    samples of the step after three steps, with their verdict
+    RUN_DIR/rollouts/valid-3.json    samples of the validation after three steps, with their verdict
 
 Prompts and random numbers of a file follow from its name. It appears by rename and is not written again, so that it
 fixes what its step learns: whatever dies, no sample is lost or counts twice.
@@ -20,19 +19,20 @@ import numpy as np
 import orjson
 
 from train.data.packing import StepPlan
+from train.data.token_set import TokenSet
+from train.methods.methods import method_of
 from train.plan.spec import TrainSpec
 from weights.format.names import replace_file
 
 Verdict = dict[str, list[Any]]
 """One value for each answer, by name; "errors" are texts, empty where there was none."""
 FOLDER = "rollouts"
-_FACTS = "facts.json"
 _NEWLINE = ord("\n")
 
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """One file, by what it is for. step: how many steps are done before it is read."""
+    """One file by its purpose. step: the number of steps done before it is read."""
 
     purpose: Literal["train", "valid"]
     step: int
@@ -43,10 +43,10 @@ class SamplesFile:
 
 @dataclass(frozen=True)
 class Samples:
-    """Answers in the order of their prompts, whose answers follow each other.
+    """Answers in the order of their prompts; the answers to one prompt follow each other.
 
-    ids: (n,) int32 tokens of each, with the one that ends it. log_probs: (n,) float32, of each token when it was
-    sampled. weights_step: after how many steps the weights were that wrote them. failed: why the job cannot go on.
+    ids: (n,) int32 tokens of each answer, with its end token. log_probs: (n,) float32, of each token when it was
+    sampled. weights_step: the number of steps behind the sampling weights. failed: why the job cannot continue.
     """
 
     ids: list[np.ndarray]
@@ -56,6 +56,7 @@ class Samples:
     failed: str = ""
 
     def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, orjson.dumps(self, option=orjson.OPT_SERIALIZE_NUMPY), durable=True)
 
     @classmethod
@@ -70,28 +71,8 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What ranks know of a run beside its spec. train, valid: directories of the token sets (train.data.token_set).
-    ends: tokens that end an answer."""
-
-    train: str
-    valid: str | None
-    ends: tuple[int, ...]
-
-    def write(self, run_dir: str | Path) -> None:
-        folder = Path(run_dir) / FOLDER
-        folder.mkdir(exist_ok=True)
-        replace_file(folder / _FACTS, orjson.dumps(self))
-
-    @classmethod
-    def read(cls, run_dir: str | Path) -> Facts:
-        """Raises FileNotFoundError before ranks have written it."""
-        return cls(**orjson.loads((Path(run_dir) / FOLDER / _FACTS).read_bytes()))
-
-
-@dataclass(frozen=True)
 class Prompt:
-    """record: its line of the job's data. seed: answer i has the random numbers of seed + i."""
+    """record: the prompt's line of the job's data. seed: answer i has the random numbers of seed + i."""
 
     tokens: list[int]
     record: dict[str, Any]
@@ -101,21 +82,15 @@ class Prompt:
 class _Prompts:
     """The prompts of a file of the job, as records and as tokens."""
 
-    def __init__(self, path: str, tokens: str):
+    def __init__(self, path: str, spec: TrainSpec):
+        method = method_of(spec.method)
+        most = method.data_length(spec.max_length, spec.options)
+        self.tokens = TokenSet(path, method, max_length=most, packing=False)
         self._lines = np.memmap(path, np.uint8, "r")
-        self._tokens = np.memmap(Path(tokens) / "tokens", np.int32, "r")
-        self._offsets = np.load(Path(tokens) / "offsets.npy")
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
 
     @cached_property
     def _starts(self) -> np.ndarray:
         return np.concatenate([[0], np.flatnonzero(self._lines == _NEWLINE) + 1])
-
-    def tokens(self, index: int) -> list[int]:
-        tokens: list[int] = self._tokens[self._offsets[index] : self._offsets[index + 1]].tolist()
-        return tokens
 
     def record(self, index: int) -> dict[str, Any]:
         record: dict[str, Any] = orjson.loads(self._lines[self._starts[index] : self._starts[index + 1]].tobytes())
@@ -123,23 +98,25 @@ class _Prompts:
 
 
 class SamplesPlan:
-    """Which files a run needs, and the prompts of each. Reads the files of the job; may be used on any thread."""
+    """The files that a run needs, and the prompts of each. Reads the files of the job; may be used on any thread. ends:
+    tokens that end an answer. Raises FileNotFoundError, UnsupportedModel."""
 
-    def __init__(self, spec: TrainSpec, facts: Facts):
-        self.spec, self.facts = spec, facts
+    def __init__(self, spec: TrainSpec):
+        self.spec = spec
         self.staleness: int = spec.options["staleness"]
-        self._train = _Prompts(spec.train_path, facts.train)
-        self._valid = _Prompts(spec.valid_path, facts.valid) if spec.valid_path and facts.valid else None
-        self._steps = StepPlan(len(self._train), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
+        self._train = _Prompts(spec.train_path, spec)
+        self._valid = _Prompts(spec.valid_path, spec) if spec.valid_path else None
+        tokens = self._train.tokens
+        self.ends = tokens.ends
+        self._steps = StepPlan(tokens.n_examples, spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
 
     @property
     def policy_kind(self) -> Literal["adapter", "version"]:
-        """As what the weight store knows the model in training."""
+        """The kind of the model in training in the weight store."""
         return "adapter" if self.spec.options["policy"] == "adapter" else "version"
 
     def due(self, step: int) -> list[SamplesFile]:
-        """The files that may be sampled from the weights after this many steps, in the order in which ranks wait for
-        them."""
+        """The files that may be sampled from the weights after this many steps, in the order that ranks need them."""
         spec, total = self.spec, self._steps.total_steps
         validates = step == 0 or self._steps.validates(step, spec.eval_interval)
         files = [SamplesFile("train", later) for later in range(step, min(step + self.staleness + 1, total))]
@@ -149,7 +126,7 @@ class SamplesPlan:
         return [file for file in self.due(step) if not file.path(self.spec.run_dir).exists()]
 
     def group(self, file: SamplesFile) -> int:
-        """Answers of each prompt."""
+        """The number of answers to each prompt."""
         return self.spec.options["eval_samples" if file.purpose == "valid" else "group"]
 
     def prompts(self, file: SamplesFile) -> list[Prompt]:
@@ -157,12 +134,12 @@ class SamplesPlan:
         order: Sequence[int] = self._steps.packs_of_step(file.step).tolist()
         if file.purpose == "valid":
             assert self._valid is not None
-            source, order = self._valid, range(len(self._valid))
+            source, order = self._valid, range(self._valid.tokens.n_examples)
         # Validations have the same random numbers after every step.
         purpose, step = (1, 0) if file.purpose == "valid" else (0, file.step)
         group, prompts = self.group(file), []
         for nth, index in enumerate(order):
             key = np.array([self.spec.seed, purpose << 63 | step << 32 | nth * group], np.uint64)
             seed = int(np.random.Generator(np.random.Philox(key=key)).integers(1 << 62))
-            prompts.append(Prompt(source.tokens(index), source.record(index), seed))
+            prompts.append(Prompt(source.tokens.tokens_of(index).tolist(), source.record(index), seed))
         return prompts

@@ -151,7 +151,7 @@ class Run:
         self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid, spec.sequence_parallel)
         self.rollouts = None
         if self.method.rolls_out:
-            self.feed = self.rollouts = Rollouts(rank, self.method, self.plan, train, valid)
+            self.feed = self.rollouts = Rollouts(rank, self.method, self.plan, train)
         self.metrics = Metrics(rank, self.method)
 
     def resume_from(self, path: str) -> None:

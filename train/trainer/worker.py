@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from transformers import PreTrainedModel
 from runtime.logs import configure_logging
 from runtime.processes.lifeline import Lifeline
 from train.control.rank import Events, Progress, Rank
-from train.data.chat import ChatEncoder, vocabulary_of
-from train.data.token_set import TokenSet, open_token_set
+from train.data.token_set import TokenSet
 from train.methods.methods import method_of
 from train.methods.packed_objective import PackedObjective
-from train.model.model import keeps_state, load_model, load_tokenizer
+from train.model.model import keeps_state, load_model
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 from train.state import fragments
@@ -79,33 +78,19 @@ def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
 
 
 def prepare(spec: TrainSpec, emit: Events, progress: Progress, snapshot_path: str | None = None) -> Run:
-    """Collective: prepare tokens, model, engine, and the state in `snapshot_path` if given. Only the first rank calls
+    """Collective: prepare data, model, engine, and the state in `snapshot_path` if given. Only the first rank calls
     `emit`. Raises every TrainError of these parts."""
     rank = comm.get_rank()
     store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
-    progress.enter("tokenising")
+    progress.enter("loading")
     method = method_of(spec.method)
-    encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path), vocabulary_of(spec.base_path)))
     report = emit if rank == 0 else lambda event, **data: None
-
-    def open_set(path: str) -> TokenSet:
-        return open_token_set(
-            path,
-            spec.base_path,
-            encoder,
-            Path(spec.run_dir) / "tokens",
-            method,
-            max_length=method.data_length(spec.max_length, spec.options),
-            packing=spec.packing,
-            rank=rank,
-            alive=partial(progress.enter, "tokenising"),
-        )
-
+    most = method.data_length(spec.max_length, spec.options)
+    open_set = partial(TokenSet, method=method, max_length=most, packing=spec.packing)
     train, valid = open_set(spec.train_path), open_set(spec.valid_path) if spec.valid_path else None
     if snapshot_path is None:
         _report_data(report, spec, train)
 
-    progress.enter("loading")
     # Under ZeRO-3 the first rank (or the first tensor-parallel group) sends every parameter to all others (zero.Init).
     # If the others loaded the weights too, they would read them for nothing, and hold a copy in host memory where
     # loading makes one: to fuse experts, or to change the precision.

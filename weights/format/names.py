@@ -39,6 +39,10 @@ POLICY_PREFIX = ".policy/"
 client's request reaches a model in training."""
 
 
+def has_tokenizer(directory: Path) -> bool:
+    return any(all((directory / name).is_file() for name in names) for names in VOCABULARIES)
+
+
 def policy_name(job_id: str) -> str:
     """The name of a job's model in training."""
     return POLICY_PREFIX + job_id

@@ -25,8 +25,9 @@ from appliance.store import jobs
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
 from train.methods.methods import method_of
+from train.plan.errors import TrainError
 from train.plan.spec import TrainSpec
-from train.rollouts.samples import FOLDER, Facts, Prompt, Samples, SamplesFile, SamplesPlan, Verdict
+from train.rollouts.samples import FOLDER, Prompt, Samples, SamplesFile, SamplesPlan, Verdict
 from weights.format.names import policy_name, step_of, version_name
 from weights.memory.store import WeightStore
 
@@ -103,13 +104,12 @@ class Rollouts:
             self._drawn.pop(job_id, None)
 
     def _plan(self, job_id: str) -> SamplesPlan | None:
-        """None until ranks have begun."""
+        """None before the job's first start."""
         folder = self._jobs_dir / job_id
         try:
-            facts, spec = Facts.read(folder), json.loads((folder / "spec.json").read_bytes())
-        except FileNotFoundError:
+            return SamplesPlan(TrainSpec.from_dict(json.loads((folder / "spec.json").read_bytes())))
+        except (FileNotFoundError, TrainError):  # ranks report unusable data
             return None
-        return SamplesPlan(TrainSpec.from_dict(spec), facts)
 
     def _newest(self, plan: SamplesPlan) -> int:
         """The step of the newest weights in shared memory; -1 without any."""
@@ -152,7 +152,7 @@ class Rollouts:
         async def ask(first: int) -> list[Sampled]:
             count, seed = min(each, n - first), prompt.seed + first
             body = judging.sampling_request(
-                model, prompt.tokens, n=count, seed=seed, max_tokens=room, ends=plan.facts.ends, form=form
+                model, prompt.tokens, n=count, seed=seed, max_tokens=room, ends=plan.ends, form=form
             )
             answer = await self._asking.ask(row.key_id, name, judging.URL, body, within_s=judging.ANSWER_WITHIN_S)
             if answer.error:

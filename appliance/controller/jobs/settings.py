@@ -8,6 +8,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -28,16 +29,20 @@ from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Estimator, Verdict
 from appliance.store import files, jobs, models
 from appliance.store.rows import FileRow, JobRow, TaskRow, VersionRow
+from appliance.tiers.tiers import name_of
 from runtime.devices.kinds import kind_of
 from train.data.formats import TEXT
+from train.data.token_set import TOKENS
 from train.data_checks.check import DataReport
-from train.data_checks.process import TOKENS, differ
+from train.data_checks.process import differ
 from train.methods.method import Method
 from train.methods.methods import method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
+from weights.format.errors import StoreFull
 from weights.format.foreign_json import config_in
+from weights.format.names import has_tokenizer
 
 DEFAULT_CONTEXT_TOKENS = 2048
 TOKENIZER = "tokenizer.json"
@@ -288,12 +293,16 @@ def cut_warning(method: Method, dataset: auto.DatasetStats, resolved: dict[str, 
 
 
 def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:
-    """The directory whose tokenizer and chat template ranks will use; None while its files are elsewhere."""
-    version: VersionRow | None = base.version
-    if (below := base.version.meta.get("adapter")) is not None:
-        version = models.find_version(context.db, below["base"], below["base_version"])
+    """The directory of the job's tokenizer and chat template; None while its files are elsewhere."""
+    version = _tokenizer_version(context, base)
     folders = (version.disk_path, version.shm_path) if version is not None else ()
-    return next((Path(folder) for folder in folders if folder and Path(folder, TOKENIZER).is_file()), None)
+    return next((Path(folder) for folder in folders if folder and has_tokenizer(Path(folder))), None)
+
+
+def _tokenizer_version(context: ControllerContext, base: Resolved) -> VersionRow | None:
+    if (below := base.version.meta.get("adapter")) is not None:
+        return models.find_version(context.db, below["base"], below["base_version"])
+    return base.version
 
 
 # --- validation, before a job takes any device. A valid job gets its own copy of its data, as chat JSONL. After a crash
@@ -374,7 +383,7 @@ class JobValidation:
             raise _unreadable(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
         if method.judged_by == "teacher":
             await self._check_teacher(row, base)
-        folder, tokenizer = context.jobs_dir / row.id, tokenizer_of(context, base)
+        folder, tokenizer = context.jobs_dir / row.id, await self._tokenizer(base)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         messages, reports = list[tuple[str, str]](), dict[str, DataReport]()
         paths = {param: folder / name for param, name in _COPIES.items() if getattr(row, param) is not None}
@@ -419,13 +428,23 @@ class JobValidation:
             jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes), estimate=estimate)
             jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
+    async def _tokenizer(self, base: Resolved) -> Path | None:
+        """As `tokenizer_of`; brings back a version that only a remote place has."""
+        context, folder = self._context, tokenizer_of(self._context, base)
+        if folder is None and (version := _tokenizer_version(context, base)) is not None:
+            with suppress(LookupError, StoreFull):  # the start of the job reports these
+                bring = partial(context.tiers.bring_in, name_of(version))
+                path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
+                folder = path if has_tokenizer(path) else None
+        return folder
+
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises TaskFailed."""
         context, judge = self._context, jobs.find_judge(self._db, row.id)
         name = judge.judge["teacher"] if judge is not None else ""
         teacher = resolve(self._db, name)
-        ours = tokenizer_of(context, student)
-        theirs = tokenizer_of(context, teacher) if teacher is not None else None
+        ours = await self._tokenizer(student)
+        theirs = await self._tokenizer(teacher) if teacher is not None else None
         if teacher is None:
             why = f"the teacher {name} was deleted"
         elif ours is None or theirs is None:

@@ -24,7 +24,7 @@ from appliance.tiers.tiers import Tiers, name_of
 from scheduler.loop.cluster_state import Inbox
 from train.plan.spec import TrainSpec
 from weights.format.errors import IntegrityError, VersionLeased, VersionNotFound, WeightsError
-from weights.format.names import policy_of
+from weights.format.names import policy_of, replace_file
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.copies import verify
 
@@ -120,7 +120,7 @@ class JobRuns:
                 "seed": row.seed,
             }
         )
-        (folder / "spec.json").write_text(spec.to_json())
+        replace_file(folder / "spec.json", spec.to_json().encode())
         return spec
 
     def _parts(self, row: JobRow) -> tuple[dict[str, str], list[VersionRow]]:

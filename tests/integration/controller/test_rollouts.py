@@ -20,9 +20,10 @@ from tests.integration.controller.test_jobs import prompts, rewarded
 from tests.simulator.control_plane import judging_of
 from tests.train_support.specs import host_spec
 from tests.unit.controller.conftest import Control
+from train.data.token_set import tokens_of
 from train.graders.grading import Graded
 from train.graders.sandbox import GraderHosts
-from train.rollouts.samples import Facts, Samples, SamplesFile
+from train.rollouts.samples import Samples, SamplesFile
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import policy_name, version_name
 from weights.memory.store import WeightStore
@@ -85,8 +86,10 @@ class Run:
         self.folder.mkdir(parents=True)
         lines = [json.dumps({"messages": [], "item": {"answer": str(n)}, "tools": []}) for n in range(4)]
         (self.folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-        np.arange(8, dtype=np.int32).tofile(self.folder / "tokens")
-        np.save(self.folder / "offsets.npy", np.arange(0, 9, 2))
+        tokens = tokens_of(self.folder / "train.jsonl")
+        tokens.mkdir(parents=True)
+        np.arange(8, dtype=np.int32).tofile(tokens / "tokens")
+        np.save(tokens / "offsets.npy", np.arange(0, 9, 2))
         spec = host_spec(
             job_id=self.job_id,
             method="reinforcement",
@@ -101,7 +104,9 @@ class Run:
             **fields,
         )
         (self.folder / "spec.json").write_text(spec.to_json())
-        Facts(str(self.folder), None, (2,)).write(self.folder)
+        np.zeros(8, bool).tofile(tokens / "learnt")
+        facts = {"ends": [2], "pad_id": 0, "n_records": 4, "documents": False, "digest": ""}
+        (tokens / "facts.json").write_text(json.dumps(facts))
 
     def publish(self, step: int, kind: str = "adapter") -> None:
         name = policy_name(self.job_id)

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from tests.integration.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from tests.model_sizes import sizes
-from tests.train_support.specs import host_spec
+from tests.train_support.specs import host_spec, tokenised
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from train.control.rank import Progress, Rank
 from train.methods.methods import DEFAULT as SUPERVISED
@@ -129,7 +129,7 @@ def step(engine):
 def spec_of(folder: Path, base: Path, **settings: Any) -> TrainSpec:
     """Spec of a full fine-tuning job with a micro-batch of one row and two rows per step."""
     folders = {"run_dir": str(folder), "shm_root": str(folder / "store")}
-    train_path = str(write_chat_file(folder / "t.jsonl", 4))
+    train_path = str(tokenised(write_chat_file(folder / "t.jsonl", 4), base))
     return host_spec(
         base, train_path=train_path, **folders, **{"full": True, "micro_batch": 1, "batch_size": 2} | settings
     )

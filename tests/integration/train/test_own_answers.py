@@ -10,7 +10,7 @@ import torch
 
 from tests.integration.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from tests.train_support.sampled import Sampler, letters
-from tests.train_support.specs import host_spec
+from tests.train_support.specs import host_spec, tokenised
 from tests.train_support.tiny import VOCABULARY, make_model_dir, write_prompt_file
 from tests.train_support.world import METHODS, SAMPLES
 from train.control.rank import Progress
@@ -108,10 +108,11 @@ def test_reinforcement_encode_ends_with_generation_prompt(tmp_path):
         REINFORCEMENT.check_cut([(ids, learnt)], 5)
 
 
-def test_advantages_subtract_group_mean():
-    found = advantages([1.0, 0.0, 0.5, 0.5, None, 3.0, 1.0, 2.0, None, 1.0, None, None], 4)
-    assert found.tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert advantages([0.3] * 8, 8).tolist() == [0.0] * 8, "equal rewards teach nothing"
+def test_advantages_are_rewards_less_the_mean_of_their_group():
+    nan = np.nan
+    found = advantages(np.array([[1.0, 0.0, 0.5, 0.5], [nan, 3.0, 1.0, 2.0], [nan, 1.0, nan, nan]]))
+    assert found.tolist() == [[0.5, -0.5, 0.0, 0.0], [0.0, 1.0, -1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    assert not advantages(np.full((1, 8), 0.3)).any(), "equal rewards teach nothing"
 
 
 def test_graded_mean_reward_error_is_over_prompts():
@@ -248,8 +249,9 @@ def test_form_rejects_answer_that_violates_schema(tmp_path, schema, why):
 
 def run_spec(tmp_path, **fields):
     base = tmp_path / "base"
+    base = base if base.exists() else make_model_dir(base, dtype=torch.float32)
     defaults = {
-        "train_path": str(write_prompt_file(tmp_path / "train.jsonl", 24)),
+        "train_path": str(tokenised(write_prompt_file(tmp_path / "train.jsonl", 24), base, "reinforcement")),
         "run_dir": str(tmp_path / "run"),
         "shm_root": str(tmp_path / "store"),
         "method": "reinforcement",
@@ -261,7 +263,7 @@ def run_spec(tmp_path, **fields):
         "warmup_ratio": 0.0,
         "precision": "fp32",
     }
-    return host_spec(base if base.exists() else make_model_dir(base, dtype=torch.float32), **(defaults | fields))
+    return host_spec(base, **(defaults | fields))
 
 
 class Box:
@@ -299,9 +301,10 @@ def box_of(*verdicts):
     return Box(Sampler(judge=judge))
 
 
-def test_run_with_equal_rewards_learns_nothing_and_fails_without_grades(tmp_path):
-    valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
-    box, spec = box_of((0.5, "")), run_spec(tmp_path, valid_path=valid, options={**SAMPLES, "reasoning_effort": "high"})
+def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path):
+    box, valid = box_of((0.5, "")), write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1)
+    spec = run_spec(tmp_path, valid_path=str(valid), options={**SAMPLES, "reasoning_effort": "high"})
+    tokenised(valid, tmp_path / "base", "reinforcement")
     assert box.run(spec)["outcome"] == "succeeded"
     for step in box.of("metrics"):
         assert (step["loss"], step["grad_norm"], step["equal_rewards"]) == (0, 0, 1)

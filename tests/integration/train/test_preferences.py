@@ -12,14 +12,14 @@ from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.integration.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from tests.train_support.specs import host_spec
+from tests.train_support.specs import host_spec, tokenised
 from tests.train_support.tiny import gradients, log_probs_of, make_model_dir, write_pair_file
 from train.control.rank import Progress
 from train.data.chat import ChatEncoder
 from train.data.formats import convert
 from train.data.packing import build_row
 from train.data.records import BadRecord
-from train.data.token_set import open_token_set
+from train.data.token_set import TokenSet
 from train.data_checks.check import check_training_file
 from train.methods import packed_objective
 from train.methods.methods import METHODS, method_of
@@ -81,9 +81,10 @@ def test_dpo_run_matches_trl(tmp_path, monkeypatch):
         for a in range(4)
         for b in range(4)
     ]
+    base = parity_model(tmp_path / "base")
     spec = host_spec(
-        parity_model(tmp_path / "base"),
-        train_path=str(converted(tmp_path / "t.jsonl", records)),
+        base,
+        train_path=str(tokenised(converted(tmp_path / "t.jsonl", records), base, "dpo")),
         valid_path=str(tmp_path / "t.jsonl"),
         run_dir=str(tmp_path / "run"),
         shm_root=str(tmp_path / "store"),
@@ -122,9 +123,10 @@ def test_dpo_run_matches_trl(tmp_path, monkeypatch):
 
 def tiny_spec(tmp_path, **fields):
     base = tmp_path / "base"
+    base = base if base.exists() else make_model_dir(base, dtype=torch.float32)
     return host_spec(
-        base if base.exists() else make_model_dir(base, dtype=torch.float32),
-        train_path=str(write_pair_file(tmp_path / "t.jsonl", 12)),
+        base,
+        train_path=str(tokenised(write_pair_file(tmp_path / "t.jsonl", 12), base, "dpo")),
         run_dir=str(tmp_path / "run"),
         shm_root=str(tmp_path / "store"),
         method="dpo",
@@ -199,18 +201,8 @@ def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held
 
 def opened(tmp_path, records, max_length):
     base = make_model_dir(tmp_path / "base", dtype=torch.float32)
-    encoder = ChatEncoder(load_tokenizer(str(base)))
-    tokens = open_token_set(
-        converted(tmp_path / "t.jsonl", records),
-        base,
-        lambda: encoder,
-        tmp_path / "tokens",
-        DPO,
-        max_length=max_length,
-        packing=True,
-        rank=0,
-    )
-    return tokens, encoder.tokenizer
+    data = tokenised(converted(tmp_path / "t.jsonl", records), base, "dpo")
+    return TokenSet(data, DPO, max_length=max_length, packing=True), load_tokenizer(str(base))
 
 
 def test_pair_shares_prompt_and_ends_both_sides(tmp_path):

@@ -1,4 +1,4 @@
-"""Token sets on disk: reopening without a tokenizer, truncation, tokenizer comparison and documents."""
+"""Token sets on disk: the check of the data writes them, ranks open them; every token of a document is trained."""
 
 import json
 import shutil
@@ -8,74 +8,59 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.train_support.specs import tokenised
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from tests.train_support.world import METHODS
 from train.data.chat import ChatEncoder
 from train.data.formats import TEXT
 from train.data.packing import plan_packs
-from train.data.token_set import _pieces, open_token_set
+from train.data.token_set import TOKENS, TokenSet, _pieces
 from train.data_checks.check import check_training_file
-from train.data_checks.process import TOKENS, checked, differ, report_on
+from train.data_checks.process import checked, differ, report_on
 from train.methods.methods import method_of
 from train.model.model import load_tokenizer
 from train.plan.auto import DatasetStats, steps
-from train.plan.errors import InvalidTrainingData
+from train.plan.errors import InvalidTrainingData, UnsupportedModel
 
 
-def refused():
-    raise AssertionError("the set is there: nothing to tokenise")
-
-
-def opened(data, base, folder, method="supervised", encoder=refused, max_length=256, packing=True, **how):
-    how = {"max_length": max_length, "packing": packing, "rank": 0, **how}
-    return open_token_set(data, base, encoder, folder / TOKENS, method_of(method), **how)
+def opened(data, method="supervised", max_length=256, packing=True):
+    return TokenSet(data, method_of(method), max_length=max_length, packing=packing)
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if not method_of(name).rolls_out])
 @pytest.mark.parametrize("packing", [True, False])
-def test_token_set_reopens_without_tokenizer(tmp_path, packing, method):
-    base = make_model_dir(tmp_path / "base")
-    data = METHODS[method][0](tmp_path / "train.jsonl", 40)
+def test_token_set_counts_what_its_packs_hold(tmp_path, packing, method):
+    data = tokenised(METHODS[method][0](tmp_path / "train.jsonl", 40), make_model_dir(tmp_path / "base"), method)
     sides = method_of(method).sequences
-    encoder = ChatEncoder(load_tokenizer(str(base)))
-    first, again = (opened(data, base, tmp_path, method, made, 64, packing) for made in (lambda: encoder, refused))
-    examples = [first._example(index) for index in range(first.n_examples)]
+    tokens = opened(data, method, 64, packing)
+    examples = [tokens._example(index) for index in range(tokens.n_examples)]
     lengths = np.array([sum(len(ids) for ids, _ in example) for example in examples])
     expected = plan_packs(lengths, 64 * sides, packing=packing)
-    assert len(again.packs) == len(expected)
+    assert len(tokens.packs) == len(expected)
     for number, pack in enumerate(expected):
-        assert again.packs[number].tolist() == pack.tolist()
+        assert tokens.packs[number].tolist() == pack.tolist()
         marked = sum(int(learnt[1:].sum()) for index in pack for _, learnt in examples[index])
-        row = first.row(np.array([number]))
+        row = tokens.row(np.array([number]))
         assert len(row.sequence_sizes) == sides * len(pack) and sum(row.sequence_sizes) == marked == len(row.labels)
-        assert again.examples_in(np.array([number])) == len(pack)
-        assert again.labels_in(np.array([number])) == marked
-        assert again.tokens_in(np.array([number])) == sum(int(lengths[index]) for index in pack)
-    whole = np.arange(len(expected))
-    assert again.labels_in(whole) == first.labels_in(whole) > 0 and again.digest == first.digest
+        assert tokens.examples_in(np.array([number])) == len(pack)
+        assert tokens.labels_in(np.array([number])) == marked
+        assert tokens.tokens_in(np.array([number])) == sum(int(lengths[index]) for index in pack)
+    assert tokens.labels_in(np.arange(len(expected))) > 0
 
 
-def test_token_set_of_checked_file_opens_without_tokenizer(tmp_path):
+def test_token_set_of_a_checked_file_opens_on_another_node(tmp_path):
     base, source = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "upload.jsonl", 30)
     data = tmp_path / "job" / "train.jsonl"
     data.parent.mkdir()
     report = checked(source, chat_path=data, method="supervised", tokenizer=base)
     moved = shutil.copytree(data.parent, tmp_path / "another node", copy_function=shutil.copyfile)
-    tokens = opened(moved / "train.jsonl", base, moved)
+    tokens = opened(moved / "train.jsonl")
     assert report.ok and report.n_tokens_estimate == tokens.n_tokens and tokens.n_examples == 30
 
 
-def test_token_set_makes_other_ranks_wait_with_progress(tmp_path, monkeypatch):
-    base, data = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "train.jsonl", 30)
-    monkeypatch.setattr("train.data.token_set._POLL_S", 0.01)
-    ticks = []
-
-    def alive():
-        ticks.append(1)
-        if len(ticks) == 3:
-            opened(data, base, tmp_path, encoder=lambda: ChatEncoder(load_tokenizer(str(base))))
-
-    assert opened(data, base, tmp_path, rank=1, alive=alive).n_examples == 30 and len(ticks) == 3
+def test_token_set_that_no_check_wrote_is_refused(tmp_path):
+    with pytest.raises(UnsupportedModel, match="has no tokens"):
+        opened(write_chat_file(tmp_path / "train.jsonl", 3))
 
 
 def test_check_of_rejected_file_leaves_no_tokens(tmp_path):
@@ -85,23 +70,23 @@ def test_check_of_rejected_file_leaves_no_tokens(tmp_path):
     assert [*(tmp_path / TOKENS).iterdir()] == []
 
 
-def test_token_set_truncates_sequences_at_opening(tmp_path):
-    base, data = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "train.jsonl", 30)
-    whole = opened(data, base, tmp_path, encoder=lambda: ChatEncoder(load_tokenizer(str(base))))
+def test_sequences_are_cut_as_they_are_opened(tmp_path):
+    data = tokenised(write_chat_file(tmp_path / "train.jsonl", 30), make_model_dir(tmp_path / "base"))
+    whole = opened(data)
     longest = max(len(whole._example(index)[0][0]) for index in range(30))
-    short = opened(data, base, tmp_path, max_length=longest - 4)
+    short = opened(data, max_length=longest - 4)
     assert short.n_truncated > short.n_dropped == 30 - short.n_examples >= 0 == whole.n_truncated
     assert all(learnt[1:].any() for index in range(short.n_examples) for _, learnt in short._example(index))
     with pytest.raises(InvalidTrainingData, match="within max_length 2"):
-        opened(data, base, tmp_path, max_length=2)
+        opened(data, max_length=2)
 
 
-def test_token_set_rejected_record_names_its_line(tmp_path):
-    base, data = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "train.jsonl", 3)
+def test_checked_line_that_the_template_refuses_is_named(tmp_path):
+    base, source = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "upload.jsonl", 3)
     bad = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a<|im_end|> b"}]}
-    data.write_text(data.read_text() + json.dumps(bad) + "\n")
-    with pytest.raises(InvalidTrainingData, match="line 4.*within messages"):
-        opened(data, base, tmp_path, encoder=lambda: ChatEncoder(load_tokenizer(str(base))))
+    source.write_text(source.read_text() + json.dumps(bad) + "\n")
+    report = checked(source, chat_path=tmp_path / "train.jsonl", method="supervised", tokenizer=base)
+    assert [line for line, _ in report.errors] == [4] and "within messages" in report.errors[0][1]
 
 
 def put(path, vocabulary, added=(), **more):
@@ -123,7 +108,7 @@ def test_differ_reports_unreadable_tokenizer(tmp_path):
     ours = put(tmp_path / "a", {"x": 0})
     for number, text in enumerate(("[]", '{"model": []}', "{", '{"model": {"vocab": [[]]}}')):
         (tmp_path / str(number)).write_text(text)
-        assert "not of a form that can be compared" in differ(ours, tmp_path / str(number))
+        assert "a form that cannot be compared" in differ(ours, tmp_path / str(number))
     assert differ(ours, tmp_path / "gone") == "their tokenizers could not be read: No such file or directory"
 
 
@@ -148,25 +133,19 @@ def bare(tmp_path_factory):
     return folder
 
 
-def opened_rows(bare, folder, rows, max_length=32):
-    data = folder / "train.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return opened(data, bare, folder, encoder=lambda: ChatEncoder(load_tokenizer(str(bare))), max_length=max_length)
-
-
-def test_token_set_of_documents_trains_every_token(bare, tmp_path):
+def test_token_set_of_documents_trains_every_token_and_cuts_none(bare, tmp_path):
     encoder, texts = ChatEncoder(load_tokenizer(str(bare))), ["word " * 100, "short"]
-    found = opened_rows(bare, tmp_path, [{"text": text} for text in texts])
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = opened(tokenised(tmp_path / "train.jsonl", bare), max_length=32)
     lengths = [len(encoder.encode_text(text)[0]) for text in texts]
     assert lengths[0] > 32
     assert found.n_truncated == found.n_dropped == 0
     assert found.labels_in(np.arange(len(found.packs))) == sum(lengths) - len(texts)
 
 
-def test_token_set_rejects_chat_without_template_by_line(bare, tmp_path):
-    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    with pytest.raises(InvalidTrainingData, match="line 1.*chat template"):
-        opened_rows(bare, tmp_path, [chat])
+def test_checked_conversation_for_a_model_without_template_is_refused_by_line(bare, tmp_path):
+    report = checked(write_chat_file(tmp_path / "upload.jsonl", 3), method="supervised", tokenizer=bare)
+    assert report.errors[0][0] == 1 and "chat template" in report.errors[0][1]
 
 
 def test_check_counts_and_converts_documents(tmp_path):
