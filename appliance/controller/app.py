@@ -73,10 +73,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     errors.install(app)
 
     admin = make_router("/admin/v1", ADMIN, reads=(READ,))
-    box.routes(context, admin)
-    keys.routes(context, admin)
-    job_routes.plan_routes(context, admin)
-    job_routes.queue_routes(context, admin)
+    for add_routes in (box.routes, keys.routes, job_routes.plan_routes, job_routes.queue_routes):
+        add_routes(context, admin)
     admin_models.routes(context, admin, canaries)
     for router in (
         logins.routes(context, admin),

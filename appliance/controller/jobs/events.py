@@ -369,16 +369,9 @@ def _metrics_table(db: Database, job: JobRow) -> bytes:
 
 # --- requests to cancel, pause or resume a job, which the scheduler carries out
 
-JOBS = Resource(
-    "job",
-    "/v1/fine_tuning/jobs",
-    (FINE_TUNING,),
-    jobs.find_visible,
-    missing="Could not find fine tune: {}",
-    param="fine_tune_id",
-    code="fine_tune_not_found",
-    fields=("status", "model", "training_file", "validation_file"),
-)
+_ABSENT = ("Could not find fine tune: {}", "fine_tune_id", "fine_tune_not_found")
+_RECORDED = ("status", "model", "training_file", "validation_file")
+JOBS = Resource("job", "/v1/fine_tuning/jobs", (FINE_TUNING,), jobs.find_visible, *_ABSENT, fields=_RECORDED)
 KEY_REVOKED = (
     "Its API key was revoked or has expired; its owner with another key, or an operator, can resume it "
     "(`appliance job resume`)."

@@ -32,12 +32,9 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
     row = models.find(db, base) if base is not None else _named(db, trained_on)
     if row is None:
         parent = shown(base or trained_on) if base or trained_on else "a model it does not name"
-        raise BadRequest(
-            f"The adapter is one of {parent}, which is not on this box: import that model first, or name the one that "
-            "it was trained on with --base NAME (`appliance model list` shows those that are here).",
-            param="base",
-            code="base_not_found",
-        )
+        why = f"The adapter is one of {parent}, which is not on this box: import that model first, or name the one that"
+        how = "it was trained on with --base NAME (`appliance model list` shows those that are here)."
+        raise BadRequest(f"{why} {how}", "base", "base_not_found")
     version = models.active(db, row)
     if version is None or version.meta.get("adapter"):
         why = "has no version that answers" if version is None else "is an adapter itself"
@@ -45,12 +42,8 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
         raise BadRequest(message, param="base", code="base_not_supported")
     path = version.disk_path or version.shm_path
     if path is None:
-        raise Conflict(
-            f"The files of {row.id} {version.version} are in a tier below the disk; send the model one request, and "
-            "import again.",
-            param="base",
-            code="base_not_here",
-        )
+        why = f"The files of {row.id} {version.version} are in a tier below the disk"
+        raise Conflict(f"{why}; send the model one request, and import again.", "base", "base_not_here")
     existing = models.find(db, name)
     active = models.active(db, existing) if existing is not None else None
     if existing is not None and (active is None or (active.meta.get("adapter") or {}).get("base") != row.id):

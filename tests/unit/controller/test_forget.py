@@ -135,11 +135,9 @@ async def test_forget_removes_the_name_and_keeps_other_owners(control: Control, 
 
 
 async def test_forget_deletes_rows_of_any_table_with_an_owner_or_a_key(control: Control):
-    ann, ben = Person(control, NAME), Person(control, OTHER)
-    for table, column in (("letters", "owner"), ("drafts", "key_id")):
-        control.db.execute(f"CREATE TABLE {table} (text TEXT, {column} TEXT)")
-        for person in (ann, ben):
-            who = person.name if column == "owner" else person.rows[1].id
+    for person in (Person(control, NAME), Person(control, OTHER)):
+        for table, column, who in (("letters", "owner", person.name), ("drafts", "key_id", person.rows[1].id)):
+            control.db.execute(f"CREATE TABLE IF NOT EXISTS {table} (text TEXT, {column} TEXT)")
             control.db.execute(f"INSERT INTO {table} VALUES (?, ?)", [f"of {person.name}", who])
     assert (await ask(control))["done"] and f"of {NAME}" not in written(control)
     assert [control.db.column(f"SELECT text FROM {table}") for table in ("letters", "drafts")] == [[f"of {OTHER}"]] * 2

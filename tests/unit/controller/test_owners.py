@@ -159,9 +159,8 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
     objects |= await evaluated(control)
-    for noun, path in control.creating().items():
-        if noun not in objects:
-            objects[noun] = await control.made(path)
+    others = {noun: path for noun, path in control.creating().items() if noun not in objects}
+    objects |= {noun: await control.made(path) for noun, path in others.items()}
     login = keys.create_session(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12)[0]
     objects["login"] = login.id
     made = await control.job(suffix="secret")
