@@ -333,7 +333,7 @@ class WholeBox:
 
 
 def answers_to_strangers(address: str, port: int) -> str:
-    """Answers to a client without token and certificate, in clear and under TLS; "" if it only refuses."""
+    """Answers to a client without token and certificate, in clear and under TLS; "" if it is silent or refuses."""
     said = []
     for secure in (False, True):
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5) as plain:

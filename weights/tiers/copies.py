@@ -259,8 +259,7 @@ def _part_key(name: Name, file: str, number: int) -> str:
 
 
 def verify(directory: Path) -> Manifest:
-    """Checks all bytes of a version directory against its manifest and returns the manifest. Raises
-    IntegrityError naming the file."""
+    """Checks all bytes of a version directory, and returns its manifest. Raises IntegrityError naming the file."""
     manifest = Manifest.read(directory)
     return read_whole(manifest, partial(chunks_of, directory, manifest), source=directory)
 
