@@ -318,7 +318,7 @@ class WholeBox:
         return found
 
     def open_to_others(self) -> dict[str, str]:
-        """Modes of the box's files that other users could open, except of tests and inside Ray's private folders."""
+        """Modes of the box's files that other users could open, without appliance.toml and Ray's private folders."""
         found, paths = {}, BoxPaths.of(self.data_dir)
         rays = (paths.ray_session, paths.ray_logs)
         assert {place.parent.lstat().st_mode & 0o777 for place in rays} == {0o700}
