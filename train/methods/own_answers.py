@@ -87,7 +87,7 @@ class OwnAnswers(Method):
         # The head computes in float32, including the gradient of its weight.
         head = 4 * shape.vocab * shape.hidden if element < 4 else 0
         head += estimate.head_bytes(shape, row, 4) - estimate.head_bytes(shape, row, element)
-        head += together * fields["max_length"] * shape.vocab // 8  # a bit for each token that a form allows
+        head += together * fields["max_length"] * shape.vocab // 8  # a bit for each token: whether a form allows it
         return replace(learning, activations_bytes=head + learning.activations_bytes)
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:

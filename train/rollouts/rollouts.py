@@ -41,10 +41,10 @@ class Rollouts:
         spec, self._engine, self._grid = rank.spec, rank.engine, rank.grid
         self._rank, self._spec, self._plan, self._train = rank, spec, plan, train
         self._lesson = taught if method.judged_by == "teacher" else graded
-        tokenizer, model = load_tokenizer(spec.base_path), rank.engine.module.model
         self._form: Form | None = None
         if form := spec.options.get("response_format"):
-            self._form = Form(form, tokenizer, model.config.get_text_config().vocab_size, train.ends)
+            vocabulary = rank.engine.module.model.config.get_text_config().vocab_size
+            self._form = Form(form, load_tokenizer(spec.base_path), vocabulary, train.ends)
         self._files = SamplesPlan(spec)
         # Under a private name: an adapter where the base's engines take it, else whole weights.
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
@@ -79,7 +79,8 @@ class Rollouts:
         return StepData(rows, max(1, int(sizes[lesson.counted].sum())), n_tokens, figures, seconds)
 
     def _row(self, prompt: np.ndarray, members: Sequence[int], samples: Samples, lesson: Lesson) -> Row:
-        # Answers without an advantage change nothing; one stays in a row of such, for equally many rows on all ranks.
+        # Answers without an advantage change nothing. A row of only such answers keeps one token of the first, because
+        # all ranks need equally many rows.
         ids, log_probs, advantages = samples.ids, samples.log_probs, lesson.advantages
         learnt = [(ids[n], log_probs[n], advantages[n]) for n in members if advantages[n] is not None]
         learnt = learnt or [(ids[members[0]][:1], log_probs[members[0]][:1], np.zeros(1, np.float32))]

@@ -46,7 +46,8 @@ class Samples:
     """Answers in the order of their prompts; the answers to one prompt follow each other.
 
     ids: (n,) int32 tokens of each answer, with its end token. log_probs: (n,) float32, of each token when it was
-    sampled. weights_step: the number of steps behind the sampling weights. failed: why the job cannot continue.
+    sampled. weights_step: the number of steps done when the sampling weights were published. failed: why the job cannot
+    continue.
     """
 
     ids: list[np.ndarray]
