@@ -116,10 +116,10 @@ class OwnAnswers(Method):
         token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), without a penalty for the distance
         from the starting model.
 
-        Engines round differently and may have the weights of an earlier step. So the ratio of a token compares the two
-        samplers, not the model before and after the step: it weighs the token, up to WEIGHT_CAP, and stops no gradient,
-        as clipping would. A step trains on its samples once, so the trainer's own ratio is 1 wherever it is
-        differentiated.
+        Engines round differently and may have the weights of an earlier step. So the ratio of a token compares the
+        trainer with the engine, not the model before and after the step: it weighs the token, up to WEIGHT_CAP, and
+        stops no gradient, as clipping would. A step trains on its samples once, so the trainer's own ratio is 1
+        wherever it is differentiated.
         """
         fixed = log_probs.detach()
         moved = fixed - batch["sampled"]

@@ -53,7 +53,8 @@ class Rollouts:
     # --- a step
 
     def step(self, step: int) -> StepData:
-        """Collective: wait for this step's samples. Raises DevicesWanted, NothingGraded and StoreFull on every rank."""
+        """Collective: publish weights if needed, wait for this step's samples, and make this rank's rows of them.
+        Raises DevicesWanted, NothingGraded and StoreFull on every rank."""
         began_s = time.perf_counter()
         published_s = self._publish(step)
         samples, options = self._received(SamplesFile("train", step)), self._spec.options
@@ -82,15 +83,17 @@ class Rollouts:
         # Answers without an advantage change nothing. A row of only such answers keeps one token of the first, because
         # all ranks need equally many rows.
         ids, log_probs, advantages = samples.ids, samples.log_probs, lesson.advantages
-        learnt = [(ids[n], log_probs[n], advantages[n]) for n in members if advantages[n] is not None]
-        learnt = learnt or [(ids[members[0]][:1], log_probs[members[0]][:1], np.zeros(1, np.float32))]
-        answers, sampled, better = zip(*learnt, strict=True)
+        trained = [(ids[n], log_probs[n], advantages[n]) for n in members if advantages[n] is not None]
+        trained = trained or [(ids[members[0]][:1], log_probs[members[0]][:1], np.zeros(1, np.float32))]
+        answers, sampled, gains = zip(*trained, strict=True)
         whole = [np.concatenate([prompt, answer]) for answer in answers]
         sequences = [(tokens, np.arange(len(tokens)) >= len(prompt)) for tokens in whole]
         row, form = build_row([sequences], 0, 0, packing=False), self._form
         return replace(
             row,
-            advantages=np.concatenate([np.broadcast_to(b, len(a)) for b, a in zip(better, answers, strict=True)]),
+            advantages=np.concatenate(
+                [np.broadcast_to(gain, len(answer)) for gain, answer in zip(gains, answers, strict=True)]
+            ),
             sampled=np.concatenate(sampled),
             allowed=None if form is None else lambda: np.concatenate([form.allowed(answer) for answer in answers]),
         )
@@ -209,8 +212,8 @@ def graded(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
     if all(errors) and not any(rewards):
         raise NothingGraded(f"the grader gave no reward for any of {len(errors)} answers: {errors[0]}")
     by_prompt = np.array(rewards, np.float64).reshape(-1, group)  # NaN for an answer without a reward
-    better = advantages(by_prompt)
-    counted = better.any(axis=1).repeat(group)  # all answers to prompts whose answers differ in reward
+    gains = advantages(by_prompt)
+    counted = gains.any(axis=1).repeat(group)  # all answers to prompts whose answers differ in reward
     mean_reward = float(np.mean([reward for reward in rewards if reward is not None] or [0.0]))
     means = [np.nanmean(answers) for answers in by_prompt if not np.isnan(answers).all()]
     error = {"mean_reward_error": float(np.std(means, ddof=1) / len(means) ** 0.5)} if len(means) > 1 else {}
@@ -220,8 +223,8 @@ def graded(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
         "equal_rewards": 1.0 - float(counted.mean()),
         "grader_errors": _failed(verdict),
     }
-    learnt = [np.array([advantage]) if advantage else None for advantage in better.flat]
-    return Lesson(learnt, counted, of_step, {"mean_reward": mean_reward, **error})
+    trained = [np.array([gain]) if gain else None for gain in gains.flat]
+    return Lesson(trained, counted, of_step, {"mean_reward": mean_reward, **error})
 
 
 def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesson:
@@ -232,19 +235,19 @@ def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
     entropy of the model per token.
     """
     answers = list(zip(verdict["log_probs"], sampled, strict=True))
-    better = [None if theirs is None else (np.array(theirs) - ours).astype(np.float32) for theirs, ours in answers]
-    counted = np.array([one is not None for one in better])
+    gains = [None if theirs is None else (np.array(theirs) - ours).astype(np.float32) for theirs, ours in answers]
+    counted = np.array([gain is not None for gain in gains])
     if not counted.any():
         errors = verdict["errors"]
         raise NothingGraded(f"the teacher gave no log-probabilities of any of {len(errors)} answers: {errors[0]}")
-    apart = np.concatenate([-one for one in better if one is not None])
+    divergences = np.concatenate([-gain for gain in gains if gain is not None])
     figures = {
-        "reverse_kl": float(apart.mean()),
-        "answer_reverse_kl": float(apart.sum() / counted.sum()),
+        "reverse_kl": float(divergences.mean()),
+        "answer_reverse_kl": float(divergences.sum() / counted.sum()),
         "entropy": float(-np.concatenate([ours for theirs, ours in answers if theirs is not None]).mean()),
     }
     return Lesson(
-        better, counted, {**figures, "teacher_errors": _failed(verdict)}, {"loss": figures["reverse_kl"], **figures}
+        gains, counted, {**figures, "teacher_errors": _failed(verdict)}, {"loss": figures["reverse_kl"], **figures}
     )
 
 
@@ -258,5 +261,5 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
     and in a row of equal rewards."""
     scored = ~np.isnan(rewards)
     totals = np.where(scored, rewards, 0.0).sum(axis=1, keepdims=True)
-    better = np.where(scored, rewards - totals / np.maximum(1, scored.sum(axis=1, keepdims=True)), 0.0)
-    return np.where(np.ptp(better, axis=1, keepdims=True) > _SAME, better, 0.0).astype(np.float32)
+    gains = np.where(scored, rewards - totals / np.maximum(1, scored.sum(axis=1, keepdims=True)), 0.0)
+    return np.where(np.ptp(gains, axis=1, keepdims=True) > _SAME, gains, 0.0).astype(np.float32)

@@ -67,8 +67,8 @@ class Samples:
             fields = orjson.loads(path.read_bytes())
         except FileNotFoundError:
             return None
-        ids = [np.array(one, np.int32) for one in fields.pop("ids")]
-        return cls(ids, [np.array(one, np.float32) for one in fields.pop("log_probs")], **fields)
+        ids = [np.array(tokens, np.int32) for tokens in fields.pop("ids")]
+        return cls(ids, [np.array(answer, np.float32) for answer in fields.pop("log_probs")], **fields)
 
 
 @dataclass(frozen=True)
