@@ -38,7 +38,7 @@ class Rollouts:
     """One rank's part, with the interface of train.trainer.train.DataFeed. Methods are collective where marked."""
 
     def __init__(self, rank: Rank, method: Method, plan: StepPlan, train: TokenSet):
-        spec, self._engine, self._grid = rank.spec, rank.engine, rank.grid
+        spec, self._grid = rank.spec, rank.grid
         self._rank, self._spec, self._plan, self._train = rank, spec, plan, train
         self._lesson = taught if method.judged_by == "teacher" else graded
         self._form: Form | None = None
@@ -91,9 +91,7 @@ class Rollouts:
         row, form = build_row([sequences], 0, 0, packing=False), self._form
         return replace(
             row,
-            advantages=np.concatenate(
-                [np.broadcast_to(gain, len(answer)) for gain, answer in zip(gains, answers, strict=True)]
-            ),
+            advantages=np.concatenate([np.broadcast_to(g, len(ids)) for g, ids in zip(gains, answers, strict=True)]),
             sampled=np.concatenate(sampled),
             allowed=None if form is None else lambda: np.concatenate([form.allowed(answer) for answer in answers]),
         )
@@ -170,11 +168,10 @@ class Form:
     def allowed(self, ids: Iterable[int]) -> np.ndarray:
         """The allowed tokens at each place of an answer: (tokens, words) int32, a bit for each token, the lowest first.
         Raises InvalidSpec for a form that no answer can have."""
-        xgrammar = self._xgrammar
-        matcher = xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._ends)
+        matcher = self._xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._ends)
         masks = []
         for token in ids:
-            mask = xgrammar.allocate_token_bitmask(1, self._vocabulary)
+            mask = self._xgrammar.allocate_token_bitmask(1, self._vocabulary)
             if not matcher.is_terminated():
                 matcher.fill_next_token_bitmask(mask)
             if not mask.any():
