@@ -26,6 +26,7 @@ from train.data.records import Record
 from train.plan.errors import InvalidTrainingData, UnsupportedModel
 from weights.checkpoint.generation import FILE, eos_ids
 from weights.format.foreign_json import config_in
+from weights.format.names import sync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,6 +97,8 @@ class TokenWriter:
             "digest": self._digest.hexdigest(),
         }
         (self._folder / "facts.json").write_bytes(orjson.dumps(facts))
+        for path in (*self._folder.iterdir(), self._folder):
+            sync(path)  # a queued job survives a loss of power
         shutil.rmtree(self._directory, ignore_errors=True)
         os.rename(self._folder, self._directory)
 
