@@ -9,9 +9,11 @@ whole; opening a set cuts them to max_length, and documents into pieces.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -22,7 +24,9 @@ import orjson
 from train.data.packing import Row, build_row, plan_packs
 from train.data.records import Record
 from train.plan.errors import InvalidTrainingData, UnsupportedModel
-from weights.format.foreign_json import text_part
+from weights.checkpoint.generation import FILE, eos_ids
+from weights.format.foreign_json import config_in
+from weights.format.names import sync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,6 +97,8 @@ class TokenWriter:
             "digest": self._digest.hexdigest(),
         }
         (self._folder / "facts.json").write_bytes(orjson.dumps(facts))
+        for path in (*self._folder.iterdir(), self._folder):
+            sync(path)  # a queued job survives a loss of power
         shutil.rmtree(self._directory, ignore_errors=True)
         os.rename(self._folder, self._directory)
 
@@ -111,7 +117,7 @@ class TokenSet:
     def __init__(self, path: str | Path, method: Rows, *, max_length: int, packing: bool):
         directory, name = tokens_of(path), Path(path).name
         if not directory.exists():
-            raise UnsupportedModel(f"{name} has no tokens: the model had no tokenizer when the data was checked")
+            raise UnsupportedModel(f"{name} has no tokens: its check had no tokenizer; create the job again with one")
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_records, self.digest = facts["pad_id"], facts["n_records"], str(facts["digest"])
         self.ends: list[int] = facts["ends"]
@@ -182,10 +188,11 @@ class TokenSet:
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: Path) -> list[int]:
     """The tokens at which engines end an answer of the model in this directory."""
-    files = (model / "generation_config.json", model / "config.json")  # transformers reads the second without the first
-    file = next((file for file in files if file.exists()), None)
-    end = text_part(orjson.loads(file.read_bytes())).get("eos_token_id") if file else None
-    return sorted({*(end if isinstance(end, list) else [end]), tokenizer.eos_token_id} - {None})
+    own = None
+    with suppress(OSError, ValueError):  # without a readable file, engines read config.json
+        own = json.loads((model / FILE).read_bytes())
+    ends = (*eos_ids(own, config_in(model) or {}), tokenizer.eos_token_id)
+    return sorted({token for token in ends if type(token) is int})
 
 
 def _pieces(documents: np.ndarray, max_length: int) -> np.ndarray:

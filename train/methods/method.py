@@ -60,8 +60,8 @@ class Method:
     # time of a forward pass. Every batch then has "divergence": the sum over the step of the log-probabilities less the
     # reference, times the scale.
     needs_divergence: bool = False
-    # "grader" or "teacher" where an example is a prompt: in each step the model answers the prompts, the judge judges
-    # the answers, and the rows consist of them (train.rollouts).
+    # "grader" or "teacher" where an example is a prompt: in each step the model answers the prompts, the judge scores
+    # the answers, and the answers become the rows (train.rollouts).
     judged_by: str = ""
     takes: tuple[str, ...] = ()  # fields of a request besides hyperparameters; the judge is one of them
     by_example: bool = False  # the loss is a mean over examples, not over trained tokens

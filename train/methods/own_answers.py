@@ -87,7 +87,7 @@ class OwnAnswers(Method):
         # The head computes in float32, including the gradient of its weight.
         head = 4 * shape.vocab * shape.hidden if element < 4 else 0
         head += estimate.head_bytes(shape, row, 4) - estimate.head_bytes(shape, row, element)
-        head += together * fields["max_length"] * shape.vocab // 8  # a bit for each token that a form allows
+        head += together * fields["max_length"] * shape.vocab // 8  # a bit for each token: whether a form allows it
         return replace(learning, activations_bytes=head + learning.activations_bytes)
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
@@ -116,10 +116,10 @@ class OwnAnswers(Method):
         token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), without a penalty for the distance
         from the starting model.
 
-        Engines round differently and may have the weights of an earlier step. So the ratio of a token compares the two
-        samplers, not the model before and after the step: it weighs the token, up to WEIGHT_CAP, and stops no gradient,
-        as clipping would. A step trains on its samples once, so the trainer's own ratio is 1 wherever it is
-        differentiated.
+        Engines round differently and may have the weights of an earlier step. So the ratio of a token compares the
+        trainer with the engine, not the model before and after the step: it weighs the token, up to WEIGHT_CAP, and
+        stops no gradient, as clipping would. A step trains on its samples once, so the trainer's own ratio is 1
+        wherever it is differentiated.
         """
         fixed = log_probs.detach()
         moved = fixed - batch["sampled"]

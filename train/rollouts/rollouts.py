@@ -38,13 +38,13 @@ class Rollouts:
     """One rank's part, with the interface of train.trainer.train.DataFeed. Methods are collective where marked."""
 
     def __init__(self, rank: Rank, method: Method, plan: StepPlan, train: TokenSet):
-        spec, self._engine, self._grid = rank.spec, rank.engine, rank.grid
+        spec, self._grid = rank.spec, rank.grid
         self._rank, self._spec, self._plan, self._train = rank, spec, plan, train
         self._lesson = taught if method.judged_by == "teacher" else graded
-        tokenizer, model = load_tokenizer(spec.base_path), rank.engine.module.model
         self._form: Form | None = None
         if form := spec.options.get("response_format"):
-            self._form = Form(form, tokenizer, model.config.get_text_config().vocab_size, train.ends)
+            vocabulary = rank.engine.module.model.config.get_text_config().vocab_size
+            self._form = Form(form, load_tokenizer(spec.base_path), vocabulary, train.ends)
         self._files = SamplesPlan(spec)
         # Under a private name: an adapter where the base's engines take it, else whole weights.
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
@@ -53,7 +53,8 @@ class Rollouts:
     # --- a step
 
     def step(self, step: int) -> StepData:
-        """Collective: wait for this step's samples. Raises DevicesWanted, NothingGraded and StoreFull on every rank."""
+        """Collective: publish weights if needed, wait for this step's samples, and make this rank's rows of them.
+        Raises DevicesWanted, NothingGraded and StoreFull on every rank."""
         began_s = time.perf_counter()
         published_s = self._publish(step)
         samples, options = self._received(SamplesFile("train", step)), self._spec.options
@@ -79,17 +80,18 @@ class Rollouts:
         return StepData(rows, max(1, int(sizes[lesson.counted].sum())), n_tokens, figures, seconds)
 
     def _row(self, prompt: np.ndarray, members: Sequence[int], samples: Samples, lesson: Lesson) -> Row:
-        # Answers without an advantage change nothing; one stays in a row of such, for equally many rows on all ranks.
+        # Answers without an advantage change nothing. A row of only such answers keeps one token of the first, because
+        # all ranks need equally many rows.
         ids, log_probs, advantages = samples.ids, samples.log_probs, lesson.advantages
-        learnt = [(ids[n], log_probs[n], advantages[n]) for n in members if advantages[n] is not None]
-        learnt = learnt or [(ids[members[0]][:1], log_probs[members[0]][:1], np.zeros(1, np.float32))]
-        answers, sampled, better = zip(*learnt, strict=True)
+        trained = [(ids[n], log_probs[n], advantages[n]) for n in members if advantages[n] is not None]
+        trained = trained or [(ids[members[0]][:1], log_probs[members[0]][:1], np.zeros(1, np.float32))]
+        answers, sampled, gains = zip(*trained, strict=True)
         whole = [np.concatenate([prompt, answer]) for answer in answers]
         sequences = [(tokens, np.arange(len(tokens)) >= len(prompt)) for tokens in whole]
         row, form = build_row([sequences], 0, 0, packing=False), self._form
         return replace(
             row,
-            advantages=np.concatenate([np.broadcast_to(b, len(a)) for b, a in zip(better, answers, strict=True)]),
+            advantages=np.concatenate([np.broadcast_to(g, len(ids)) for g, ids in zip(gains, answers, strict=True)]),
             sampled=np.concatenate(sampled),
             allowed=None if form is None else lambda: np.concatenate([form.allowed(answer) for answer in answers]),
         )
@@ -166,11 +168,10 @@ class Form:
     def allowed(self, ids: Iterable[int]) -> np.ndarray:
         """The allowed tokens at each place of an answer: (tokens, words) int32, a bit for each token, the lowest first.
         Raises InvalidSpec for a form that no answer can have."""
-        xgrammar = self._xgrammar
-        matcher = xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._ends)
+        matcher = self._xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._ends)
         masks = []
         for token in ids:
-            mask = xgrammar.allocate_token_bitmask(1, self._vocabulary)
+            mask = self._xgrammar.allocate_token_bitmask(1, self._vocabulary)
             if not matcher.is_terminated():
                 matcher.fill_next_token_bitmask(mask)
             if not mask.any():
@@ -208,8 +209,8 @@ def graded(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
     if all(errors) and not any(rewards):
         raise NothingGraded(f"the grader gave no reward for any of {len(errors)} answers: {errors[0]}")
     by_prompt = np.array(rewards, np.float64).reshape(-1, group)  # NaN for an answer without a reward
-    better = advantages(by_prompt)
-    counted = better.any(axis=1).repeat(group)  # all answers to prompts whose answers differ in reward
+    gains = advantages(by_prompt)
+    counted = gains.any(axis=1).repeat(group)  # all answers to prompts whose answers differ in reward
     mean_reward = float(np.mean([reward for reward in rewards if reward is not None] or [0.0]))
     means = [np.nanmean(answers) for answers in by_prompt if not np.isnan(answers).all()]
     error = {"mean_reward_error": float(np.std(means, ddof=1) / len(means) ** 0.5)} if len(means) > 1 else {}
@@ -219,8 +220,8 @@ def graded(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
         "equal_rewards": 1.0 - float(counted.mean()),
         "grader_errors": _failed(verdict),
     }
-    learnt = [np.array([advantage]) if advantage else None for advantage in better.flat]
-    return Lesson(learnt, counted, of_step, {"mean_reward": mean_reward, **error})
+    trained = [np.array([gain]) if gain else None for gain in gains.flat]
+    return Lesson(trained, counted, of_step, {"mean_reward": mean_reward, **error})
 
 
 def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesson:
@@ -231,19 +232,19 @@ def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
     entropy of the model per token.
     """
     answers = list(zip(verdict["log_probs"], sampled, strict=True))
-    better = [None if theirs is None else (np.array(theirs) - ours).astype(np.float32) for theirs, ours in answers]
-    counted = np.array([one is not None for one in better])
+    gains = [None if theirs is None else (np.array(theirs) - ours).astype(np.float32) for theirs, ours in answers]
+    counted = np.array([gain is not None for gain in gains])
     if not counted.any():
         errors = verdict["errors"]
         raise NothingGraded(f"the teacher gave no log-probabilities of any of {len(errors)} answers: {errors[0]}")
-    apart = np.concatenate([-one for one in better if one is not None])
+    divergences = np.concatenate([-gain for gain in gains if gain is not None])
     figures = {
-        "reverse_kl": float(apart.mean()),
-        "answer_reverse_kl": float(apart.sum() / counted.sum()),
+        "reverse_kl": float(divergences.mean()),
+        "answer_reverse_kl": float(divergences.sum() / counted.sum()),
         "entropy": float(-np.concatenate([ours for theirs, ours in answers if theirs is not None]).mean()),
     }
     return Lesson(
-        better, counted, {**figures, "teacher_errors": _failed(verdict)}, {"loss": figures["reverse_kl"], **figures}
+        gains, counted, {**figures, "teacher_errors": _failed(verdict)}, {"loss": figures["reverse_kl"], **figures}
     )
 
 
@@ -257,5 +258,5 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
     and in a row of equal rewards."""
     scored = ~np.isnan(rewards)
     totals = np.where(scored, rewards, 0.0).sum(axis=1, keepdims=True)
-    better = np.where(scored, rewards - totals / np.maximum(1, scored.sum(axis=1, keepdims=True)), 0.0)
-    return np.where(np.ptp(better, axis=1, keepdims=True) > _SAME, better, 0.0).astype(np.float32)
+    gains = np.where(scored, rewards - totals / np.maximum(1, scored.sum(axis=1, keepdims=True)), 0.0)
+    return np.where(np.ptp(gains, axis=1, keepdims=True) > _SAME, gains, 0.0).astype(np.float32)

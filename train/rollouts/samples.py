@@ -46,7 +46,8 @@ class Samples:
     """Answers in the order of their prompts; the answers to one prompt follow each other.
 
     ids: (n,) int32 tokens of each answer, with its end token. log_probs: (n,) float32, of each token when it was
-    sampled. weights_step: the number of steps behind the sampling weights. failed: why the job cannot continue.
+    sampled. weights_step: the number of steps done when the sampling weights were published. failed: why the job cannot
+    continue.
     """
 
     ids: list[np.ndarray]
@@ -66,8 +67,8 @@ class Samples:
             fields = orjson.loads(path.read_bytes())
         except FileNotFoundError:
             return None
-        ids = [np.array(one, np.int32) for one in fields.pop("ids")]
-        return cls(ids, [np.array(one, np.float32) for one in fields.pop("log_probs")], **fields)
+        ids = [np.array(tokens, np.int32) for tokens in fields.pop("ids")]
+        return cls(ids, [np.array(answer, np.float32) for answer in fields.pop("log_probs")], **fields)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from train.methods.methods import method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
-from weights.format.errors import StoreFull
+from weights.format.errors import WeightsError
 from weights.format.foreign_json import config_in
 from weights.format.names import has_tokenizer
 
@@ -429,13 +429,17 @@ class JobValidation:
             jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
     async def _tokenizer(self, base: Resolved) -> Path | None:
-        """As `tokenizer_of`; brings back a version that only a remote place has."""
+        """As `tokenizer_of`; brings back a version that only a remote place has. Raises TaskFailed."""
         context, folder = self._context, tokenizer_of(self._context, base)
         if folder is None and (version := _tokenizer_version(context, base)) is not None:
-            with suppress(LookupError, StoreFull):  # the start of the job reports these
-                bring = partial(context.tiers.bring_in, name_of(version))
-                path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
-                folder = path if has_tokenizer(path) else None
+            bring = partial(context.tiers.bring_in, name_of(version))
+            try:
+                with suppress(LookupError):  # the start of the job reports this
+                    path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
+                    folder = path if has_tokenizer(path) else None
+            except WeightsError as error:  # shared memory is full: without tokens, the job would fail at its start
+                why = f"The files of {base.name} could not be loaded into shared memory; create the job again later."
+                raise TaskFailed("model_not_ready", why, "model") from error
         return folder
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import openai
 import pytest
@@ -18,6 +18,7 @@ from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import CHECK as GRADER
 from tests.unit.controller.conftest import Control, chat_lines, insert_model
 from train.methods.methods import METHODS
+from weights.format.errors import StoreFull
 
 
 async def test_job_is_validated_and_queued_with_resolved_auto_values(control: Control):
@@ -201,6 +202,15 @@ async def test_dpo_job_rejects_pairs_cut_empty_by_max_length(control: Control, t
     # The short file is valid: above it was the training file of the job with the bad validation file.
     job_id = await control.job(training_file=cut, extra_body={"method": {"type": "dpo"}})
     assert jobs.get(control.db, job_id).phase == "queued", await control.messages(job_id)
+
+
+async def test_job_fails_if_memory_has_no_room_for_its_tokenizer(control: Control, monkeypatch: pytest.MonkeyPatch):
+    def full(name: object) -> NoReturn:
+        raise StoreFull("no room")
+
+    monkeypatch.setattr(control.context.tiers, "bring_in", full)
+    job = await control.sdk.fine_tuning.jobs.retrieve(await control.job())
+    assert (job.status, job.error.code, job.error.param) == ("failed", "model_not_ready", "model")
 
 
 async def test_cancel_of_suspended_job_leaves_snapshot_to_release(control: Control):

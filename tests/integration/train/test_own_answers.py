@@ -240,7 +240,7 @@ def test_log_probs_under_schema_use_allowed_tokens_only(tmp_path, monkeypatch, f
         ({"type": "object", "properties": 1}, "does not follow its schema"),
     ],
 )
-def test_form_rejects_answer_that_violates_schema(tmp_path, schema, why):
+def test_form_that_no_answer_can_have_is_refused(tmp_path, schema, why):
     tokens = load_tokenizer(str(make_model_dir(tmp_path / "b")))
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     with pytest.raises(InvalidSpec, match=f"response_format: .*{why}"):

@@ -14,7 +14,7 @@ from tests.train_support.world import METHODS
 from train.data.chat import ChatEncoder
 from train.data.formats import TEXT
 from train.data.packing import plan_packs
-from train.data.token_set import TOKENS, TokenSet, _pieces
+from train.data.token_set import TOKENS, TokenSet, _end_tokens, _pieces
 from train.data_checks.check import check_training_file
 from train.data_checks.process import checked, differ, report_on
 from train.methods.methods import method_of
@@ -61,6 +61,29 @@ def test_token_set_of_a_checked_file_opens_on_another_node(tmp_path):
 def test_token_set_that_no_check_wrote_is_refused(tmp_path):
     with pytest.raises(UnsupportedModel, match="has no tokens"):
         opened(write_chat_file(tmp_path / "train.jsonl", 3))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ('{"eos_token_id": [5, 6]}', '{"eos_token_id": 9}', [5, 6]),
+        ("{}", '{"eos_token_id": 9}', []),
+        (None, '{"limits": [0, Infinity], "eos_token_id": 9}', [9]),
+        ("not JSON", '{"eos_token_id": 9}', [9]),
+        (None, '{"eos_token_id": [5, 9], "text_config": {}}', [5, 9]),
+        (None, '{"text_config": {"eos_token_id": 9}}', [9]),
+        (None, None, []),
+    ],
+)
+def test_token_set_has_end_tokens_of_engines(tmp_path, generation, config, ends):
+    base = make_model_dir(tmp_path / "base")
+    own = load_tokenizer(str(base)).eos_token_id
+    shutil.copytree(base, tmp_path / "other")
+    for name, text in (("generation_config.json", generation), ("config.json", config)):
+        (tmp_path / "other" / name).unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / "other" / name).write_text(text)
+    assert _end_tokens(load_tokenizer(str(base)), tmp_path / "other") == sorted({*ends, own})
 
 
 def test_check_of_rejected_file_leaves_no_tokens(tmp_path):

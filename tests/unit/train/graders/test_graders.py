@@ -263,7 +263,7 @@ def test_template_escapes_literal_braces_like_jinja() -> None:
         (0, 1000, "0 0.5 7 70 1000", "007 00 010.5 -1"),
     ],
 )
-def test_judge_schema_accepts_only_result_and_reason(low: float, high: float, inside: str, outside: str) -> None:
+def test_judge_regex_accepts_only_result_and_reason(low: float, high: float, inside: str, outside: str) -> None:
     judge = SCORE | {"range": [low, high]}
     short = parse(judge | {"sampling_params": {"max_completion_tokens": 16}})
     long = parse({name: value for name, value in judge.items() if name != "sampling_params"})
@@ -277,7 +277,7 @@ def test_judge_schema_accepts_only_result_and_reason(low: float, high: float, in
         assert not re.fullmatch(form, reasoned.replace("as it is", "x" * 161))
 
 
-def test_score_model_request_has_schema_and_score_is_clamped() -> None:
+def test_score_model_request_has_regex_and_score_is_clamped() -> None:
     (name, body), *_ = requests(parse(SCORE), Sample("4"), {"question": "2+2?"}).items()
     assert name == "judge" and body["messages"][1] == {"role": "user", "content": "2+2?\n4"}
     assert (body["max_completion_tokens"], body["temperature"], body["seed"]) == (99, 0, 4)
