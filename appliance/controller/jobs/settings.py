@@ -3,12 +3,12 @@ validation and `plan job` call the same function, so a plan and its job cannot d
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -40,7 +40,7 @@ from train.methods.methods import method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
-from weights.format.errors import StoreFull
+from weights.format.errors import StoreFull, WeightsError
 from weights.format.foreign_json import config_in
 from weights.format.names import has_tokenizer
 
@@ -429,13 +429,17 @@ class JobValidation:
             jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
     async def _tokenizer(self, base: Resolved) -> Path | None:
-        """As `tokenizer_of`; brings back a version that only a remote place has."""
+        """As `tokenizer_of`; brings back a version that only a remote tier has. Raises OSError if memory is full."""
         context, folder = self._context, tokenizer_of(self._context, base)
         if folder is None and (version := _tokenizer_version(context, base)) is not None:
-            with suppress(LookupError, StoreFull):  # the start of the job reports these
-                bring = partial(context.tiers.bring_in, name_of(version))
+            bring = partial(context.tiers.bring_in, name_of(version))
+            try:
                 path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
-                folder = path if has_tokenizer(path) else None
+            except StoreFull as error:  # wait, as for a full disk: without tokens the job could never start
+                raise OSError(errno.ENOSPC, str(error)) from error
+            except (LookupError, WeightsError):
+                return None  # the start of the job reports it
+            folder = path if has_tokenizer(path) else None
         return folder
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from appliance.controller.app import create_app
+from appliance.controller.context import tasks
 from appliance.controller.grading.judging import CannotGoOn
 from appliance.controller.jobs.events import VALIDATIONS
 from appliance.store import files, jobs, keys, models
@@ -18,6 +19,7 @@ from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import CHECK as GRADER
 from tests.unit.controller.conftest import Control, chat_lines, insert_model
 from train.methods.methods import METHODS
+from weights.format.errors import IntegrityError, StoreFull
 
 
 async def test_job_is_validated_and_queued_with_resolved_auto_values(control: Control):
@@ -180,6 +182,19 @@ async def test_job_with_file_shape_unfit_for_method_is_rejected(control: Control
             await control.job(**fields, extra_body={"method": method})
         assert (refused.value.param, refused.value.code) == (at_fault, f"invalid_{at_fault}")
     assert not jobs.list_unfinished(control.db, " AND phase = 'validating'")
+
+
+async def test_validation_waits_for_memory_for_the_tokenizer(control: Control, monkeypatch):
+    raised = [StoreFull("no room"), StoreFull("no room"), IntegrityError("damaged", path="base")]
+
+    def bring_in(name):
+        raise raised.pop(0)
+
+    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
+    monkeypatch.setattr(control.context.tiers, "bring_in", bring_in)
+    job_id = await control.job()
+    await control.context.tasks.idle(VALIDATIONS)
+    assert (jobs.get(control.db, job_id).phase, raised) == ("queued", [])
 
 
 @pytest.mark.usefixtures("checked_here")
