@@ -359,7 +359,7 @@ class RankHost:
 
 
 class _Events:
-    """The numbered events of one rank: those that it sends, then "hung" or "ended"."""
+    """The numbered events of one rank: those that it sends, "hung" if it hangs, and "ended"."""
 
     def __init__(self, child: Child | None = None, limits: PingLimits = PingLimits()):
         self._kept: list[dict[str, Any]] = []
