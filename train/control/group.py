@@ -278,13 +278,7 @@ class RankHost:
         self._events = _Events()
 
     async def start(
-        self,
-        spec: dict[str, Any],
-        rank: int,
-        world_size: int,
-        meeting: str,
-        device: str,
-        snapshot: str | None = None,
+        self, spec: dict[str, Any], rank: int, world_size: int, meeting: str, device: str, snapshot: str | None = None
     ) -> None:
         """Fork the rank and return as soon as the process exists; it joins the world by itself. Raises WarmParentError.
 

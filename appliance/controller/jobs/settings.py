@@ -431,16 +431,16 @@ class JobValidation:
     async def _tokenizer(self, base: Resolved) -> Path | None:
         """As `tokenizer_of`; brings back a version that only a remote tier has. Raises OSError if memory is full."""
         context, folder = self._context, tokenizer_of(self._context, base)
-        if folder is None and (version := _tokenizer_version(context, base)) is not None:
-            bring = partial(context.tiers.bring_in, name_of(version))
-            try:
-                path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
-            except StoreFull as error:  # wait, as for a full disk: without tokens the job could never start
-                raise OSError(errno.ENOSPC, str(error)) from error
-            except (LookupError, WeightsError):
-                return None  # the start of the job reports it
-            folder = path if has_tokenizer(path) else None
-        return folder
+        if folder is not None or (version := _tokenizer_version(context, base)) is None:
+            return folder
+        bring = partial(context.tiers.bring_in, name_of(version))
+        try:
+            path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
+        except StoreFull as error:  # wait, as for a full disk: without tokens the job could never start
+            raise OSError(errno.ENOSPC, str(error)) from error
+        except (LookupError, WeightsError):  # the start of the job reports it
+            return None
+        return path if has_tokenizer(path) else None
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises TaskFailed."""
