@@ -58,7 +58,7 @@ def policy_of(mode: Mode, box_floor: int) -> Policy:
 
 def floor_notes(policy: Policy, device_count: int) -> list[str]:
     """A note for users if the floor leaves training no device."""
-    if policy.kind == "serve" or policy.serving_floor < max(1, device_count):
+    if policy.kind == "serve" or not 0 < device_count <= policy.serving_floor:
         return []
     return [f"The serving floor of {policy.serving_floor} keeps all {device_count} devices: training gets none."]
 

@@ -40,7 +40,7 @@ from train.methods.methods import method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
-from weights.format.errors import StoreFull
+from weights.format.errors import WeightsError
 from weights.format.foreign_json import config_in
 from weights.format.names import has_tokenizer
 
@@ -432,7 +432,7 @@ class JobValidation:
         """As `tokenizer_of`; brings back a version that only a remote place has."""
         context, folder = self._context, tokenizer_of(self._context, base)
         if folder is None and (version := _tokenizer_version(context, base)) is not None:
-            with suppress(LookupError, StoreFull):  # the start of the job reports these
+            with suppress(LookupError, WeightsError):  # the start of the job reports these
                 bring = partial(context.tiers.bring_in, name_of(version))
                 path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
                 folder = path if has_tokenizer(path) else None
