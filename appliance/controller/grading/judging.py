@@ -391,7 +391,7 @@ def check_completion(fields: dict[str, Any], param: str) -> None:
 # --- routes that try a grader
 
 
-ANSWER_WITHIN_S = 300.0
+TRIAL_WITHIN_S = 300.0
 
 
 class Validate(StrictBody):
@@ -416,7 +416,7 @@ def routes(context: ControllerContext, grading: Grading) -> APIRouter:
     async def run(body: Run, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
         sample, began_s = Sample(body.model_sample), time.perf_counter()
-        judged = await grading.ask_judges(caller.key_id, grader, sample, body.item, ANSWER_WITHIN_S)
+        judged = await grading.ask_judges(caller.key_id, grader, sample, body.item, TRIAL_WITHIN_S)
         (graded,) = await grading.grade(caller.key_id, grader, [(sample, body.item)], [judged])
         if not graded.was_run:
             message = f"The grader was not run: {'; '.join(graded.messages)}. Please retry."
