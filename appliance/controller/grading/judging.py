@@ -26,7 +26,7 @@ from appliance.controller.access.model_access import resolve as resolve_model
 from appliance.controller.bus.asking import Asking
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.routers import StrictBody, make_router
-from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs.events import add_message
 from appliance.gateway.core import errors as gateway_errors
@@ -343,9 +343,8 @@ def teacher_of(
     the caller may not ask, BadRequest for one that cannot teach this student; whether both have the same tokens takes a
     second, so the job's validation checks it."""
     if not isinstance(name, str) or not name:
-        raise InvalidValue(
-            f"Invalid '{param}': {shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION).", param
-        )
+        why = f"{shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION)"
+        raise _invalid(param, why, "invalid_value")
     check_may_ask(context.db, caller, name, param)
     teacher = resolve_model(context.db, name)
     if teacher is None:

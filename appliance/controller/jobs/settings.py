@@ -182,7 +182,7 @@ class SettingsRequest:
         BadRequest as `DeviceBounds.check` does."""
         bounds, method, dataset, resolved = self.bounds, self.method, self.dataset, self.resolve()
         nodes = nodes_of(self.context)
-        sizes = bounds.check(resolved, nodes)
+        bounds.check(resolved, nodes)
         speed, memory = jobs.factors(self.context.db, self.base.name, method.name, resolved["full"])
         box = replace(box_facts(self.context), memory_factor=memory, speed_factor=speed)
         kept = [name for name in capacity.LAYOUT if self._is_set(name)]
