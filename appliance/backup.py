@@ -104,7 +104,7 @@ def read(place: Objects, name: str) -> Manifest:
     except ObjectDamaged as error:
         raise BackupError(f"{place.where} has no backup {name!r}; it has {names(place)[-5:]}") from error
     except (ValueError, msgspec.DecodeError) as error:
-        raise BackupError(f"{place.where}/{_manifest_key(name)} is damaged; use another backup") from error
+        raise BackupError(f"{place.where}/{_manifest_key(name)} is damaged; delete it, use another backup") from error
 
 
 def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda done, of: None) -> Manifest:
@@ -269,10 +269,10 @@ def _restore_file(place: Objects, file: SavedFile, target: Path) -> None:
     os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
 
 
-def _remove_old(place: Objects, newest: str, keep: int) -> None:
-    """Delete all backups except `made` and the newest `keep`, and chunks that no other backup uses."""
+def _remove_old(place: Objects, taken: str, keep: int) -> None:
+    """Delete all backups except `taken` and the newest `keep`, and chunks that only the deleted ones use."""
     known = names(place)
-    old = [name for name in known[:-keep] if name != newest]
+    old = [name for name in known[:-keep] if name != taken]
     if not old:
         return
     needed = {chunk for name in {*known} - {*old} for file in read(place, name).files for chunk in file.chunks}

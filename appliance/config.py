@@ -128,7 +128,7 @@ class GatewaySettings(_Section):
         "share long prompts, but `cached_tokens` and response times then reveal prompts of other owners",
     )
     limits: Limits = Field(default_factory=Limits, description="limits on one client")
-    holds: HoldLimits = Field(default_factory=HoldLimits, description="limits on waiting requests")
+    holds: HoldLimits = Field(default_factory=HoldLimits, description="limits on requests that wait for a replica")
 
 
 class ObservabilitySettings(_Section):

@@ -2,7 +2,7 @@
 
     python -m appliance.boot.doctor --config FILE [--runs]      prints them as JSON
 
-A check that cannot be read is reported as skipped.
+A check whose state cannot be read is reported as skipped.
 """
 
 from __future__ import annotations

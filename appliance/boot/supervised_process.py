@@ -64,7 +64,7 @@ class Supervised:
         self.name, self.probe = name, probe
         self._start, self._background, self._say, self._clock = start, background, say, clock
         self._process: asyncio.subprocess.Process | None = None
-        self.runs = asyncio.Event()  # set while it runs, as far as known
+        self.runs = asyncio.Event()  # set from its start until its end is noticed
         self._answered: tuple[int | None, float] = (None, 0.0)
         self.failures = 0  # restarts in a row without a steady run between them
 

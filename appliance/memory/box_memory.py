@@ -140,7 +140,7 @@ class HostMemory:
         return "" if fits else f"an engine of {model} needs {gb(needed)}, more than {self._reading.where} has"
 
     def _needs(self, row: JobRow) -> dict[int, int]:
-        """Needed bytes by number of devices, up to the devices of this node; at least the smallest number."""
+        """Bytes that a job needs, by number of devices: numbers that this node has, else only the smallest."""
         needs = {size: min(needed, self._reading.total // 2) for size, needed in self._means.job_bytes(row).items()}
         most = max(self._means.devices(self._node), min(needs))
         return {size: needed for size, needed in needs.items() if size <= most}

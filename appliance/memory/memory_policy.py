@@ -1,8 +1,8 @@
 """Decides what the box frees when host memory is short, and when it reverts that. Pure: takes a reading and a time, and
 returns one action at a time.
 
-Memory is short when less than the reserve is available, when engines with waiting requests need more than is available,
-or when processes stall on memory (PSI). The box then frees one item at a time, and checks its effect:
+Memory is short when less than the reserve is available, when engines with waiting requests need more than is available
+above it, or when processes stall on memory (PSI). The box then frees one item at a time, and checks its effect:
 
     1. idle weights in shared memory          unused segments, and versions without a reader that a lower tier has
     2. sleeping engines                       least recently used first; their next start is cold

@@ -1,6 +1,6 @@
 """Try a checkpoint's chat templates, tokenizer and architecture in separate processes that can be killed.
 
-Untrusted files are read only by such processes: modules of the box that set their own limits and print JSON.
+Libraries read untrusted files only in such processes: modules of the box that set their own limits and print JSON.
 """
 
 from __future__ import annotations

@@ -430,7 +430,7 @@ def keep(records: Iterable[Kept], rules: KeepRules) -> list[Name]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What retention knows from the database. `kept`: versions and snapshots to which rules apply. `over`: snapshots of
+    """Facts from the database for retention. `kept`: versions and snapshots to which rules apply. `over`: snapshots of
     ended jobs."""
 
     kept: dict[Name, Kept]

@@ -102,7 +102,7 @@ def how_it_ended(status: int) -> str:
             "try again"
         )
     if status == -signal.SIGILL:
-        return "was ended by SIGILL, an instruction that this machine lacks: `appliance doctor` shows its features"
+        return "was ended by SIGILL, by an instruction that this machine refuses: `appliance doctor` shows its features"
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit code {status}"

@@ -45,7 +45,7 @@ CALL_SYNTAX = (
     ("[TOOL_CALLS]", "mistral"),
 )
 
-# Tokens without which vLLM's parser refuses a tokenizer, so that no engine starts. Other parsers need no tokens.
+# Tokens without which vLLM's parser refuses a tokenizer, so that no engine starts. Other parsers start without theirs.
 NEEDED_TOKENS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]",),
@@ -56,7 +56,7 @@ NEEDED_TOKENS: Mapping[str, tuple[str, ...]] = {
 PARSER_TOKENS = frozenset(token for tokens in NEEDED_TOKENS.values() for token in tokens)
 
 # vLLM's reasoning parser of a family, and the mark in chat templates of its reasoning models (vllm/reasoning; docs
-# "Reasoning Outputs"). Models of any other family with `<think>` tags get one of the two parsers below.
+# "Reasoning Outputs"). Other models with `<think>` tags get one of the two parsers below, whatever the family.
 REASONING_PARSERS: Mapping[str, tuple[str, str]] = {
     "gpt_oss": ("openai_gptoss", "<|channel|>"),
     "seed_oss": ("seed_oss", "<seed:think>"),
@@ -98,7 +98,7 @@ def reasoning_parser(model_type: str | None, chat_template: str | None) -> str |
     """vLLM's reasoning parser for a model family, None for a model that does not reason.
 
     The name of a family is not enough: Qwen 3's instruct models do not reason. If the template may open a thought at
-    the end of the prompt, the output has only the closing tag; otherwise it has both.
+    the end of the prompt, the output may have only the closing tag; otherwise a thought has both.
     """
     template = chat_template or ""
     own, sign = REASONING_PARSERS.get(model_type or "", (None, ""))

@@ -7,7 +7,7 @@ MLP width that a token passes:
     weights      b P (as stored if quantised); on a CPU b V h more for a head tied to the embedding (packed copy)
     adapters     slots x rank x sum of inputs and outputs of all linear layers x b, allocated at the start
     KV cache     2 x layers x heads x head size x b per token. On a CPU one whole context; on a GPU the rest of
-                 `gpu_memory_fraction`, or of the memory beside max_asleep_per_device sleeping engines
+                 `gpu_memory_fraction`, or of the memory that max_asleep_per_device sleeping engines leave
     activations  for a batch of tokens, and for sampling max_num_seqs rows of V logits
     engine       on a CPU its processes, which stay while it sleeps; on a GPU its context and captured graphs
 

@@ -90,7 +90,7 @@ def _enter(spec: ReplicaSpec, max_sequences_per_request: int) -> None:
     """Prepare this process for vLLM."""
     os.environ.update(engine_environment(spec, max_sequences_per_request))
     Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
-    tempfile.tempdir = spec.scratch_path  # the warm parent cached its own environment
+    tempfile.tempdir = spec.scratch_path  # tempfile has cached the warm parent's folder
 
 
 def _options(spec: ReplicaSpec) -> Namespace:

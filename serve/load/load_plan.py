@@ -3,8 +3,7 @@
 Every vLLM model has a `load_weights` that knows how checkpoint names map to its fused, sliced and padded parameters.
 The first load runs under a dispatch mode that notes each `copy_` from the mapped files into a parameter. Later versions
 are loaded by replaying these notes, which under tensor parallelism name exactly the slices that this worker reads. A
-parameter that is written from other bytes than mapped bytes or zeros is `unplanned`, and `unwritten` if no write was
-recorded.
+parameter that mapped bytes and zeros do not fill is `unplanned`, and also `unwritten` if no other write to it was seen.
 """
 
 from __future__ import annotations
@@ -138,8 +137,8 @@ def _runs(piece: Piece, whole: torch.Tensor, source: VersionSource) -> list[tupl
 class LoadPlan:
     """Copies that load a version into a model.
 
-    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, in model
-    order.
+    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, and the
+    first of them in model order comes first.
     """
 
     targets: dict[tuple[int, str], Target]

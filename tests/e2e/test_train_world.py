@@ -109,7 +109,7 @@ async def test_best_version_is_result_and_worsening_run_ends(shop):
     assert list(losses)[list(losses).index(best) + 1 :] == list(losses)[-2:], "two that were not better, and it ended"
     assert max(again.losses()) == max(losses) < again.of("metrics")[0]["total_steps"]
     told = [event["text"] for event in again.of("message")]
-    assert any(f"not better than that of step {best}" in text for text in told), told
+    assert any(f"not better than the one at step {best}" in text for text in told), told
     assert any(f"the result is the version of step {best}" in text for text in told), told
     versions = [event["step"] for event in (*world.of("published"), *again.of("published"))]
     assert versions[-1] == best and max(losses) not in versions
@@ -360,7 +360,7 @@ async def test_aborted_step_is_repeated_bitwise(shop, fields):
         await world.reached(max(losses, default=0) + 1)
         report = await world.group.suspend()
         losses |= world.losses()
-        left += sum("was left" in message["text"] for message in world.of("message"))
+        left += sum("was aborted" in message["text"] for message in world.of("message"))
         snapshot = report.snapshot_path
     last = await shop.run(spec, 2, snapshot=snapshot)
     assert losses | last.losses() == unbroken.losses() and not losses.keys() & last.losses().keys()

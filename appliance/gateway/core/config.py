@@ -21,7 +21,7 @@ Origin = Annotated[str, Meta(pattern=r"^([a-z][a-z0-9+.-]*://[a-z0-9._\-\[\]:]+|
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the work that one client can cause. Sizes in bytes, times in seconds."""
+    """Limits on the work that one client can cause, in bytes and seconds; the reference shows these texts."""
 
     max_connections: Count = 8192
     head_bytes: Count = 32 * 1024

@@ -37,8 +37,8 @@ class OwnerUse:
 
 
 class KeyUse:
-    """Spending of one key in one class. under_way: estimated tokens of open requests. A request takes
-    its estimate from the buckets at its start; its real usage corrects them at its end."""
+    """Spending of one key in one class. under_way: estimated tokens of open requests. A request takes its
+    estimate from the buckets at its start; its real usage corrects them at its end."""
 
     def __init__(self, owner: OwnerUse, batch: bool = False) -> None:
         self.owner, self.batch, self.under_way = owner, batch, 0

@@ -7,7 +7,8 @@
 - Later, a greedy stream continues if another engine can generate the same tokens (requests/answers.py); any other
   stream ends with an error event.
 - The bytes of a successful answer pass unchanged, except for the changes of `_rewrite`.
-- A request of class batch (header `x-appliance-class: batch`) yields to interactive requests and is no demand."""
+- A request of class batch (header `x-appliance-class: batch`) yields to interactive requests and does not
+  count as demand."""
 
 from __future__ import annotations
 

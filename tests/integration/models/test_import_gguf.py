@@ -140,7 +140,7 @@ def test_import_gguf_rejects_files_without_whole_model(library, tmp_path):
         library.import_model(str(odd))
     text = tmp_path / "text.gguf"
     text.write_text("no model")
-    with pytest.raises(SourceNotFound, match="no GGUF"):
+    with pytest.raises(SourceNotFound, match="not GGUF"):
         library.import_model(str(text))
 
 
