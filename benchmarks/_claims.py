@@ -20,8 +20,7 @@ FOLDER = Path(__file__).resolve().parents[1] / ".benchmarks"
 
 
 class Claim(TypedDict):
-    """One measured figure. size: the model or input. met: if it meets its aim; None without aim. date: day of the
-    run."""
+    """A measured figure. size: model or input. met: whether it meets its aim (None: no aim). date: day of the run."""
 
     claim: str
     size: str

@@ -5,7 +5,7 @@ reached.
 
 Setup: the starter, LoRA of rank 8, sums, eight answers per prompt and step. A way is `train` (mode train: an engine and
 ranks on all other devices), `engine-N` (an engine and one rank, with staleness N) or `trl` (GRPOTrainer with
-transformers' `generate`). TRL runs after the box has stopped. Seconds count from the begin of the first step, without
+transformers' `generate`). TRL runs after the box has stopped. Seconds count from the start of the first step, without
 imports and the start of a box. Results per way: wall and CPU seconds of a step (of the whole box), the mean reward by
 step, and seconds and answer tokens until the mean of four steps reaches some rewards.
 """
@@ -36,7 +36,7 @@ STARTER_STEPS = 10
 
 @dataclass(frozen=True)
 class Curve:
-    """Values by step. ended_s: seconds from the begin of the first step to the end of this one. rewards: means.
+    """Values by step. ended_s: seconds from the start of the first step to the end of this one. rewards: means.
     lengths: mean tokens of an answer. cpu_s: CPU seconds of a step, without the first."""
 
     ended_s: tuple[float, ...]

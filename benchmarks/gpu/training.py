@@ -1,7 +1,6 @@
 """The parts of `make gpu-smoke` that measure a training rank, with the ranks' own code. Each works on any kind of
 device, including the CPU, and for any size, so that its computation is tested without a GPU. An error is the distance
-from the float32 result, relative to its norm.
-"""
+from the float32 result, relative to its norm."""
 
 from __future__ import annotations
 
@@ -178,8 +177,7 @@ def kernels(
     family: str = "llama",
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[Check]:
-    """Compare some layers of a model, forward and backward, with Liger's kernels and with torch's, the default of a job
-    (`kernels`)."""
+    """Compare some layers, forward and backward, with Liger's kernels and with torch's, a job's default (`kernels`)."""
     from transformers import AutoConfig, AutoModel
 
     from train.model import attention as packed

@@ -1,6 +1,4 @@
-"""Simulates requests to one model, with simulated engines, one job, and the real scheduler. `run_policy` runs one
-policy in virtual time.
-"""
+"""`run_policy` simulates one policy in virtual time: requests to one model, one job, and the real scheduler."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ Busy = Literal["coming", "leaving"] | None
 PATIENT = 0.5
 """Share of the time-to-first-token target that the backlog may take before another replica is woken."""
 FULL = 0.8
-"""Load of a replica, as a share of `target_inflight`, at which another is woken: requests differ in size, so caches may
-be full, and new requests late, before the count reaches the target."""
+"""Load of a replica at which another is woken (1: as many requests as it carries): requests differ in size, so caches
+may be full, and new requests late, before the load is 1."""
 
 
 @dataclass(frozen=True, slots=True)

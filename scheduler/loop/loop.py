@@ -419,7 +419,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             return
         if move.side == "free":
             if holder.kind == "replica":
-                self._transitions[holder].target = ()  # the drain was cancelled, but its undo failed
+                self._transitions[holder].target = ()  # a cancelled drain keeps its devices, but this one failed first
             self.failures.moves[move.name] += 1
             wait_s = self.failures.backoff_s(self.failures.moves[move.name])
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}

@@ -120,7 +120,7 @@ def check_cron(cron: str, param: str) -> None:
     plain = re.fullmatch(r"[\d*/,\-#lL ]+", _NAMES.sub("1", cron)) is not None
     if len(cron.split()) != 5 or not plain or not croniter.is_valid(cron):
         raise InvalidSchedule(
-            f"schedule {cron!r} is not a cron expression: expected five fields, minute hour day month weekday,  "
+            f"schedule {cron!r} is not a cron expression: expected five fields, minute hour day month weekday, "
             'e.g. "0 22 * * *" for every day at 22:00',
             param,
         )

@@ -422,7 +422,7 @@ class Round:
 
     def keep_open(self) -> None:
         """Keep engines open while no other holder needs their devices and their idle time has not passed, and outdated
-        engines until their replacements are open; wake engines that slept for a check of their devices."""
+        engines until their replacements are open."""
         counts = Counter(r.model for r in self.out.values() if r.state == "open")
         is_open = {r.id for r in self.plan_input.replicas if r.state == "open"}
         starting = Counter(r.model for r in self.out.values() if r.state == "open" and r.id not in is_open)

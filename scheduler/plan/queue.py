@@ -97,7 +97,7 @@ def _reserve(job: JobView, size: int, free: dict[str, int]) -> None:
 
 
 def _ahead(job: JobView, ahead: JobView) -> str:
-    """A sentence on the jobs ahead. The job's owner reads it: it must not name another owner's job."""
+    """A phrase on the jobs ahead. The job's owner reads it: it must not name another owner's job."""
     return f"job {ahead.id} and others ahead of it" if ahead.owner == job.owner else "jobs ahead of it"
 
 

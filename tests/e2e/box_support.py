@@ -318,7 +318,7 @@ class WholeBox:
         return found
 
     def open_to_others(self) -> dict[str, str]:
-        """Modes of the box's files that other users could open, except of tests and inside Ray's private folders."""
+        """Modes of the box's files that other users could open, without appliance.toml and Ray's private folders."""
         found, paths = {}, BoxPaths.of(self.data_dir)
         rays = (paths.ray_session, paths.ray_logs)
         assert {place.parent.lstat().st_mode & 0o777 for place in rays} == {0o700}
@@ -333,7 +333,7 @@ class WholeBox:
 
 
 def answers_to_strangers(address: str, port: int) -> str:
-    """Answers to a client without token and certificate, in clear and under TLS; "" if it only refuses."""
+    """Answers to a client without token and certificate, in clear and under TLS; "" if it is silent or refuses."""
     said = []
     for secure in (False, True):
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5) as plain:

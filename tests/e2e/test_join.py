@@ -156,9 +156,7 @@ def listening_for_strangers(home, away) -> dict[str, str]:
             host, _, port = where.rpartition(":")
             if host not in ("127.0.0.1", "::1"):
                 open_to_network[where] = who
-                if heard := answers_to_strangers(
-                    HOME if host == HOME else AWAY if host == AWAY else address, int(port)
-                ):
+                if heard := answers_to_strangers(host if host in (HOME, AWAY) else address, int(port)):
                     said[f"{where} {who}"] = heard
     assert any("raylet" in who for who in open_to_network.values()), open_to_network
     engines = {str(pid) for pid in away.pids_logging_to("engine-*.log")}

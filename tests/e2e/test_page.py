@@ -104,7 +104,7 @@ def test_reload_keeps_login_and_logout_ends_it(visit: Visit, front: Front) -> No
     front.wait(lambda: not page.context.cookies())
 
 
-def test_page_polls_when_hidden_and_over_restart(visit: Visit, front: Front) -> None:
+def test_page_polls_only_while_visible_and_over_restart(visit: Visit, front: Front) -> None:
     """Its console reports the requests that failed meanwhile."""
     page, asked = visit(place="#/keys", loud=True), []
     page.on("request", lambda request: asked.append(time.monotonic()) if request.url.endswith("/v1/keys") else None)

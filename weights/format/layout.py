@@ -113,8 +113,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One safetensors file: `header` is its exact first bytes (length prefix, JSON, padding), `tensors` are in file
-    order."""
+    """A safetensors file. header: its exact first bytes (length prefix, JSON, padding). tensors: in file order."""
 
     name: str
     header: bytes = field(repr=False)

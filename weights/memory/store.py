@@ -385,8 +385,7 @@ def _free_path(root: Path, name: Name) -> Path:
 
 
 def _publish(root: Path, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
-    """Publishes the written draft at `path` as the version of the manifest. Raises VersionExists, IntegrityError,
-    StoreError."""
+    """Publishes the draft at `path` under its manifest's name. Raises VersionExists, IntegrityError, StoreError."""
     target = _free_path(root, manifest.name)
     write_file(path / MANIFEST_FILE, manifest.to_bytes())
     if pinned:

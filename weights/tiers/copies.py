@@ -3,7 +3,7 @@
 On disk a copy is a plain directory, which training maps and every tool can read. In the remote location
 (weights.tiers.objects) each file is split into objects of up to 32 MiB:
 
-    copies/<kind>s/<model>/<version>               the manifest; written last, so a version with a record is complete
+    copies/<kind>s/<model>/<version>               the manifest; written last, so a version with one is complete
     parts/<kind>s/<model>/<version>/<file>.<n>     the n-th part of a file of the version
 
 Parts with 8-bit moments consist of blocks (weights.tiers.moments). Only one process writes a location; any may read it.
@@ -259,8 +259,7 @@ def _part_key(name: Name, file: str, number: int) -> str:
 
 
 def verify(directory: Path) -> Manifest:
-    """Checks all bytes of a version directory against its manifest and returns the manifest. Raises
-    IntegrityError naming the file."""
+    """Checks all bytes of a version directory, and returns its manifest. Raises IntegrityError naming the file."""
     manifest = Manifest.read(directory)
     return read_whole(manifest, partial(chunks_of, directory, manifest), source=directory)
 

@@ -237,7 +237,7 @@ WHAT = {
     **{f"{form}-128": functools.partial(quantised, form=form, size=formats.USUAL_GROUP) for form in FOUR_BITS},
     # On Hopper their kernels are compiled at the first start.
     **{f"{form}-32": functools.partial(quantised, form=form) for form in FOUR_BITS},
-    # Layers with biases, which kernels pad or lay out differently. VLLM_DISABLED_KERNELS selects older kernels.
+    # Layers with biases, which kernels pad or lay out differently. VLLM_DISABLED_KERNELS leaves those of older GPUs.
     **{f"{form}-biases": functools.partial(quantised, form=form, family="qwen2") for form in ("fp8", *FOUR_BITS)},
     "kill": kill,
     "adapters": adapters,

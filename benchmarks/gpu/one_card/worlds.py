@@ -116,9 +116,9 @@ async def killed(shop: Workshop) -> None:
     began_s = time.monotonic()
     outcome = await asyncio.wait_for(world.group.wait(), 60)
     took_s = time.monotonic() - began_s
-    fine = outcome.error["message"].startswith("rank 1 died") and took_s < 5 and _held() == 0
+    fine = str(outcome.error).startswith("rank 1 died") and took_s < 5 and _held() == 0
     print(
-        f"killed: {outcome.error['message'][:80]!r} after {took_s:.1f} s, {_held()} processes on the card: "
+        f"killed: {str(outcome.error)[:80]!r} after {took_s:.1f} s, {_held()} processes on the card: "
         f"{'ok' if fine else 'WRONG'}",
         flush=True,
     )
@@ -138,7 +138,7 @@ async def stopped(shop: Workshop) -> None:
     os.kill(world.pids()[1], signal.SIGSTOP)
     began_s = time.monotonic()
     outcome = await asyncio.wait_for(world.group.wait(), 90)
-    print(f"stopped: {outcome.error['message'][:160]!r} after {time.monotonic() - began_s:.1f} s (8 is the limit)")
+    print(f"stopped: {str(outcome.error)[:160]!r} after {time.monotonic() - began_s:.1f} s (8 is the limit)")
     print("  rank 0's log says:", [line for line in world.logs().splitlines() if "Watchdog" in line][:2], flush=True)
 
 
