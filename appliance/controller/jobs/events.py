@@ -411,11 +411,8 @@ def set_wanted(context: ControllerContext, job_id: str, wanted: JobWanted, calle
                 add_message(db, job_id, _MESSAGES[wanted])
             after = jobs.get(db, job_id)
     except IllegalTransition as error:
-        raise Conflict(
-            f"The fine-tuning job {job_id} is {error.found}; it cannot be asked to {verb} any more.",
-            param="fine_tune_id",
-            code="invalid_job_state",
-        ) from error
+        message = f"The fine-tuning job {job_id} is {error.found}; it cannot be asked to {verb} any more."
+        raise Conflict(message, "fine_tune_id", "invalid_job_state") from error
     if wanted == "cancel":
         context.tasks.restart(VALIDATIONS, job_id)  # frees its slot
     context.scheduler.nudge(f"{verb} of {job_id}")
