@@ -380,10 +380,9 @@ class Table(Generic[Row]):
         scope, places = scope or {}, (order_by, "seq") if order_by else ("seq",)
         owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
         conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
+        has_pair = "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
         for pair in (metadata or {}).items():
-            conditions.append(
-                "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
-            )
+            conditions.append(has_pair)
             values += pair
         if after is not None:
             position = db.execute(

@@ -82,10 +82,6 @@ def how_ended(db: Database, key_id: str | None) -> str:
     return standing(db, key_id)[1]
 
 
-def list_live(db: Database) -> list[KeyRow]:
-    return list_all(db, "revoked_s IS NULL")
-
-
 def revoke(db: Database, id_or_name: str) -> KeyRow:
     """Ends its logins of the page too. Idempotent: the time of the first revocation stays. Raises RowNotFound."""
     row = find(db, id_or_name)

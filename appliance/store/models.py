@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ VERSION_MARK, CHECKPOINT_MARK = "@", ":ckpt-"
 """What a public name has between a model and its version (`MODEL@VERSION`) or its checkpoint (`MODEL:ckpt-step-N`)."""
 find, update, list_all, page = MODELS.find, MODELS.update, MODELS.list_all, MODELS.page
 insert_version, find_version, update_version = VERSIONS.insert, VERSIONS.find, VERSIONS.update
-delete_version = VERSIONS.delete
+delete, delete_version = MODELS.delete, VERSIONS.delete
 
 
 def insert(db: Database, row: ModelRow) -> None:
@@ -69,16 +70,10 @@ def callable_names(db: Database, viewer: str | None) -> list[str]:
 
 def audiences(db: Database) -> dict[str, list[str] | None]:
     """The owners who see each model; None if everybody does. An admin sees all of them anyway."""
-    found: dict[str, set[str]] = {
-        row["id"]: {row["owner"]} - {""} for row in db.execute("SELECT id, owner FROM models")
-    }
-    for row in db.execute("SELECT model, owner FROM model_shares"):
-        found[row["model"]].add(row["owner"])
-    return {name: None if EVERYBODY in owners else sorted(owners) for name, owners in found.items()}
-
-
-def list_callable(db: Database) -> list[ModelRow]:
-    return list_all(db, "active_version IS NOT NULL")
+    audiences = defaultdict[str, set[str]](set)
+    for name, owner in db.execute("SELECT id, owner FROM models UNION ALL SELECT model, owner FROM model_shares"):
+        audiences[name].add(owner)
+    return {name: None if EVERYBODY in owners else sorted(owners - {""}) for name, owners in audiences.items()}
 
 
 def without_chat_template(db: Database) -> set[tuple[str, str]]:
@@ -103,12 +98,6 @@ def serve(db: Database, name: str, version: str) -> None:
     activate(db, name, version)
     if DEPLOYMENTS.find(db, name) is None:
         DEPLOYMENTS.insert(db, DeploymentRow(name, time.time()))
-
-
-def delete(db: Database, name: str) -> None:
-    """Deletes the versions and the deployment too. Raises RowNotFound."""
-    if not MODELS.delete(db, name):
-        raise RowNotFound("models", name)
 
 
 def active(db: Database, row: ModelRow) -> VersionRow | None:

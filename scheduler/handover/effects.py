@@ -35,8 +35,8 @@ Outcome = Literal["succeeded", "failed", "cancelled"]
 class GroupEnded:
     """How a job's group ended by itself.
 
-    `step`: the last saved training step (in a snapshot or published); a higher value than at the previous failure
-    counts as progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`: whose
+    `step`: the last training step that its ranks reported; a higher value than at the previous failure counts as
+    progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`: whose
     fault it was.
     """
 

@@ -328,6 +328,13 @@ def test_broad_handlers_raise_or_use_the_error():
                 assert raises or used or name_of(path) in ENDING, f"{name_of(path)}:{handler.lineno}"
 
 
+def test_no_module_assigns_a_constant_twice():
+    for path in files():
+        targets = (target for node in tree(path).body if isinstance(node, ast.Assign) for target in node.targets)
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        assert len(names) == len(set(names)), f"{path}: the second value would replace the first everywhere"
+
+
 def test_python_m_commands_have_safe_path_option():
     """`python -m` searches the working directory first, where another user could place a module: require `-P` before
     `-m`.

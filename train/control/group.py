@@ -16,7 +16,7 @@ Rules
   a collective for ever.
 - The group repairs nothing. The outcome says whether a restart from the newest snapshot can help.
 
-`RankHost` supervises one of the ranks, in a Ray actor: it holds the device, has the rank forked, notices when it hangs,
+`RankHost` supervises one of the ranks, in a Ray actor: it holds the device, has the rank forked, kills it if it hangs,
 and passes on its events. If its caller dies, another one may take over: it keeps events until a caller has acknowledged
 them, and those that report the rank's state (`STATES`) for the rank's life, so that a new caller can read from the
 beginning.
@@ -63,7 +63,7 @@ class PingLimits:
     ping_every_s: float = 1.0
     ping_timeout_s: float = 5.0
     long_ping_timeout_s: float = 60.0  # until the rank is ready
-    phase_limit_s: float = 900.0  # of one micro-batch, one validation, one tokenisation ...
+    phase_limit_s: float = 900.0  # of one micro-batch, one snapshot, the loading of the model ...
 
 
 @dataclass(frozen=True)
@@ -192,10 +192,11 @@ class Group:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if self._killed in done:
                 return RankFailed(0, self._killed.result(), code="killed")
-            failures = [error for task in done if (error := task.result())]
+            failures = [error for task in listeners if task in done and (error := task.result())]
         if failures and _distance(failures[0]):
             ended, _ = await asyncio.wait(listeners, timeout=_GRACE_S)
-            failures += [error for task in ended if (error := task.result())]  # the first wins a tie
+            # The first wins a tie.
+            failures += [error for task in listeners if task in ended and (error := task.result())]
         return min(failures, key=_distance, default=None)
 
     async def _listen(self, rank: int) -> RankFailed | None:
@@ -227,7 +228,7 @@ class Group:
             return RankFailed(rank, f"sent an event that could not be handled: {error!r}")
 
     def _take(self, rank: int, name: str, event: dict[str, Any]) -> None:
-        self._step = event.get("step", self._step)
+        self._step = max(self._step, event.get("step", 0))  # another rank's "ready" may come later
         if name != "ready":
             self._report(name, **event)
             return
@@ -277,13 +278,7 @@ class RankHost:
         self._events = _Events()
 
     async def start(
-        self,
-        spec: dict[str, Any],
-        rank: int,
-        world_size: int,
-        meeting: str,
-        device: str,
-        snapshot: str | None = None,
+        self, spec: dict[str, Any], rank: int, world_size: int, meeting: str, device: str, snapshot: str | None = None
     ) -> None:
         """Fork the rank and return as soon as the process exists; it joins the world by itself. Raises WarmParentError.
 
@@ -358,7 +353,7 @@ class RankHost:
 
 
 class _Events:
-    """The numbered events of one rank: those that it sends, then "hung" or "ended"."""
+    """The numbered events of one rank: those that it sends, "hung" if it hangs, and "ended"."""
 
     def __init__(self, child: Child | None = None, limits: PingLimits = PingLimits()):
         self._kept: list[dict[str, Any]] = []
@@ -391,7 +386,8 @@ class _Events:
         await self._add({"event": "ended", "starved": child.starved, "how": child.how_it_ended()})
 
     async def _watch(self, child: Child) -> None:
-        """Add "hung" once the rank is silent, or too long in one phase."""
+        """Add "hung" and kill the rank once it is silent, or too long in one phase. If it could resume, no group would
+        read its later events."""
         limits, how = self._limits, ""
         while not how:
             await asyncio.sleep(limits.ping_every_s)
@@ -408,3 +404,4 @@ class _Events:
                     how = f"hangs in phase {report['phase']!r} at step {report['step']} "
                     how += f"for {report['in_phase_s']:.0f} s"
         await self._add({"event": "hung", "how": how})
+        child.kill()

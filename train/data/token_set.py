@@ -117,7 +117,8 @@ class TokenSet:
     def __init__(self, path: str | Path, method: Rows, *, max_length: int, packing: bool):
         directory, name = tokens_of(path), Path(path).name
         if not directory.exists():
-            raise UnsupportedModel(f"{name} has no tokens: its check had no tokenizer; create the job again with one")
+            why = "the model's tokenizer was missing when the data was checked, or another release checked it"
+            raise UnsupportedModel(f"{name} has no tokens: {why}. Create the job again")
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_records, self.digest = facts["pad_id"], facts["n_records"], str(facts["digest"])
         self.ends: list[int] = facts["ends"]

@@ -206,7 +206,8 @@ def coarsen_clipping(engine: Any) -> None:
 
     A sum of a few bf16 gradients in fp32 is nearly always exact in any order; the norm, summed by partition, is not.
     Its last bit scales every gradient and eventually changes a bf16 weight: the loss curves of two world sizes agreed
-    to 1e-7 for some ten steps and to 1e-4 afterwards. BF16_Optimizer takes the norm of whole gradients, which is exact.
+    to 1e-7 for some ten steps and to 1e-4 afterwards. BF16_Optimizer takes the norm of whole gradients, in any world
+    the same.
     """
     optimizer = engine.optimizer
     if is_zero3(engine):

@@ -248,7 +248,7 @@ def history(session: Session, args: Namespace) -> None:
         session.show(session.client.get(f"/admin/v1/handovers/{segment(args.id)}"), draw_handover)
     else:
         answer = session.client.get("/admin/v1/handovers", limit=args.limit)
-        session.show(answer, lambda found: output.listing(_HANDOVERS, found["data"], empty="no hand-overs yet"))
+        session.show(answer, lambda page: output.listing(_HANDOVERS, page["data"], empty="no hand-overs yet"))
 
 
 def _invitation(args: Namespace, act: str, *words: str) -> Any:

@@ -156,19 +156,11 @@ class Spending:
         self._bus.publish(keys=key_table(self._db, time.time()))
 
     def take(self, rows: list[dict[str, Any]]) -> None:
-        """rows: {"key", "model", "version", "requests", "errors", "prompt_tokens", "completion_tokens"}, perhaps
-        "refused". Raises sqlite3.Error when they cannot be written now; the next `write` then includes them."""
+        """Write these rows and those that could not be written before. rows: {"key", "model", "version", "requests",
+        "errors", "prompt_tokens", "completion_tokens"}, perhaps "refused". Raises sqlite3.Error."""
         for row in rows:
             counts = {name: count for name, count in row.items() if name not in _NAMED_BY}
             self._unwritten.setdefault(tuple(row[part] for part in _NAMED_BY), Counter()).update(counts)
-        self.write()
-
-    async def flush(self) -> None:
-        """Write what an earlier `take` could not; called every `USAGE_EVERY_S`."""
-        self.write()
-
-    def write(self) -> None:
-        """Write everything received that is not in the store yet. Raises sqlite3.Error."""
         rows = [dict(zip(_NAMED_BY, name, strict=True)) | counts for name, counts in self._unwritten.items()]
         now_s = time.time()
         named = [row for key in {row["key"] for row in rows} if (row := keys.find(self._db, key)) is not None]
@@ -177,6 +169,10 @@ class Spending:
         self._unwritten.clear()
         if [spent_quota(self._db, row, now_s) for row in named] != before:
             self.publish_keys()
+
+    async def flush(self) -> None:
+        """Write what an earlier `take` could not; called every `USAGE_EVERY_S`."""
+        self.take([])
 
 
 def spent_quota(db: Database, row: KeyRow, now_s: float) -> tuple[float | None, str]:
@@ -209,7 +205,7 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     where = "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s"
     expired = keys.list_all(db, where, now_s - EXPIRED_KEPT_S)
     table: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in expired}
-    for row in keys.list_live(db):
+    for row in keys.list_all(db, "revoked_s IS NULL"):
         (spent_until_s, spent), owner = spent_quota(db, row, now_s), row.owner or row.id
         limits = {
             "models": None if row.models is None else sorted({*row.models, *trained(owner)}),

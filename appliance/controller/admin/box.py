@@ -314,8 +314,9 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
         body: ModeSet, caller: Caller, wait: bool = False, timeout_s: Annotated[float | None, Query(gt=0)] = None
     ) -> dict[str, Any]:
         _check(context, body)
+        by_hand = mode.Mode(**body.model_dump(), since_s=time.time(), by=name_of(context, caller))
         with db.transaction():
-            by_hand = mode.write_mode(db, mode.Mode(**body.model_dump(), by=name_of(context, caller)))
+            mode.write_mode(db, by_hand)
             # Before the answer, which may take minutes.
             record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
         limit_s = min(timeout_s or LONGEST_WAIT_S, LONGEST_WAIT_S)

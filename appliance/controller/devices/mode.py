@@ -8,7 +8,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -43,11 +43,9 @@ def read_mode(db: Database) -> Mode:
     return Mode("auto") if stored is None else Mode(**stored)
 
 
-def write_mode(db: Database, mode: Mode, now_s: float | None = None) -> Mode:
+def write_mode(db: Database, mode: Mode) -> None:
     """Store a mode set by hand. While a window applies, it holds until the next edge."""
-    mode = replace(mode, since_s=time.time() if now_s is None else now_s)
     box.put(db, "mode", asdict(mode))
-    return mode
 
 
 def policy_of(mode: Mode, box_floor: int) -> Policy:
@@ -58,7 +56,7 @@ def policy_of(mode: Mode, box_floor: int) -> Policy:
 
 def floor_notes(policy: Policy, device_count: int) -> list[str]:
     """A note for users if the floor leaves training no device."""
-    if policy.kind == "serve" or policy.serving_floor < max(1, device_count):
+    if policy.kind == "serve" or not 0 < device_count <= policy.serving_floor:
         return []
     return [f"The serving floor of {policy.serving_floor} keeps all {device_count} devices: training gets none."]
 

@@ -146,7 +146,7 @@ class BusRouting:
 
     def refresh(self) -> int:
         """Publish the table from the current store and replicas; returns its generation."""
-        rows = {row.id: row for row in models.list_callable(self._db)}
+        rows = {row.id: row for row in models.list_all(self._db, "active_version IS NOT NULL")}
         self._names, self._guests = self._callable(rows), {}
         for name, row in self._names.items():
             if row.host is not None:
@@ -178,12 +178,12 @@ class BusRouting:
 
     def policy_adapters(self) -> dict[str, AdapterRow]:
         """Models in training that are adapters, by name."""
-        bases = {row.id: row.active_version for row in models.list_callable(self._db)} if self.policies else {}
-        return {
-            name: AdapterRow(name, name, "", policy.base, policy.base_version, bases[policy.base])
-            for name, policy in self.policies.items()
-            if not policy.version and policy.base in bases
-        }
+        adapters = {}
+        for name, policy in self.policies.items():
+            base = None if policy.version else models.find(self._db, policy.base)
+            if base is not None and base.active_version is not None:
+                adapters[name] = AdapterRow(name, name, "", base.id, policy.base_version, base.active_version)
+        return adapters
 
     async def wait_applied(self) -> None:
         """Return when the gateway routes by the current table."""

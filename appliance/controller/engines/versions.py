@@ -297,10 +297,9 @@ class SettingsCheck:
             (f for f in (version.shm_path, version.disk_path) if f and Path(f, "config.json").is_file()), None
         )
         if folder is None:
-            raise OperationFailed(
-                f"Version {version.version} of {model.id} is neither in memory nor on disk now, so vLLM cannot be "
-                "asked about its settings; ask the model something and try again."
-            )
+            where = f"Version {version.version} of {model.id} is neither in memory nor on disk now"
+            why = f"{where}, so vLLM cannot be asked about its settings"
+            raise OperationFailed(f"{why}; ask the model something and try again.")
         check_id = f"check-{uuid.uuid4().hex[:8]}"
         spec = ReplicaSpec(
             replica_id=check_id,

@@ -54,10 +54,12 @@ MAX_FILENAME_BYTES = 255
 MAX_PARTS = 10_000
 _COPY_BYTES = 2**20
 
-_RECORDED = ("filename", "purpose", "bytes")
-FILES = Resource("file", "/v1/files", (FINE_TUNING,), files.find, "No such File object: {}", "id", fields=_RECORDED)
+_AUDITED = ("filename", "purpose", "bytes")
+FILES = Resource(
+    "file", "/v1/files", (FINE_TUNING,), files.find, missing="No such File object: {}", param="id", fields=_AUDITED
+)
 UPLOADS = Resource(
-    "upload", "/v1/uploads", (FINE_TUNING,), uploads.find_visible, "No such Upload object: {}", fields=_RECORDED
+    "upload", "/v1/uploads", (FINE_TUNING,), uploads.find_visible, missing="No such Upload object: {}", fields=_AUDITED
 )
 
 

@@ -26,7 +26,7 @@ from appliance.controller.access.model_access import resolve as resolve_model
 from appliance.controller.bus.asking import Asking
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.routers import StrictBody, make_router
-from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs.events import add_message
 from appliance.gateway.core import errors as gateway_errors
@@ -343,9 +343,8 @@ def teacher_of(
     the caller may not ask, BadRequest for one that cannot teach this student; whether both have the same tokens takes a
     second, so the job's validation checks it."""
     if not isinstance(name, str) or not name:
-        raise InvalidValue(
-            f"Invalid '{param}': {shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION).", param
-        )
+        why = f"{shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION)"
+        raise _invalid(param, why, "invalid_value")
     check_may_ask(context.db, caller, name, param)
     teacher = resolve_model(context.db, name)
     if teacher is None:
@@ -391,7 +390,7 @@ def check_completion(fields: dict[str, Any], param: str) -> None:
 # --- routes that try a grader
 
 
-ANSWER_WITHIN_S = 300.0
+TRIAL_WITHIN_S = 300.0
 
 
 class Validate(StrictBody):
@@ -416,7 +415,7 @@ def routes(context: ControllerContext, grading: Grading) -> APIRouter:
     async def run(body: Run, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
         sample, began_s = Sample(body.model_sample), time.perf_counter()
-        judged = await grading.ask_judges(caller.key_id, grader, sample, body.item, ANSWER_WITHIN_S)
+        judged = await grading.ask_judges(caller.key_id, grader, sample, body.item, TRIAL_WITHIN_S)
         (graded,) = await grading.grade(caller.key_id, grader, [(sample, body.item)], [judged])
         if not graded.was_run:
             message = f"The grader was not run: {'; '.join(graded.messages)}. Please retry."

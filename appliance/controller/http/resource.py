@@ -72,15 +72,15 @@ class Resource(Generic[Row]):
         """The row that the request makes, or that an earlier attempt made.
 
         One transaction: of two copies of a request one makes the row and the other gets it, and a crash leaves both
-        rows or none. Raises Conflict if the idempotency key was used with another body, and KeyRevoked for
-        an API key that has ended since.
+        rows or none. Raises Conflict if the idempotency key was used with another body, and KeyRevoked for an API key
+        that has ended since.
 
         Args:
             body: its bytes; of an upload, its identity.
             make: checks bounds and inserts the row.
         """
         db: Database = request.app.state.context.db
-        key, sha256 = request.headers.get("idempotency-key"), hashlib.sha256(body).hexdigest()
+        key, sha256 = request.headers.get("idempotency-key") or None, hashlib.sha256(body).hexdigest()
         source: tuple[str, str] = caller.key_id or "", request.scope["path"]  # the box itself has no key id
         same, select = "key_id = ? AND route = ? AND idempotency_key = ?", "SELECT * FROM idempotency WHERE"
         earlier: IdempotencyRow | None = None

@@ -3,12 +3,12 @@ validation and `plan job` call the same function, so a plan and its job cannot d
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -40,7 +40,7 @@ from train.methods.methods import method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
-from weights.format.errors import WeightsError
+from weights.format.errors import StoreFull, WeightsError
 from weights.format.foreign_json import config_in
 from weights.format.names import has_tokenizer
 
@@ -71,12 +71,9 @@ class NodeSizes:
         """Raise BadRequest if no node has as many devices. name: the field at fault. shown: its value, in words."""
         if devices > self.largest:
             node = "the box" if len(self.counts) == 1 else "the largest node of the box"
-            raise BadRequest(
-                f"{name} is {shown or devices}; expected at most {self.largest}, which is all that {node} has. Ask for "
-                "less, or join a node with more devices first (`appliance join`).",
-                param=name,
-                code="insufficient_devices",
-            )
+            why = f"{name} is {shown or devices}; expected at most {self.largest}, which is all that {node} has"
+            how = "Ask for less, or join a node with more devices first (`appliance join`)."
+            raise BadRequest(f"{why}. {how}", name, "insufficient_devices")
 
 
 def nodes_of(context: ControllerContext) -> NodeSizes:
@@ -182,7 +179,7 @@ class SettingsRequest:
         BadRequest as `DeviceBounds.check` does."""
         bounds, method, dataset, resolved = self.bounds, self.method, self.dataset, self.resolve()
         nodes = nodes_of(self.context)
-        sizes = bounds.check(resolved, nodes)
+        bounds.check(resolved, nodes)
         speed, memory = jobs.factors(self.context.db, self.base.name, method.name, resolved["full"])
         box = replace(box_facts(self.context), memory_factor=memory, speed_factor=speed)
         kept = [name for name in capacity.LAYOUT if self._is_set(name)]
@@ -429,18 +426,18 @@ class JobValidation:
             jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
     async def _tokenizer(self, base: Resolved) -> Path | None:
-        """As `tokenizer_of`; brings back a version that only a remote place has. Raises TaskFailed."""
+        """As `tokenizer_of`; brings back a version that only a remote tier has. Raises OSError if memory is full."""
         context, folder = self._context, tokenizer_of(self._context, base)
-        if folder is None and (version := _tokenizer_version(context, base)) is not None:
-            bring = partial(context.tiers.bring_in, name_of(version))
-            try:
-                with suppress(LookupError):  # the start of the job reports this
-                    path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
-                    folder = path if has_tokenizer(path) else None
-            except WeightsError as error:  # shared memory is full: without tokens, the job would fail at its start
-                why = f"The files of {base.name} could not be loaded into shared memory; create the job again later."
-                raise TaskFailed("model_not_ready", why, "model") from error
-        return folder
+        if folder is not None or (version := _tokenizer_version(context, base)) is None:
+            return folder
+        bring = partial(context.tiers.bring_in, name_of(version))
+        try:
+            path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
+        except StoreFull as error:  # wait, as for a full disk: without tokens the job could never start
+            raise OSError(errno.ENOSPC, str(error)) from error
+        except (LookupError, WeightsError):  # the start of the job reports it
+            return None
+        return path if has_tokenizer(path) else None
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises TaskFailed."""

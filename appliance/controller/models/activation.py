@@ -107,7 +107,7 @@ class Canaries:
                         except Conflict as error:
                             verdict, reason = "roll back", error.message
                 if verdict != "wait":
-                    self._end(row, "promoted" if verdict == "promote" else "rolled_back", caller, reason)
+                    self._end(row, caller, reason, promoted=verdict == "promote")
 
     def begin(self, name: str, caller: Principal, *, version: str, **settings: Any) -> CanaryRow:
         """settings: share, auto, watch_s and min_requests of the row. Raises NotFound, Conflict, BadRequest."""
@@ -135,13 +135,13 @@ class Canaries:
         compared = self._compared(row)  # before the swap, after which both names mean one version
         why = f"promotes {row.version}: {reason}"
         await change(self._context, model, row.version, caller, "model.promote", why)
-        self._end(row, "promoted", caller, reason, compared)
+        self._end(row, caller, reason, promoted=True, compared=compared)
         return {"model": model.id, "from": row.before, "to": row.version}
 
     def roll_back(self, name: str, caller: Principal) -> dict[str, Any]:
         """Send all requests to the previous version again. Raises Conflict: there is no canary."""
         row, to = self._running(name), stored_model(self._db, name).active_version
-        self._end(row, "rolled_back", caller, "asked for")
+        self._end(row, caller, "asked for", promoted=False)
         return {"model": name, "from": row.version, "to": to}
 
     def view(self, row: CanaryRow) -> dict[str, Any]:
@@ -203,16 +203,12 @@ class Canaries:
             raise Conflict(f"{why}: {needed} devices, and this box has {count}.", "model", "no_room_for_canary")
 
     def _end(
-        self,
-        row: CanaryRow,
-        state: Literal["promoted", "rolled_back"],
-        caller: Principal,
-        reason: str,
-        compared: dict[str, Any] | None = None,
+        self, row: CanaryRow, caller: Principal, reason: str, *, promoted: bool, compared: dict[str, Any] | None = None
     ) -> None:
         active, compared = stored_model(self._db, row.model).active_version, compared or self._compared(row)
+        state = "promoted" if promoted else "rolled_back"
         CANARIES.update(self._db, row.model, state=state, reason=reason, ended_s=time.time(), compared=compared)
-        action, before = ("promote", row.before) if state == "promoted" else ("rollback", row.version)
+        action, before = ("promote", row.before) if promoted else ("rollback", row.version)
         record(self._context, caller, f"model.{action}", row.model, before=before, to=active, reason=reason)
         self._context.scheduler.nudge(f"{row.name} is no longer a canary")
         log.info("canary %s: %s", state.replace("_", " "), reason, extra={"model": row.model, "version": row.version})

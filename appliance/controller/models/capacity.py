@@ -347,10 +347,8 @@ def _too_large(memory: Mapping[int, estimate.RankMemory], box: BoxFacts) -> str:
     )
     if rank.offloaded_bytes:
         parts += f", less {gb(rank.offloaded_bytes)} in host memory"
-    return (
-        f"Training needs {gb(box.takes(rank))} on each of {_devices(best)} ({parts}); there are "
-        f"{gb(box.room_per_rank(best))}."
-    )
+    needs, room = f"{gb(box.takes(rank))} on each of {_devices(best)} ({parts})", gb(box.room_per_rank(best))
+    return f"Training needs {needs}; there are {room}."
 
 
 def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[str]:

@@ -32,9 +32,9 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
     row = models.find(db, base) if base is not None else _named(db, trained_on)
     if row is None:
         parent = shown(base or trained_on) if base or trained_on else "a model it does not name"
-        why = f"The adapter is one of {parent}, which is not on this box: import that model first, or name the one that"
-        how = "it was trained on with --base NAME (`appliance model list` shows those that are here)."
-        raise BadRequest(f"{why} {how}", "base", "base_not_found")
+        remedy = "import that model first, or name the one that it was trained on with --base NAME"
+        why = f"The adapter is one of {parent}, which is not on this box: {remedy}"
+        raise BadRequest(f"{why} (`appliance model list` shows those that are here).", "base", "base_not_found")
     version = models.active(db, row)
     if version is None or version.meta.get("adapter"):
         why = "has no version that answers" if version is None else "is an adapter itself"
@@ -42,8 +42,8 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
         raise BadRequest(message, param="base", code="base_not_supported")
     path = version.disk_path or version.shm_path
     if path is None:
-        why = f"The files of {row.id} {version.version} are in a tier below the disk"
-        raise Conflict(f"{why}; send the model one request, and import again.", "base", "base_not_here")
+        where = f"The files of {row.id} {version.version} are in a tier below the disk"
+        raise Conflict(f"{where}; send the model one request, and import again.", "base", "base_not_here")
     existing = models.find(db, name)
     active = models.active(db, existing) if existing is not None else None
     if existing is not None and (active is None or (active.meta.get("adapter") or {}).get("base") != row.id):
@@ -57,7 +57,7 @@ def _named(db: Database, named: str) -> ModelRow | None:
     """The only model with this name, else with this source, else with the last part of this hub id or path."""
     if not named:
         return None
-    rows = models.list_callable(db)
+    rows = models.list_all(db, "active_version IS NOT NULL")
     bases = [row for row in rows if row.kind == "base"]
     last = named.rstrip("/").rpartition("/")[2]
     for matches in (
@@ -192,13 +192,9 @@ def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
 
 def _is_in_use(db: Database, row: VersionRow) -> bool:
     """Whether this checkpoint answers, is a canary, is trained further, judges a job, or is the base of an adapter."""
-    names = _names(row)
-    return (
-        bool(_answers(db, row))
-        or bool(jobs.list_unfinished_with(db, names, ""))
-        or bool(jobs.list_unfinished_judged_by(db, row.model, names, False))
-        or any(adapter.base_version == row.version for adapter in models.adapters_on(db, row.model))
-    )
+    names, adapters = _names(row), models.adapters_on(db, row.model)
+    users = jobs.list_unfinished_with(db, names, "") or jobs.list_unfinished_judged_by(db, row.model, names, False)
+    return bool(_answers(db, row) or users) or any(adapter.base_version == row.version for adapter in adapters)
 
 
 def _answers(db: Database, row: VersionRow) -> str:

@@ -268,8 +268,8 @@ def _base(context: ControllerContext, name: str, caller: Principal) -> Resolved:
 def _output_model(
     context: ControllerContext, body: JobCreate, base: Resolved, resolved: dict[str, Any], caller: Principal
 ) -> str:
-    """The name of the model that the job makes: a new one, or the model that it was asked to make a version of. Raises
-    BadRequest and Conflict."""
+    """The name of the model that the job makes: a generated one, or `publish_as`, of which it makes a version. Raises
+    BadRequest, Conflict."""
     db, name, suffix = context.db, body.publish_as, body.suffix
     if suffix is not None and not (len(suffix) <= 64 and model_access.suffix_in_name(suffix)):
         rule = "expected a string of at most 64 characters, with a letter from a to z or a digit"
@@ -277,7 +277,7 @@ def _output_model(
     if name is None:
         if not body.activate or body.gate is not None:
             param = "gate" if body.gate is not None else "activate"
-            why = f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it."
+            why = f"'{param}' decides whether a new version of a chosen name answers: give 'publish_as' with it."
             raise InvalidValue(why, param)
         root, part = root_base(db, base.model), model_access.suffix_in_name(suffix or "")
         return f"ft:{root}:{context.config.organization}:{part}:{new_id('', 8)}"  # as OpenAI names them
@@ -292,7 +292,7 @@ def _output_model(
     owners = {job.owner for job in others} | ({existing.owner} if existing is not None else set())
     is_import = existing is not None and existing.job_id is None
     if is_import or owners - {caller.owner} or models.find_checkpoint(db, name) is not None:
-        raise _name_refused(name, "is taken: versions are made of fine-tuned models of one's own. Choose another name.")
+        raise _name_refused(name, "is taken: only fine-tuned models of your own get new versions. Choose another name.")
     # Engines have settings per model, so its versions must have the same architecture.
     root, bases = root_base(db, base.model), [(job.model, resolve(db, job.model)) for job in others]
     roots = {root_base(db, base.model) if base is not None else model for model, base in bases}

@@ -1,11 +1,9 @@
-"""Answers of /v1/responses, and chat completions that are to be kept: received from the gateways, looked up by id,
-listed, described, deleted when they expire; and responses in background
+"""Stored answers of /v1/responses and chat completions, and responses in background
 (https://platform.openai.com/docs/api-reference/responses, …/chat/list).
 
-The gateways have requests answered: they send copies here, and fetch the conversation that an answer continues. A
-gateway sends the copy after the client has its answer, so a fast client may ask for a response that has not arrived:
-a request for an unknown id waits for it briefly. After a restart all unfinished responses in background are asked for
-again; one waits while its key's limits are used up, a day at most.
+Gateways answer requests, send copies here, and fetch the conversation that an answer continues. A copy leaves after the
+client has its answer, so a request for an unknown id waits briefly. After a restart all unfinished responses in
+background are requested again; each waits for limits of its key for a day at most.
 """
 
 from __future__ import annotations
@@ -103,24 +101,23 @@ class StoredResponses:
         try:
             await self.find(response_id, viewer)
         except NotFound as error:
-            raise _previous_not_found(response_id) from error
+            raise _cannot_continue(response_id, "not found") from error
         return await asyncio.to_thread(self._items, response_id, viewer)
 
     def _items(self, response_id: str, viewer: str | None) -> list[Object]:
         turns, size, missing = list[list[Object]](), 0, response_id
         for row in self.turns(response_id, viewer):
             if not row.finished:
-                text = f"Previous response with id {shown(response_id)} is {row.status}: wait for its end."
-                raise _cannot_continue(text, "previous_response_not_ready")
+                why = f"is {row.status}: wait for its end"
+                raise _cannot_continue(response_id, why, "previous_response_not_ready")
             turns.append([*row.input, *objects.outputs(row)])
             size += len(orjson.dumps(turns[-1]))
             if size > self._config.json_body_bytes:
-                most = self._config.json_body_bytes
-                text = f"The conversation up to {shown(response_id)} has more than {most} bytes: begin a new one."
-                raise _cannot_continue(text, "context_length_exceeded")
+                why = f"ends a conversation of more than {self._config.json_body_bytes} bytes: begin a new one"
+                raise _cannot_continue(response_id, why, "context_length_exceeded")
             missing = row.previous_id or ""
         if missing:
-            raise _previous_not_found(missing)
+            raise _cannot_continue(missing, "not found")
         return [item for turn in reversed(turns) for item in turn]
 
     def turns(self, response_id: str | None, viewer: str | None) -> Iterator[ResponseRow]:
@@ -209,12 +206,8 @@ class StoredResponses:
             ROWS.update(self._db, row.id, **changes, bytes=objects.bytes_of(row.input, response, request))
 
 
-def _previous_not_found(response_id: str) -> ApiError:
-    return _cannot_continue(f"Previous response with id {shown(response_id)} not found.", "previous_response_not_found")
-
-
-def _cannot_continue(message: str, code: str) -> ApiError:
-    return BadRequest(message, "previous_response_id", code)
+def _cannot_continue(response_id: str, why: str, code: str = "previous_response_not_found") -> BadRequest:
+    return BadRequest(f"Previous response with id {shown(response_id)} {why}.", "previous_response_id", code)
 
 
 # --- routes

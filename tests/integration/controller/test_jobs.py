@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import openai
 import pytest
 
 from appliance.controller.app import create_app
+from appliance.controller.context import tasks
 from appliance.controller.grading.judging import CannotGoOn
 from appliance.controller.jobs.events import VALIDATIONS
 from appliance.store import files, jobs, keys, models
@@ -18,7 +19,7 @@ from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import CHECK as GRADER
 from tests.unit.controller.conftest import Control, chat_lines, insert_model
 from train.methods.methods import METHODS
-from weights.format.errors import StoreFull
+from weights.format.errors import IntegrityError, StoreFull
 
 
 async def test_job_is_validated_and_queued_with_resolved_auto_values(control: Control):
@@ -183,6 +184,19 @@ async def test_job_with_file_shape_unfit_for_method_is_rejected(control: Control
     assert not jobs.list_unfinished(control.db, " AND phase = 'validating'")
 
 
+async def test_validation_waits_for_memory_for_the_tokenizer(control: Control, monkeypatch):
+    raised = [StoreFull("no room"), StoreFull("no room"), IntegrityError("damaged", path="base")]
+
+    def bring_in(name):
+        raise raised.pop(0)
+
+    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
+    monkeypatch.setattr(control.context.tiers, "bring_in", bring_in)
+    job_id = await control.job()
+    await control.context.tasks.idle(VALIDATIONS)
+    assert (jobs.get(control.db, job_id).phase, raised) == ("queued", [])
+
+
 @pytest.mark.usefixtures("checked_here")
 async def test_dpo_job_rejects_pairs_cut_empty_by_max_length(control: Control, tmp_path: Path):
     tokenizer().save_pretrained(tmp_path / "base")
@@ -202,15 +216,6 @@ async def test_dpo_job_rejects_pairs_cut_empty_by_max_length(control: Control, t
     # The short file is valid: above it was the training file of the job with the bad validation file.
     job_id = await control.job(training_file=cut, extra_body={"method": {"type": "dpo"}})
     assert jobs.get(control.db, job_id).phase == "queued", await control.messages(job_id)
-
-
-async def test_job_fails_if_memory_has_no_room_for_its_tokenizer(control: Control, monkeypatch: pytest.MonkeyPatch):
-    def full(name: object) -> NoReturn:
-        raise StoreFull("no room")
-
-    monkeypatch.setattr(control.context.tiers, "bring_in", full)
-    job = await control.sdk.fine_tuning.jobs.retrieve(await control.job())
-    assert (job.status, job.error.code, job.error.param) == ("failed", "model_not_ready", "model")
 
 
 async def test_cancel_of_suspended_job_leaves_snapshot_to_release(control: Control):

@@ -128,7 +128,7 @@ def test_make_first_key_replaces_symlink_by_private_file(tmp_path):
     paths.first_key.symlink_to(tmp_path / "elsewhere")
     assert main.make_first_key(paths) is True
     with Database(paths.database) as db:
-        (row,) = keys.list_live(db)
+        (row,) = keys.list_all(db, "revoked_s IS NULL")
         assert keys.fingerprint(paths.first_key.read_text().strip()) == row.sha256 and "admin" in row.scopes
     assert not (tmp_path / "elsewhere").exists() and not paths.first_key.is_symlink()
     assert os.stat(paths.first_key).st_mode & 0o777 == 0o600

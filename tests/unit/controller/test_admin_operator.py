@@ -8,11 +8,12 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.devices.mode import mode_in_force, read_mode
+from appliance.controller.devices.mode import floor_notes, mode_in_force, read_mode
 from appliance.controller.jobs import settings
 from appliance.controller.scheduling.state_store import job_host_bytes
 from appliance.store import jobs
 from appliance.store.rows import DEPLOYMENTS, WINDOWS
+from scheduler.core.workload import Policy
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
 
@@ -26,6 +27,11 @@ async def test_mode_floor_defaults_to_the_box(control: Control):
     assert (await ask(control, "PUT", "/mode", json={"policy": "train"}))["serving_floor"] == 1
     error = (await ask(control, "PUT", "/mode", 400, json={"policy": "train", "serving_floor": 9}))["error"]
     assert error["param"] == "serving_floor"
+
+
+@pytest.mark.parametrize(("devices", "notes"), [(0, 0), (1, 1), (2, 1), (3, 0)])
+def test_floor_note_needs_devices_that_the_floor_keeps(devices: int, notes: int):
+    assert len(floor_notes(Policy("train", None, 2), devices)) == notes
 
 
 async def test_mode_set_again_by_hand_overrides_the_window(control: Control):

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from appliance.controller.jobs import settings
+from appliance.store import jobs
 from tests.unit.controller.conftest import Control
+from weights.format.errors import IntegrityError
 
 
 def lines(*pairs: tuple[str, str]) -> bytes:
@@ -29,6 +31,15 @@ async def test_check_returns_report(control: Control):
     report = await asked(control, f"/v1/files/{made}/check", {"against": valid, "max_tokens": 5})
     assert report["checks"]["contaminated"]["count"] == 1
     assert report["checks"]["duplicates"]["first"] == [{"line": 2, "of": 1}]
+
+
+@pytest.mark.usefixtures("checked_here")
+async def test_validation_leaves_a_damaged_base_to_the_start(control: Control, monkeypatch: pytest.MonkeyPatch):
+    def damaged(name: object) -> None:
+        raise IntegrityError("other bytes", path=name)
+
+    monkeypatch.setattr(control.context.tiers, "bring_in", damaged)
+    assert jobs.get(control.db, await control.job()).phase == "queued"
 
 
 @pytest.mark.usefixtures("checked_here")

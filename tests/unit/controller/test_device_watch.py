@@ -224,19 +224,19 @@ def keeper(db, driver) -> PowerKeeper:
 
 
 async def test_power_limit_follows_mode(db, keeper, driver):
-    write_mode(db, Mode("serve"), 1.0)
+    write_mode(db, Mode("serve", since_s=1.0))
     await keeper.look()
     await keeper.look()
     limits_mw = [gpu.limit_mw for gpu in driver.gpus]
     assert limits_mw == [450_000, *[700_000] * 7] and driver.limits_set == 1, "the others are not the box's to limit"
     assert keeper.status() == {"set": True, "limit_w": 450.0, "refused": {}}
-    write_mode(db, Mode("train"), 2.0)
+    write_mode(db, Mode("train", since_s=2.0))
     await keeper.look()
     assert driver.gpus[0].limit_mw == 700_000 and keeper.status()["limit_w"] is None
 
 
 async def test_refused_power_limit_is_reported_and_retried(db, keeper, driver):
-    write_mode(db, Mode("serve"), 1.0)
+    write_mode(db, Mode("serve", since_s=1.0))
     driver.set_limit_error = pynvml.NVMLError_NoPermission()
     await keeper.look()
     assert keeper.status()["refused"] == {"n0/0": "the driver says: Insufficient Permissions"}
@@ -246,7 +246,7 @@ async def test_refused_power_limit_is_reported_and_retried(db, keeper, driver):
 
 
 async def test_power_limit_skips_lost_gpu(db, keeper, driver):
-    write_mode(db, Mode("serve"), 1.0)
+    write_mode(db, Mode("serve", since_s=1.0))
     driver.gpus[0].handle_error = pynvml.NVMLError_GpuIsLost()
     await keeper.look()
     assert keeper.status()["refused"] == {} and driver.limits_set == 0 and driver.users == 0

@@ -89,6 +89,15 @@ async def test_repeated_create_returns_the_first_without_its_file(control: Contr
     assert [one.json()["id"] for one in repeated] == [one.json()["id"] for one in first]
 
 
+async def test_empty_idempotency_key_is_none(control: Control):
+    asked = ({"purpose": "user_data"}, {"purpose": "batch"})
+    answers = [
+        await control.http.post("/v1/files", headers={"idempotency-key": ""}, **form("file", b"a", **fields))
+        for fields in asked
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200]
+
+
 async def test_repeated_create_ignores_a_reached_bound(control: Control):
     control.as_key("ann", owner="ann", bounds={"bytes": 400})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}

@@ -68,7 +68,7 @@ async def test_drains_and_modes_move_devices_in_the_callers_name(db, events, add
     newest = HANDOVERS.get(db, journal.last_id())
     assert (newest.asked_by, newest.asked_for) == ("ops", f"drain of {device}")
 
-    wanted = write_mode(db, Mode("train", serving_floor=1, by="alice"))
+    write_mode(db, wanted := Mode("train", serving_floor=1, by="alice"))
     handover_id = await port.set_mode(wanted, wait=True)
     assert await port.set_mode(wanted, wait=True) is None, "nothing is left to do for it"
     newest = HANDOVERS.get(db, int(handover_id))

@@ -92,7 +92,7 @@ def test_settings_of_jobs_models_and_windows_reach_the_planner(states, add_model
     add_model()
     rows.DEPLOYMENTS.update(db, "starter", max_replicas=1, min_replicas=1, ttft_p95_s=1.5, tpot_p95_ms=80, pinned=1)
     add_job(allowed_sizes=[2], deadline_s=9.0, preemptible=0, owner="alice", priority=3)
-    write_mode(db, Mode("train", serving_floor=2), now_s=50.0)
+    write_mode(db, Mode("train", serving_floor=2, since_s=50.0))
     rows.WINDOWS.insert(db, WindowRow("win_1", "0 22 * * *", "UTC", "split", 1.0, None, 3600.0, 6))
     load = states.load(free_devices=0)
     (model,) = load.deployments

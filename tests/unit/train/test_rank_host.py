@@ -27,10 +27,13 @@ class Child:
     async def call(self, method, timeout_s=None, **args):
         return {"phase": "step", "step": 0, "in_phase_s": 0.0}
 
-    async def kill_and_wait(self):
+    def kill(self):
         if self.alive:
             self.alive = False
             self.says.put_nowait(None)
+
+    async def kill_and_wait(self):
+        self.kill()
 
     def say(self, event, **data):
         self.says.put_nowait({"event": event, **data})
@@ -189,10 +192,24 @@ async def test_adopt_of_ended_ranks_reads_steps_once(ranks, whole):
     assert (outcome.outcome, outcome.step, outcome.error.blame, child.alive) == ("failed", 5, "outside", False)
 
 
+async def test_late_ready_of_another_rank_does_not_lower_the_step(ranks):
+    (one, first), (other, second) = ranks
+    group = Group()
+    await group.adopt("j", [one, other])
+    first.say("metrics", step=5)
+    await asyncio.sleep(0.01)
+    second.say("ready", step=0)
+    second.say("fatal", type="StoreFull", message="no room")
+    first.says.put_nowait(None)
+    assert (await ended(group)).step == 5
+
+
 async def test_group_ends_when_a_phase_lasts_too_long(children, tmp_path):
     limits = PingLimits(ping_every_s=0.0, phase_limit_s=-1.0)
     host = RankHost(str(tmp_path / "warm.sock"), str(tmp_path), limits=limits)
     await host.start({"job_id": "j", "device_kind": "cpu"}, 0, 1, "abc", "cpu")
+    assert (await host.next_event(0))["event"] == "hung"
+    assert (await host.next_event(1))["event"] == "ended" and not children[0].alive, "without a group too"
     group = Group()
     await group.adopt("j", [host])
     error = (await ended(group)).error
