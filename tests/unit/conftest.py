@@ -24,8 +24,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check and prepare data in this process, not in a separate one, which spends 1 to 2 s per file on imports."""
-    importlib.import_module("torch")  # before the check sets sys.modules["torch"] to None
+    """Check and prepare data in this process; a separate process would spend 1 to 2 s per file on imports."""
+    importlib.import_module("torch")  # later the check sets sys.modules["torch"] to None
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr("appliance.controller.files.storage.check_apart", _checked)
     monkeypatch.setattr("appliance.controller.openai.job_routes.report_apart", _reported)

@@ -1,4 +1,4 @@
-"""Architecture rules, checked on the source: import order, fences of heavy libraries, and error handling."""
+"""Architecture rules, checked on the source: order of imports, files that may import heavy libraries, and more."""
 
 import ast
 import io
@@ -15,7 +15,7 @@ from runtime.devices import kinds
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("appliance", "scheduler", "train", "serve", "weights", "runtime")
-# Pairs that never import each other, although SUBPACKAGES lists one above the other.
+# Pairs of packages that never import each other, although SUBPACKAGES lists one package above the other.
 SIDEWAYS = ({"train", "serve"}, {"weights", "runtime"})
 
 # Every subpackage, from the top down: a subpackage imports only subpackages below it in this list. Imports under
@@ -81,10 +81,10 @@ SUBPACKAGES = (
 )
 MOST_FILES, MOST_LINES = 15, 2_500
 
-# Library -> the only files that may import it. A name ending in "/" means every file below it.
+# Library -> the only files that may import the library. A name that ends in "/" means every file in that folder.
 FENCES = {
     "ray": {"scheduler/ray/", "appliance/controller/main.py"},
-    # Device kinds import torch inside methods only (see LATE).
+    # Files of device kinds import torch only inside functions (see LATE).
     "torch": {
         "train/",
         "serve/",
@@ -104,7 +104,7 @@ FENCES = {
     "wandb": {"appliance/tracking.py"},
     "opentelemetry": {"appliance/gateway/server/tracing.py"},
 }
-# Modules of Ray actors and of the controller, which must not load torch.
+# These modules must not load torch: the controller and Ray actors import them.
 WITHOUT_TORCH = (
     "train/plan/auto.py",
     "train/plan/errors.py",
@@ -122,7 +122,7 @@ WITHOUT_TORCH = (
     "serve/core/spec.py",
     "serve/engine/replica.py",
 )
-# Files here may import heavy libraries inside functions.
+# Files in these folders may import heavy libraries, but only inside functions.
 LATE = ("runtime/devices/", "train/methods/", "train/data_checks/")
 HEAVY = ("torch", "vllm", "ray", "deepspeed", "transformers", "peft")
 
@@ -147,7 +147,7 @@ def module_of(path: Path) -> str:
 
 @cache
 def imports(path: Path, typing: bool = True, late: bool = True) -> tuple[str, ...]:
-    """Every module that a file imports, with relative names made absolute.
+    """Return the absolute names of all modules that a file imports.
 
     typing: include imports under `if TYPE_CHECKING`. late: include imports inside functions.
     """
@@ -209,19 +209,19 @@ def test_light_modules_load_no_heavy_library(name):
                 waiting.append(name_of(source))
 
 
-# Vendor names of drivers, libraries and tools, anywhere in a name, a flag or a variable.
+# Vendor words (drivers, libraries, tools) that other names must not contain.
 OF_A_MAKER = re.compile(
     r"cuda|nccl|nvcc|nvidia|nvml|flashinfer|cumem|\bhip|rocm|rccl|sleep-mode|nvlink|(?<![a-z])xid", re.IGNORECASE
 )
-NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # contain "nccl" and "rocm"
-# vLLM's option for captured graphs on every kind of device; users may set it for a model.
+NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # names that contain "nccl" or "rocm" by accident
+# (file, word): a vLLM option for graphs, despite its name for every kind of device; users may set it for a model.
 OF_EVERY_KIND = {("serve/core/model_settings.py", "max-cudagraph-capture-size")}
 
 
 def _device_words(name: str, text: str) -> Iterator[str]:
-    """Words that name a kind of device in a file, in identifiers and strings except docstrings."""
+    """Yield the words of a file that name a kind of device, from identifiers and strings except docstrings."""
     if not OF_A_MAKER.search(text) and not any(f'"{kind}"' in text for kind in kinds.KINDS):
-        return  # skip the tokenizer
+        return  # most files: save the time of the tokenizer
     new_line = True
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         word = token.string.strip("\"'")
@@ -247,9 +247,9 @@ def subpackage_of(module: str) -> str:
 
 @cache
 def graph() -> dict[str, frozenset[str]]:
-    """Import graph of the modules, including late imports and imports for types.
+    """Map each module to the modules that it imports, also inside functions and for types.
 
-    An import runs the parent packages first; they are empty by rule, so they add no edges.
+    An import also runs the parent packages, but they are empty by rule, so the graph omits them.
     """
     modules = {module_of(path): path for path in files()}
     return {
@@ -296,7 +296,7 @@ def test_modules_have_no_import_cycles():
     TopologicalSorter(graph()).prepare()  # raises CycleError
 
 
-# Reads of the environment, not writes and not passing all of it to a child.
+# Matches reads of environment variables, but neither writes nor copies of the environment for a child process.
 READS = re.compile(
     r"getenv|environb|from os import .*environ|"
     r"(?<!\*\*)(?<!dict\()os\.environ(?!\.(?:update|setdefault|pop|clear)\(|\[[^\]]*\] = )"
@@ -311,7 +311,7 @@ def test_only_configuration_reads_environment():
     assert {name_of(path) for path in files() if READS.search(path.read_text())} == allowed
 
 
-# Files whose handlers log the error and end the process.
+# Files that are exempt: their handlers log the error and end the process.
 ENDING = {"appliance/controller/main.py", "train/graders/sandbox.py"}
 
 
@@ -336,9 +336,7 @@ def test_no_module_assigns_a_constant_twice():
 
 
 def test_python_m_commands_have_safe_path_option():
-    """`python -m` searches the working directory first, where another user could place a module: require `-P` before
-    `-m`.
-    """
+    """`-m` must follow `-P`: else Python loads modules from the working directory, where any user may put a module."""
     found, missing = 0, []
     for path in files():
         for node in ast.walk(tree(path)):

@@ -1,4 +1,4 @@
-"""Configuration from the TOML file, variables and the command line: precedence and error messages."""
+"""Configuration from a TOML file, environment variables and the command line: precedence and error messages."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_load_config_reads_every_section_from_environment(tmp_path):
         "APPLIANCE_CONTROLLER__ORGANIZATION": "acme",
         "APPLIANCE_SERVE__MAX_NUM_SEQS": "8",
         "APPLIANCE_WEIGHTS__BUDGET_SHARE": "0.25",
-        # Not settings: variables for finding a box, variables added by Kubernetes, and an empty variable.
+        # These variables are not settings: commands find a box by them, Kubernetes adds them, or they are empty.
         "APPLIANCE_URL": "x",
         "APPLIANCE_API_KEY": "x",
         "APPLIANCE_BOX": "0123abcd",
@@ -100,7 +100,7 @@ def test_config_errors_name_source_and_key(tmp_path, text, environ, said):
     assert said in str(caught.value)
 
 
-def test_load_config_of_unreadable_file_raises(tmp_path):
+def test_load_config_with_missing_or_invalid_file_raises(tmp_path):
     with pytest.raises(ConfigError, match="cannot read .*none.toml: No such file"):
         load_config(tmp_path / "none.toml", {}, {})
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
@@ -136,8 +136,8 @@ def test_load_resolved_restores_dumped_config(tmp_path):
         load_resolved(file)
 
 
-def test_gateway_config_accepts_section_of_box(tmp_path):
-    """`appliance.boot.main` adds four keys to the section and passes on all others."""
+def test_gateway_config_accepts_gateway_section_of_box_config(tmp_path):
+    """`appliance.boot.main` passes the section to the gateway with four more keys."""
     config = load_config(None, {"data_dir": str(tmp_path)}, {})
     added = {"host": "127.0.0.1", "port": 1, "controller_socket": "/c", "bus_socket": "/b"}
     built = GatewayConfig.from_mapping(config.gateway.model_dump() | added)

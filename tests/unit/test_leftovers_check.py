@@ -1,4 +1,4 @@
-"""The check for leftovers at the end of every test session, also with pytest-xdist."""
+"""Every pytest run, also with pytest-xdist, checks at its end that its tests left no files and processes behind."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def test_session_without_leftovers_passes(tmp_path: Path):
 
 
 def session_of(folder: Path, tests: str, others: bool) -> subprocess.CompletedProcess[str]:
-    """Run these tests as the only session or as one of several; ignore leftovers of real other sessions."""
+    """Run pytest on these tests. others: whether the check believes that other pytest runs are active."""
     (folder / "conftest.py").write_text(
         f"{CONFTEST.read_text()}\n\ndef _others_run():\n    return {others}\n"
         f"\n\n_all_files = _files\n\n\ndef _files():\n    return {{f for f in _all_files() if '{os.getpid()}' in f}}\n"

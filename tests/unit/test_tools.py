@@ -1,4 +1,4 @@
-"""Developer tools: tables of measurements and clients, sizes, and wording checks."""
+"""Developer tools: tables of measurements, tables of client tests, size limits and wording checks."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_record_replaces_rows_of_the_same_claim_and_size(tmp_path):
     assert [row[-1] for row in rows] == ["met", "met", "missed", "GB"] and rows[1][1:3] == ["50M", "29"]
 
 
-def test_clients_and_scripts_match_one_to_one():
+def test_each_client_has_a_script_and_each_script_a_client():
     scripts = {client.script for client in CLIENTS}
     own = {"__init__.py", "clients.py", "run.py", "table.py"}
     files = {path.name for path in (ROOT / "tests" / "clients").iterdir() if path.suffix in (".py", ".mjs")}
@@ -48,7 +48,7 @@ def test_client_table_shows_results_and_reasons(tmp_path):
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
 
 
-def test_known_failure_is_not_a_surprise():
+def test_surprises_exclude_known_failures_of_a_client():
     client = CLIENTS[0].__class__("x", "x.py", known={"tools": "why"})
     assert _surprises(client, Row("x", "1", "d", {"tools": "e", "plain": ""})) == []
     assert _surprises(client, Row("x", "1", "d", {"plain": "e"})) == ["plain"]

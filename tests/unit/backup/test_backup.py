@@ -1,4 +1,4 @@
-"""Backups of a data directory: contents, shared chunks, and restores that are complete or refused."""
+"""Backups of a data directory: contents, chunks shared by backups, and restores, which are complete or refused."""
 
 import errno
 import itertools
@@ -23,7 +23,7 @@ SECRET = "sk-appl-canary"
 
 @pytest.fixture
 def paths(tmp_path: Path) -> BoxPaths:
-    """Paths of a stopped box with a value in its database, two files and a snapshot."""
+    """Create a stopped box with a value in its database, two files and a snapshot; return its paths."""
     found = BoxPaths.of(tmp_path / "box", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     found.create()
@@ -48,7 +48,7 @@ def place(tmp_path: Path) -> DirectoryObjects:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch) -> None:
-    """Take each backup a minute after the previous backup."""
+    """Fake the clock, so that each backup is a minute later than the backup before."""
     times = itertools.count(1e9, 60.0)
     monkeypatch.setattr(backup.time, "time", lambda: next(times))
 
@@ -83,7 +83,7 @@ def test_take_second_backup_writes_only_new_chunks(paths, place, tmp_path):
     second = take(paths, place, keep=9)
     assert first.new_bytes >= 103_000 and second.new_bytes < first.new_bytes - 100_000
     assert {file.path for file in second.files} - {file.path for file in first.files} == {"files/file-2"}
-    (paths.files / "file-1").write_bytes(b"uno" * 1000)  # as long as before
+    (paths.files / "file-1").write_bytes(b"uno" * 1000)  # same length as the old content
     take(paths, place, keep=9)
     restore(place, None, tmp_path / "third")
     assert (tmp_path / "third" / "files" / "file-1").read_bytes() == b"uno" * 1000
@@ -106,7 +106,7 @@ def test_take_includes_every_file_in_the_database(paths, place, monkeypatch, tmp
     copy = backup._copy_database
 
     def copied(source: Path, target: Path) -> None:
-        (paths.files / "file-2").write_bytes(b"two")  # after the first pass over the files
+        (paths.files / "file-2").write_bytes(b"two")  # runs after `take` has copied the files for the first time
         copy(source, target)
         (paths.files / "file-1").unlink()
 
@@ -125,7 +125,7 @@ def test_restore_damaged_backup_creates_no_directory(paths, place, tmp_path, how
         chunk.unlink()
     elif how == "changed":
         whole = chunk.read_bytes()
-        chunk.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])  # flips a bit: a fixed byte could equal the random byte
+        chunk.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])  # flip one bit: a constant byte could equal the old byte
     else:
         manifest = place.root / "backups" / f"{made.name}.json"
         manifest.write_text(manifest.read_text().replace("file-1", "file-9"))
@@ -133,7 +133,7 @@ def test_restore_damaged_backup_creates_no_directory(paths, place, tmp_path, how
         restore(place, None, tmp_path / "back")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["box", "place", "shm"]
     if how == "missing":
-        take(paths, place, keep=9)  # the next backup writes the chunk again
+        take(paths, place, keep=9)  # the next backup rewrites the missing chunk
         restore(place, None, tmp_path / "back")
 
 

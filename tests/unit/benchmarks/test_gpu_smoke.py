@@ -1,4 +1,4 @@
-"""Logic of `make gpu-smoke`, without the measurements, which need a GPU."""
+"""The logic of `make gpu-smoke` around its measurements, which need a GPU."""
 
 import math
 import subprocess
@@ -19,7 +19,7 @@ def test_check_out_of_bounds_fails_with_remedy(found, ok):
     assert check.ok is ok and ("look at numa_bind" in check.line()) is not ok
 
 
-def test_failing_part_loses_only_its_own_result(monkeypatch):
+def test_failing_part_does_not_lose_results_of_other_parts(monkeypatch):
     answers = iter(
         [
             """print('[{"name": "link", "found": 50, "least": 10}]')""",

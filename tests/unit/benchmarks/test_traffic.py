@@ -1,4 +1,4 @@
-"""Traffic generated for the simulator, and waiting requests that move to a new engine."""
+"""The simulator generates reproducible traffic and moves waiting requests to new engines."""
 
 from array import array
 from dataclasses import replace
@@ -12,7 +12,7 @@ from benchmarks.simulator.trace import Requests
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_traffic_repeats_for_a_seed_at_its_rate(name: str) -> None:
+def test_traffic_has_its_rate_and_repeats_for_equal_seed(name: str) -> None:
     kind = replace(KINDS[name], seconds=1200.0)
     found, again, other = trace_of(kind, 1), trace_of(kind, 1), trace_of(kind, 2)
     assert found == again and found != other
@@ -24,7 +24,7 @@ def test_traffic_repeats_for_a_seed_at_its_rate(name: str) -> None:
 
 
 def longest_wait_s(requests: Requests, opens_s: float) -> float:
-    """Longest time to first token, with one engine from the start and a second one from `opens_s`."""
+    """Return the longest time to first token, in seconds, if a second engine opens at `opens_s`."""
     cluster = Cluster(requests, EngineModel())
     for name, at_s in (("a", 0.0), ("b", opens_s)):
         cluster.advance(at_s)

@@ -1,4 +1,4 @@
-"""The port of a box is checked before anything starts."""
+"""The box checks that its port is free before it starts any process."""
 
 import socket
 
@@ -12,7 +12,7 @@ from appliance.paths import BoxPaths
 
 @pytest.fixture
 def foreign():
-    """The port of another box's gateway, opened with SO_REUSEPORT."""
+    """Listen with SO_REUSEPORT, as another box's gateway does; yield the port."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))
@@ -34,7 +34,7 @@ async def test_start_on_taken_port_fails_before_ray_starts(tmp_path, foreign, mo
         await box.start()
 
 
-def test_port_taken_names_unusable_hosts():
+def test_port_taken_of_unusable_host_names_host_or_option():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]

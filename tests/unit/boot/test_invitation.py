@@ -1,4 +1,4 @@
-"""Invitations, with which a machine joins the box, and removed nodes."""
+"""Invitations that let a machine join the box, and the list of removed nodes."""
 
 import json
 import os
@@ -30,14 +30,14 @@ def test_accepted_invitation_writes_private_files_for_ray(home: BoxPaths, tmp_pa
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
-def test_prepare_twice_keeps_the_certificate_authority(home: BoxPaths) -> None:
+def test_second_prepare_keeps_certificate_authority(home: BoxPaths) -> None:
     before = (home.certificates / "ca.pem").read_bytes()
     prepare(home, "10.0.0.7", 6381)
     assert (home.certificates / "ca.pem").read_bytes() == before
     assert invite(home, "n1", "10.0.0.6").head == "10.0.0.7:6381"
 
 
-def test_removed_lists_nodes_until_next_invitation(home: BoxPaths) -> None:
+def test_removed_lists_node_until_its_next_invitation(home: BoxPaths) -> None:
     remove(home, "n1")
     remove(home, "n2")
     assert removed(home) == {"n1", "n2"}

@@ -1,4 +1,4 @@
-"""Paths of the files of a box."""
+"""Where a box puts its files, and which permissions they have."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from appliance.store import keys
 from appliance.store.database import Database
 
 
-def test_paths_same_data_directory_gives_same_shm_root(tmp_path):
+def test_shm_root_is_same_for_equal_data_directories(tmp_path):
     one, again = BoxPaths.of(tmp_path / "a"), BoxPaths.of(tmp_path / "b" / ".." / "a")
     other = BoxPaths.of(tmp_path / "b")
     assert one.shm_root == again.shm_root != other.shm_root
@@ -66,9 +66,9 @@ def test_create_rejects_folders_writable_or_owned_by_others(tmp_path, monkeypatc
         paths.create()
 
 
-def test_main_creates_files_only_its_owner_reads(tmp_path, monkeypatch):
+def test_main_creates_files_readable_only_by_owner(tmp_path, monkeypatch):
     async def fails(config, paths, state, show):
-        (paths.logs / "ray.log").open("ab").close()  # as logs of child processes are opened
+        (paths.logs / "ray.log").open("ab").close()  # the supervisor opens logs of child processes like this
         raise main.BoxError("no Ray")
 
     monkeypatch.setattr(main, "_run", fails)
@@ -100,7 +100,7 @@ def test_start_with_unwritable_box_json_fails(tmp_path, mode):
 
 
 class SlowBox:
-    """A box that gets the stop signal while it starts."""
+    """A box whose start ends only when the stop signal cancels it."""
 
     hopeless = ""
 

@@ -1,4 +1,4 @@
-"""Undocumented settings of Ray, which ignores unknown settings silently: a release may drop one unnoticed."""
+"""Ray still has the undocumented settings used here; a Ray release without them would ignore them silently."""
 
 import importlib.util
 import mmap

@@ -103,7 +103,7 @@ def test_clear_leftovers_kills_only_processes_of_this_box(tmp_path):
 
 
 class Answers:
-    """A process whose probe and pid the test sets, as `look` sees it."""
+    """A supervised process with fake time, pid and probe answers, which the test sets for `look`."""
 
     def __init__(self, monkeypatch):
         self.now_s, self.said, self.pids, self.answers = 0.0, [], 7, False
@@ -116,7 +116,7 @@ class Answers:
             raise httpx.ConnectError("it hangs")
 
 
-async def test_look_kills_only_after_long_silence(monkeypatch):
+async def test_look_restarts_process_only_after_long_silence(monkeypatch):
     process = Answers(monkeypatch)
     await process.one.look()  # the first probe starts the silence timer
     process.now_s, process.answers = HUNG_S - 1, True
@@ -162,7 +162,7 @@ async def test_end_reports_unsaved_weights_only_if_controller_answered(tmp_path,
     assert paths.shm_root.exists()
 
 
-async def test_slow_start_failures_count_until_steady_run(monkeypatch):
+async def test_failures_are_counted_until_process_runs_steadily(monkeypatch):
     now_s, failures = 0.0, []
 
     class Ended:

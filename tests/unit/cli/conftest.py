@@ -1,4 +1,4 @@
-"""Commands run in this process against two kinds of boxes.
+"""Fixtures that run commands in this process against two kinds of boxes.
 
 One is the real control app on simulated devices; the other is a server with prepared answers, for load and failures."""
 
@@ -42,7 +42,7 @@ def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Remove the user's variables and set a home without a box."""
+    """Delete the user's APPLIANCE_* variables and set HOME to a directory without a box."""
     for name in ("URL", "API_KEY", "DATA_DIR", "CONFIG", "HOST", "PORT", "DEVICES"):
         monkeypatch.delenv(f"APPLIANCE_{name}", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -79,10 +79,10 @@ def run(*arguments: str, input: str | None = None) -> Result:
 
 @pytest.fixture
 def main_process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A fake process that commands take for the main process of the box in `box`."""
+    """Start a process that looks to commands like the main process of the box in the directory `box`."""
     arguments = ["appliance.boot.main", "up", "--config", str(tmp_path / "box" / "config.json")]
     process = subprocess.Popen(["/bin/sh", "-c", "read line", *arguments], stdin=subprocess.PIPE)
-    # Until the fork executes the shell, /proc shows Python's arguments.
+    # Wait until the child executes the shell: until then /proc has the arguments of pytest.
     while b"appliance.boot.main" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
         time.sleep(0.001)
     yield process
@@ -98,7 +98,7 @@ def write_box_file(data_dir: Path, **fields: Any) -> None:
 
 @dataclass
 class ControlledBox:
-    """The real control app in its own thread, with a data directory by which commands find it."""
+    """The real control app in a separate thread; commands find the app by its data directory."""
 
     data_dir: Path
     app: FastAPI
@@ -114,7 +114,7 @@ class ControlledBox:
         return json.loads(result.stdout)
 
     def do(self, work: Callable[[], Any]) -> Any:
-        """Run `work` in the thread of the database."""
+        """Run `work` in the thread of the app, which uses the database; return the result."""
 
         async def call() -> Any:
             return work()
@@ -122,7 +122,7 @@ class ControlledBox:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(60)
 
     def settle(self) -> None:
-        """Wait until no validation runs."""
+        """Wait until all validations of jobs have ended."""
         asyncio.run_coroutine_threadsafe(self.context.tasks.idle("validations"), self.loop).result(60)
 
     @property
@@ -175,7 +175,7 @@ Answer = tuple[int, Any]
 
 @dataclass
 class PreparedBox:
-    """A server on TCP and on a Unix socket whose answers a test prepares.
+    """A server on TCP and on a Unix socket with answers that the test prepares.
 
     answers: (method, path without query) -> answers in order; the last answer repeats. An answer is (status, body): a
     JSON value, raw bytes, or a function of the request's JSON.

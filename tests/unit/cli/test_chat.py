@@ -28,7 +28,7 @@ def test_chat_with_one_question_streams_answer(prepared):
     }
 
 
-def test_chat_prints_line_separators_as_text(prepared):
+def test_chat_removes_line_separators_from_answer(prepared):
     event = json.dumps({"choices": [{"delta": {"content": "a\u2028b"}}]}, ensure_ascii=False)
     prepared.prepare("POST", CHAT, (200, f"data: {event}\n\n".encode() + sse()))
     assert prepared.run("chat", "starter", "Hi").stdout == "ab\n", "which a terminal would obey"

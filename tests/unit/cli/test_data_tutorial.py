@@ -1,4 +1,4 @@
-"""docs/data.md shows the real output of its commands."""
+"""The programs in docs/data.md run, and its command prints the output that the page quotes."""
 
 import re
 import shlex

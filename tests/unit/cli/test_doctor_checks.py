@@ -1,4 +1,4 @@
-"""Checks of `appliance doctor`, run on this machine and on prepared states."""
+"""The checks of `appliance doctor`, on this machine and on simulated boxes."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests.unit.cli.conftest import run
 from tests.unit.cli.test_tree import is_command
 
 
-def test_findings_reads_this_machine_and_leaves_no_files(tmp_path: Path):
+def test_findings_cover_this_machine_and_leave_no_files(tmp_path: Path):
     config = load_config(None, {"data_dir": str(tmp_path / "box" / "not" / "there"), "devices": 2})
     found = {one.check: one for one in findings(config, runs=False)}
     assert found["devices"].found == "2 of kind cpu" and {found["box"].state, found["keys"].state} == {"skip"}

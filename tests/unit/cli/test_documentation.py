@@ -1,4 +1,4 @@
-"""docs/operations.md matches the code, and files and commands named in documents exist."""
+"""docs/operations.md matches the code, and documents name only existing files and commands."""
 
 import contextlib
 import inspect
@@ -42,7 +42,7 @@ def test_files_named_in_documents_exist():
 
 
 def typed() -> list[tuple[str, str]]:
-    """Pairs (file, command line) of all documented commands: help, code blocks, templates, systemd units."""
+    """Return pairs (file, command line) for all commands in help, code blocks, templates and systemd units."""
     found = []
     for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "images").rglob("README.md")):
         blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.S | re.M)
@@ -56,16 +56,16 @@ def typed() -> list[tuple[str, str]]:
 
 
 def fault(line: str) -> str:
-    """The error in a command line, or "". Checks words and options, not values."""
+    """Return the error in the words or options of a command line, or ""; values are not checked."""
     words = shlex.split(re.split(r" (?:&&|\|\|?|>|<) |;| {2,}[^-\"\[]", line)[0], comments=True)[1:]
     words = [word for word in words if word not in ("...", "…") and not word.startswith("[")]
-    while words[0] in ("--url", "--api-key", "--data-dir"):  # allowed before the command
+    while words[0] in ("--url", "--api-key", "--data-dir"):  # these options may precede the command
         words = words[2:]
     name = next((" ".join(words[:n]) for n in (3, 2, 1) if " ".join(words[:n]) in COMMANDS), None)
     if name is None:
         return "" if words == ["--help"] else "no such command"
     parser = Parser(COMMANDS[name])
-    for action in parser._actions:  # check only words and options
+    for action in parser._actions:  # accept every value
         action.type, action.choices, action.required = None, None, False
     said = io.StringIO()
     try:

@@ -55,7 +55,7 @@ def test_run_wait_follows_only_its_own_runs(prepared, tmp_path: Path):
     assert done.exit_code == 1 and "r of m is failed: no engine" in done.stderr
 
 
-def test_eval_show_has_the_reason_of_a_wait(box: ControlledBox, tmp_path: Path):
+def test_eval_show_prints_why_a_run_waits(box: ControlledBox, tmp_path: Path):
     box.context.asking.rows.places = 0
     made = box.json("eval", "run", "starter", *written(tmp_path, "4"))
     evals_shown = ("eval", "show", made["id"])

@@ -1,4 +1,4 @@
-"""The scripts of `examples/` against the real control app with simulated devices and engines."""
+"""The scripts in `examples/` run against the real control app with simulated devices and engines."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def client(box: ControlledBox) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def finish(box: ControlledBox) -> Callable[[float | None], None]:
-    """Let the newest job succeed with this validation loss, or fail with None."""
+    """Return a function that ends the newest job: with this validation loss, or failed if the loss is None."""
 
     def finish(loss: float | None) -> None:
         box.settle()
@@ -61,7 +61,7 @@ def finish(box: ControlledBox) -> Callable[[float | None], None]:
 
 
 class Trial:
-    """The part of Optuna's Trial that the objective uses; suggests the lowest value of each range."""
+    """A fake of Optuna's Trial that always suggests the lowest value of a range."""
 
     def __init__(self) -> None:
         self.user_attrs: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Trial:
 
 
 def evaluated(client: openai.OpenAI) -> str:
-    """Create an evaluation with one run on a file; return its id."""
+    """Create an evaluation with a run on three items; return the id of the evaluation."""
     check: Any = {"type": "string_check", "name": "c", "operation": "eq", "input": "a", "reference": "a"}
     schema: Any = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
     made = client.evals.create(data_source_config=schema, testing_criteria=[check])
@@ -132,7 +132,7 @@ def test_retrain_activates_version_and_keeps_files_after_failure(
     assert [path.name for path in folder.glob("*.jsonl")] == ["2.jsonl"]
 
 
-def test_sweep_deletes_all_models_but_the_best(
+def test_sweep_keeps_only_the_best_model(
     client: openai.OpenAI, finish: Callable[[float | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train, held_out = (

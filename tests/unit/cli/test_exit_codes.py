@@ -1,4 +1,4 @@
-"""Exit codes and messages of failing commands, as scripts see them."""
+"""Exit codes and messages of failing commands, and how commands find their box."""
 
 import os
 import socket
@@ -60,7 +60,7 @@ def test_client_sends_the_key(prepared, monkeypatch):
     assert [r["headers"]["authorization"] for r in prepared.requests] == ["Bearer sk-1", "Bearer sk-2"]
 
 
-def test_box_is_chosen_by_options_then_environment(prepared, monkeypatch, tmp_path, main_process):
+def test_box_is_chosen_by_options_before_variables(prepared, monkeypatch, tmp_path, main_process):
     """Options override variables; APPLIANCE_URL overrides other variables; two box options conflict."""
     prepared.prepare("GET", "/admin/v1/devices", (200, {"data": []}))
     write_box_file(tmp_path / "box", pid=main_process.pid, state="ready", controller_socket=str(prepared.socket_path))
@@ -87,7 +87,7 @@ def test_box_is_chosen_by_options_then_environment(prepared, monkeypatch, tmp_pa
         ({"state": "failed", "pid": None, "message": "port 8000 is taken"}, "did not start: port 8000 is taken"),
         ({"state": "ready", "pid": 2**22 + 1}, "was killed while ready"),
         ({"state": "ready", "pid": 2**22 + 1, "url": "http://127.0.0.1:8000/v1"}, "box` starts it and continues"),
-        ({"state": "ready", "pid": os.getpid()}, "was killed while ready"),  # the pid belongs to another process now
+        ({"state": "ready", "pid": os.getpid()}, "was killed while ready"),  # another process has the pid now
     ],
 )
 def test_stopped_box_is_reported_with_reason(tmp_path, fields, said):
@@ -98,7 +98,7 @@ def test_stopped_box_is_reported_with_reason(tmp_path, fields, said):
 
 
 @pytest.mark.parametrize("state", ["stopping", "starting"])
-def test_box_without_connections_is_reported_by_state(tmp_path, main_process, state):
+def test_box_that_refuses_connections_is_reported_with_state(tmp_path, main_process, state):
     path = tmp_path / "closed.sock"
     with socket.socket(socket.AF_UNIX) as closed:
         closed.bind(str(path))

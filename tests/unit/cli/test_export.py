@@ -19,7 +19,7 @@ from weights.tiers.copies import seal_dir
 
 
 def stored(box: ControlledBox, name: str, folder: Path) -> Path:
-    """Add a base model with a version on disk."""
+    """Add a base model with the version v1 in `folder`; return the path of the weights."""
     folder.mkdir()
     save_file({"w": np.arange(3000, dtype=np.float32)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
@@ -99,7 +99,7 @@ def test_merged_export_merges_adapter_into_its_base_version(box, tmp_path, monke
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", '{"messages": [1]}', '{"messages": [{"content": "x"}]}', "\n"])
-def test_quantize_file_without_chats_is_refused_before_download(box, tmp_path, text):
+def test_quantize_with_file_without_chats_is_refused_before_download(box, tmp_path, text):
     (tmp_path / "chats.jsonl").write_text(text)
     compare = ("--compare", str(tmp_path / "chats.jsonl"))
     assert box.run("model", "quantize", "none", "--form", "int8", *compare).exit_code == BadUsage.exit_code

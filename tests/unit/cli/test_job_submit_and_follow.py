@@ -1,4 +1,4 @@
-"""Submission of jobs from files, and following a job to its end."""
+"""Commands submit a job with a file and follow the job until it ends."""
 
 import json
 import threading
@@ -63,7 +63,7 @@ def test_submit_sends_the_given_options(prepared, tmp_path):
 
 
 @pytest.mark.parametrize("words", [("job", "submit", "--model", "starter", "--file"), ("batch", "create")])
-def test_refused_request_names_the_uploaded_file(prepared, tmp_path, words):
+def test_refusal_after_upload_names_the_uploaded_file(prepared, tmp_path, words):
     data = tmp_path / "d.jsonl"
     data.write_text('{"messages": []}\n')
     prepared.prepare("POST", "/v1/files", (200, {"id": "file-1", "filename": "f", "status": "processed"}))
@@ -75,7 +75,7 @@ def test_refused_request_names_the_uploaded_file(prepared, tmp_path, words):
 
 def test_refusal_names_the_command_that_lists_bad_lines(box, tmp_path):
     path = tmp_path / "bad.jsonl"
-    # Each line has another error, because equal errors are reported once.
+    # Each line has a different error, because equal errors are reported only once.
     path.write_text("".join(json.dumps({"messages": [{"role": f"role {n}", "content": "a"}]}) + "\n" for n in range(9)))
     refused = box.run("file", "upload", str(path))
     file_id = box.json("file", "list")["data"][0]["id"]

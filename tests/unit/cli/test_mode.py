@@ -3,7 +3,7 @@
 from tests.unit.cli.conftest import ControlledBox
 
 
-def test_floor_of_all_devices_is_noted_and_higher_refused(box: ControlledBox):
+def test_floor_of_all_devices_is_noted_and_a_higher_floor_is_refused(box: ControlledBox):
     assert "training gets none" in box.run("mode", "set", "train", "--floor", "8").stdout
     assert "! The serving floor of 8 keeps all 8 devices" in box.run("mode", "show").stdout
     for line in (("set", "train"), ("schedule", "add", "0 22 * * *", "train"), ("plan", "train")):

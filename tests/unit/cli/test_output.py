@@ -1,4 +1,4 @@
-"""Output of numbers, texts and progress."""
+"""How commands print numbers, JSON and progress."""
 
 import json
 import unicodedata
@@ -29,7 +29,7 @@ def test_numbers_are_formatted_for_people(function, value, text):
 
 
 def test_json_output_escapes_control_characters(capsys):
-    """U+009B starts a terminal command like ESC [, and JSON permits it unescaped."""
+    """U+009B starts a terminal command, as ESC [ does, but JSON need not escape U+009B."""
     hostile = {"filename\x85": "a\x9b2Jb\x7f\x1b", "name": "é漢"}
     output.print_json(hostile)
     told = capsys.readouterr().out

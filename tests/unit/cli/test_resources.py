@@ -1,4 +1,4 @@
-"""Requests and output of every command in the table, against a server with prepared answers."""
+"""Each command in the table sends its request and prints the answer; the server has prepared answers."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_watch_survives_restart_of_box(prepared, monkeypatch):
     assert "the controller is away; trying again" in done.stderr
 
 
-def test_command_of_several_ids_continues_after_a_refusal(prepared):
+def test_command_with_several_ids_continues_after_a_refusal(prepared):
     for id, answer in (("a", (200, {"id": "a"})), ("b", (404, openai_error("no b"))), ("c", (200, {"id": "c"}))):
         prepared.prepare("DELETE", f"/v1/files/{id}", answer)
     prepared.prepare("DELETE", "/v1/files/d", (503, openai_error("gone")))
@@ -69,7 +69,7 @@ def test_command_of_several_ids_continues_after_a_refusal(prepared):
     assert (done.exit_code, done.stdout, done.stderr) == (6, "deleted a\n", "error: gone\n")
 
 
-def test_command_requests_are_routes_of_box(box):
+def test_every_request_of_a_command_has_a_route(box):
     known = {
         (method, re.sub(r"{.*?}", "{id}", route.path)) for route in box.app.routes for method in route.methods or ()
     }

@@ -1,4 +1,4 @@
-"""Listings as tables and as JSON with stable keys, from the real control app."""
+"""Commands print tables, and JSON with stable keys, from answers of the real control app."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ def lines(text: str) -> list[list[str]]:
 
 
 def make_job(box: ControlledBox, tmp_path: Path, *options: str) -> str:
-    """Submit a job; return its id when it is validated and queued."""
+    """Submit a job, wait until it is validated, and return its id."""
     data = tmp_path / "train.jsonl"
     data.write_bytes(chat_lines(40))
     submitted = box.run("job", "submit", "--model", "starter", "--file", str(data), "--suffix", "demo", *options)
@@ -32,7 +32,7 @@ def make_job(box: ControlledBox, tmp_path: Path, *options: str) -> str:
     return job_id
 
 
-def test_view_formats_fields_by_name(capsys):
+def test_view_formats_values_by_field_name(capsys):
     answer = {"object": "x", "size_bytes": 2_000_000, "since_s": 90.0, "none": None, "of": {"kind": "job", "id": "j"}}
     answer |= {"share": 0.25, "on": True, "rows": [{"a": 1, "b": None}, {"a": 2, "b": None}], "notes": ["mind this"]}
     output.draw(output.view({**answer, "part": {"w": 1, "x": 2, "y": 3, "z_s": 0.5}}))
@@ -183,7 +183,7 @@ def test_model_share_with_owners_and_with_everybody(box: ControlledBox):
 
 def test_model_import_resolves_path_and_reports_failure(box: ControlledBox, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = box.json("model", "import", "./none", "--name", "none")  # the simulated box accepts any path
+    done = box.json("model", "import", "./none", "--name", "none")  # the simulated box imports from any path
     assert box.json("model", "show", done["result"]["name"])["source"] == str(tmp_path / "none")
     started = box.json("model", "import", "hub/other", "--name", "other", "--no-wait")
     assert started["kind"] == "import" and started["id"].startswith("op_")

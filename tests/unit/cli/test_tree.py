@@ -9,7 +9,7 @@ from tests.unit.cli.conftest import run
 
 
 def is_command(words: str) -> bool:
-    """Whether `appliance WORDS` is a command (not a group) with existing options."""
+    """Whether `appliance WORDS` is a command (not a group) and all its options exist."""
     told = words.split()
     name = next((" ".join(told[:n]) for n in (3, 2, 1) if " ".join(told[:n]) in COMMANDS), None)
     return name is not None and {word for word in told if word.startswith("--")} <= options_of(name)
@@ -27,7 +27,7 @@ def test_help_of_a_command_has_examples_and_every_option(name):
     assert f"appliance {name}" in examples and all(option in text for option in options_of(name))
 
 
-def test_group_needs_no_line_of_its_own(monkeypatch):
+def test_group_without_own_entry_has_help_from_its_commands(monkeypatch):
     monkeypatch.setitem(COMMANDS, "toy list", COMMANDS["file list"])
     assert ("toy", "Toys.") in below("") and run("toy", "--help").stdout.startswith("Toys.\n\nUsage: appliance toy")
 

@@ -1,4 +1,4 @@
-"""The control app in the test's event loop, with an HTTP client in place of the gateway and the OpenAI SDK on it."""
+"""Fixtures: the control app in the test's event loop, called by an HTTP client and by the OpenAI SDK on that client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHECK |= {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 
 
 def disk_full() -> sqlite3.OperationalError:
-    """The error that SQLite raises for a full disk."""
+    """Return the error that SQLite raises if the disk is full."""
     error = sqlite3.OperationalError("database or disk is full")
     error.sqlite_errorcode = sqlite3.SQLITE_FULL
     return error
@@ -52,7 +52,7 @@ def chat_lines(count: int = 12, first: int = 0) -> bytes:
 
 @dataclass
 class Control:
-    """The app with its clients and simulated parts."""
+    """The control app with its clients and its simulated scheduler, engines and model library."""
 
     app: FastAPI
     context: ControllerContext
@@ -76,7 +76,7 @@ class Control:
         return self.context.model_ops  # type: ignore[return-value]
 
     def as_key(self, name: str, **fields: Any) -> str:
-        """Send later requests with a new key (default scopes: inference, fine_tuning); return its id."""
+        """Create a key (default scopes: inference, fine_tuning), use it for all later requests, and return its id."""
         row, _ = keys.create(self.db, name, fields.pop("scopes", ["inference", "fine_tuning"]), **fields)
         self.http.headers.update({"x-appliance-key-id": row.id, "x-appliance-scopes": ",".join(row.scopes)})
         return row.id
@@ -86,7 +86,7 @@ class Control:
         return self.context.bus.table["keys"]
 
     async def settle(self) -> None:
-        """Wait until no validation runs."""
+        """Wait until all validations have ended."""
         await self.context.tasks.idle("validations")
 
     async def upload(self, data: bytes | None = None, name: str = "train.jsonl", purpose: str = "fine-tune") -> str:
@@ -94,7 +94,7 @@ class Control:
         return made.id
 
     async def job(self, **fields: Any) -> str:
-        """Create a job and wait until it is validated; return its id."""
+        """Create a job, wait until it is validated, and return its id."""
         if "training_file" not in fields:
             fields["training_file"] = await self.upload()
         made = await self.sdk.fine_tuning.jobs.create(model="starter", **fields)
@@ -102,34 +102,34 @@ class Control:
         return made.id
 
     def creating(self) -> dict[str, str]:
-        """By noun: the path of the POST that makes an object of this kind."""
+        """Map each kind of object (by noun) to the path of the POST that creates it."""
         posts = [one for one in self.app.routes if isinstance(one, StrictRoute) and one.verb == "POST"]
         return {one.noun: one.path for one in posts if one.path[:4] == "/v1/" and one.action == f"{one.noun}.create"}
 
     async def bodies(self, path: str) -> tuple[Any, Any]:
-        """Two different bodies of this POST: `bodies(control)` of test_notes.py, if the path is /v1/notes."""
+        """Return two different bodies for this POST: for the path /v1/notes, `bodies(control)` of test_notes.py."""
         return await import_module(f"tests.unit.controller.test_{path.rpartition('/')[2]}").bodies(self)
 
     async def made(self, path: str) -> str:
-        """Make an object with the first of `bodies`; return its id."""
+        """Create an object by a POST with the first of `bodies`; return the object's id."""
         answer = await self.http.post(path, json=(await self.bodies(path))[0])
         return answer.raise_for_status().json()["id"]
 
     async def messages(self, job_id: str) -> list[str]:
-        """Event texts of a job, oldest first."""
+        """Return the texts of a job's events, oldest first."""
         events = await self.sdk.fine_tuning.jobs.list_events(job_id, limit=100)
         return [event.message for event in events.data][::-1]
 
 
 @pytest.fixture(autouse=True)
 def rounds_come_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable periodic looks: tests call `look` and count the calls."""
+    """Disable periodic looks at gates, so that only the tests call `look`."""
     monkeypatch.setattr(gates, "LOOK_EVERY_S", 3600.0)
 
 
 @pytest.fixture(autouse=True)
 def logical_devices_have_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Independent of the CPU count of this machine."""
+    """Fake 64 CPU cores, so that tests do not depend on the cores of this machine."""
     monkeypatch.setattr(settings, "host_cores", lambda: 64)
 
 
@@ -178,7 +178,7 @@ def insert_model(
     owner: str | None = None,
     info: dict[str, Any] | None = None,
 ) -> None:
-    """Insert a model with versions. A tuned model belongs to the key of SCOPES unless `owner` is given."""
+    """Insert a model with versions. owner: default for tuned models: the key of SCOPES; for others: no owner."""
     if owner is None:
         owner = SCOPES["x-appliance-key-id"] if kind == "fine-tuned" else ""
     row: Any = {"base": base, "task": task, "max_model_len": 2048, "info": info or {}, "active_version": versions[-1]}

@@ -1,4 +1,4 @@
-"""/admin/v1 as the CLI and the dashboard use it, with an audit row per action."""
+"""Routes of /admin/v1 for the CLI and the dashboard; each action writes an audit row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def ask(control: Control, method: str, path: str, status: int = 200, **kwa
 
 
 async def ended(control: Control, accepted: dict[str, Any]) -> dict[str, Any]:
-    """Wait until the operation has ended; return it."""
+    """Wait until the accepted operation has ended; return the operation."""
     operation_id = accepted["operation"]["id"]
     while True:
         operation = (await ask(control, "GET", f"/operations/{operation_id}"))["operation"]
@@ -31,12 +31,12 @@ async def ended(control: Control, accepted: dict[str, Any]) -> dict[str, Any]:
 
 
 def actions(control: Control) -> list[tuple[str, str, str]]:
-    """Audited actions of the operator, oldest first, without those of the client that sets up files and jobs."""
+    """Return audited actions, oldest first, without actions of the client that uploads files and creates jobs."""
     rows = AUDIT.page(control.db, after=None, limit=99).data[::-1]
     return [(row.action, row.target, row.outcome) for row in rows if row.key_id != SCOPES["x-appliance-key-id"]]
 
 
-async def test_key_works_and_ends_at_gateways_at_once(control: Control):
+async def test_new_and_revoked_keys_reach_gateways_at_once(control: Control):
     made = await ask(control, "POST", "/keys", json={"name": "laptop", "scopes": ["inference"]})
     digest = keys.fingerprint(made["key"])
     assert control.gateway_keys[digest] == {"id": made["id"], "owner": "laptop", "scopes": ["inference"]}
@@ -55,7 +55,7 @@ async def test_key_works_and_ends_at_gateways_at_once(control: Control):
 
 
 async def rotated(control: Control, made: dict[str, Any]) -> str:
-    """Rotate the key and return the SHA-256 of the new secret; gateways no longer know the old one."""
+    """Rotate the key, check that gateways have only its new secret, and return the SHA-256 of the new secret."""
     keys.create_session(control.db, made["id"], agent="", now_s=1.0, until_s=1e12)
     again = await ask(control, "POST", "/keys/laptop/rotate")
     assert again["id"] == made["id"] and again["key"] != made["key"] and again["key"].startswith(again["prefix"])
@@ -102,7 +102,7 @@ async def test_invalid_import_is_rejected(control: Control, body: dict[str, Any]
     assert OPERATIONS.page(control.db).data == []
 
 
-async def test_concurrent_equal_import_is_refused(control: Control, hanging: asyncio.Event):
+async def test_import_equal_to_running_import_is_refused(control: Control, hanging: asyncio.Event):
     body = {"source": "/data/m", "name": "m"}
     first = await ask(control, "POST", "/models/import", 202, json=body)
     await hanging.wait()
@@ -112,7 +112,7 @@ async def test_concurrent_equal_import_is_refused(control: Control, hanging: asy
 
 @pytest.fixture
 def hanging(control: Control, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Make imports hang; the event is set when an import has begun."""
+    """Make imports hang; return an event that is set when an import has begun."""
     reached = asyncio.Event()
 
     async def hang(*_: Any, **__: Any) -> Any:
@@ -170,7 +170,7 @@ async def test_key_for_an_unknown_model_is_refused(control: Control):
     assert made["scopes"] == ["inference"], "for using one model: training was not asked for"
 
 
-async def test_logs_are_read_by_administrators_and_by_listed_name(control: Control):
+async def test_log_is_returned_only_to_administrators_and_by_listed_name(control: Control):
     folder = Path(control.context.box["data_dir"]) / "logs"
     (folder / "ray").mkdir(parents=True)
     (folder / "main.log").write_text("one\ntwo\nthree\n")

@@ -21,7 +21,7 @@ NIGHT = {"cron": "0 22 * * *", "until": "0 6 * * *", "tz": "Europe/Berlin", "pol
 ALWAYS = {"cron": "* * * * *", "policy": "split", "train_devices": 3}
 
 
-async def test_mode_floor_defaults_to_the_box(control: Control):
+async def test_mode_without_floor_gets_floor_of_the_box(control: Control):
     await ask(control, "PUT", "/mode", json={"policy": "train", "serving_floor": 2})
     assert mode_in_force(control.db, 1, time.time()).policy.serving_floor == 2
     assert (await ask(control, "PUT", "/mode", json={"policy": "train"}))["serving_floor"] == 1
@@ -30,15 +30,15 @@ async def test_mode_floor_defaults_to_the_box(control: Control):
 
 
 @pytest.mark.parametrize(("devices", "notes"), [(0, 0), (1, 1), (2, 1), (3, 0)])
-def test_floor_note_needs_devices_that_the_floor_keeps(devices: int, notes: int):
+def test_floor_note_appears_only_if_floor_keeps_all_devices(devices: int, notes: int):
     assert len(floor_notes(Policy("train", None, 2), devices)) == notes
 
 
-async def test_mode_set_again_by_hand_overrides_the_window(control: Control):
+async def test_mode_set_by_hand_overrides_the_current_window(control: Control):
     await ask(control, "PUT", "/mode", json={"policy": "serve"})
     made = await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *"})
     held = await ask(control, "GET", "/mode")
-    if held["set_by"] == "hand":  # the manual mode is newer than the last New Year
+    if held["set_by"] == "hand":  # unless a year began during the test
         assert held["overridden"]["id"] == made["id"] and held["until_s"] == made["next_s"]
     minute = await ask(control, "POST", "/mode/schedule", json=ALWAYS)
     before = read_mode(control.db)
@@ -96,7 +96,7 @@ def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
     ],
 )
 async def test_job_needing_more_devices_than_any_node_is_rejected(control: Control, fields: dict[str, Any], param: str):
-    # A second node does not allow a larger job, because all ranks of a job are on one node.
+    # A second node allows no larger jobs, because all ranks of a job run on one node.
     control.scheduler.devices = control.scheduler.devices + joined(control, "n1", 4)
     with pytest.raises(openai.BadRequestError) as refused:
         await control.job(**fields)
@@ -136,7 +136,7 @@ async def test_waiting_job_can_be_changed(control: Control):
     assert actions(control)[0] == ("job.update", job_id, "done")
 
 
-async def test_update_of_device_bounds_estimates_memory_of_all_sizes(control: Control):
+async def test_update_of_device_bounds_adds_memory_estimates_for_new_sizes(control: Control):
     job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body={"max_devices": 2})
     await ask(control, "PATCH", f"/jobs/{job_id}", json={"max_devices": 8})
     needed = job_host_bytes(jobs.get(control.db, job_id))
@@ -185,7 +185,7 @@ async def test_invalid_deployment_is_rejected(control: Control, body: dict[str, 
     assert error["param"] == param and DEPLOYMENTS.find(control.db, "starter") is None and actions(control) == []
 
 
-async def test_deploy_beyond_a_node_is_refused(control: Control):
+async def test_deploy_that_exceeds_devices_of_nodes_is_refused(control: Control):
     first = control.scheduler.devices[0]
     away = [{**first, "id": f"n1/{i}", "node": "n1", "index": i} for i in range(4)]
     control.scheduler.devices = control.scheduler.devices[:6] + away
@@ -195,5 +195,5 @@ async def test_deploy_beyond_a_node_is_refused(control: Control):
     error = (await ask(control, "PATCH", path, 400, json={"tensor_parallel": 4, "min_replicas": 3}))["error"]
     assert error["param"] == "min_replicas"
     assert (await ask(control, "PATCH", path, json={"tensor_parallel": 4, "min_replicas": 2}))["min_replicas"] == 2
-    control.scheduler.devices = control.scheduler.devices[:2]  # n1 left as planned; four home devices drained
+    control.scheduler.devices = control.scheduler.devices[:2]  # now n1 and four home devices are gone
     assert (await ask(control, "PATCH", path, json={"ttft_p95_s": 2.0}))["tensor_parallel"] == 4

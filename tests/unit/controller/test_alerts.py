@@ -22,7 +22,7 @@ FAILED = Problem("job:1", "job 1 failed", is_event=True)
 
 
 class Timeline:
-    """Successive looks at problems, with every message delivered."""
+    """Calls `step` for successive looks at problems; every message counts as delivered."""
 
     def __init__(self) -> None:
         self.known: Known = {}
@@ -145,7 +145,7 @@ def test_problems_of_lists_faults_that_need_a_person():
 async def test_look_sends_failed_job_once_and_retries_undelivered(control):
     job_id = await control.job()
     jobs.set_phase(control.db, job_id, "failed", error={"code": "x", "message": "no memory"})
-    jobs.set_phase(control.db, await control.job(), "failed", finished_s=10.0)  # too old to report
+    jobs.set_phase(control.db, await control.job(), "failed", finished_s=10.0)  # failed too long ago to report
     with http_server(500) as (url, _), pytest.raises(Undelivered):
         await alerts.look(control.context, AlertSettings(webhook=url))
     with http_server(200) as (url, bodies):

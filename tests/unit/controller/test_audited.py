@@ -16,7 +16,7 @@ def rows(control: Control) -> list[AuditRow]:
 
 
 async def test_routes_are_strict_routes(control: Control):
-    """The class StrictRoute records each change."""
+    """Every route must be a StrictRoute, because that class writes the audit row of a change."""
     assert all(isinstance(route, StrictRoute) for route in control.app.router.routes if isinstance(route, APIRoute))
 
 

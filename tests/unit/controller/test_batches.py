@@ -1,4 +1,4 @@
-"""/v1/batches through the OpenAI SDK with scripted engines, and limits for hostile input files."""
+"""/v1/batches, called by the OpenAI SDK, with scripted engines; and limits against hostile input files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_batch_with_bad_line_fails_with_line_number(control: Control, rows
     assert control.engines.sent == [] and batch.output_file_id is None
 
 
-async def test_batch_lines_use_its_key_and_are_not_stored(control: Control):
+async def test_batch_requests_use_key_of_batch_and_are_not_stored(control: Control):
     key_id = control.as_key("ann")
     rows = [line(0, url="/v1/responses", body={"model": "starter", "input": "x", "store": True})]
     assert (await ended(control, await begun(control, rows, "/v1/responses"))).status == "completed"
@@ -151,7 +151,7 @@ async def test_batch_without_engines_has_a_reason_to_wait(control: Control):
 
 
 async def _hang_after(control: Control, answered: int) -> None:
-    """Let engines answer the first lines and hang on the rest."""
+    """Make engines answer the first `answered` lines and hang on all later lines."""
     done = 0
 
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
@@ -204,11 +204,11 @@ async def test_delete_of_input_file_in_use_is_rejected(control: Control):
     assert (await control.sdk.files.delete(batch.input_file_id)).deleted
 
 
-async def test_batch_after_restart_repeats_only_lines_in_flight(control: Control):
+async def test_batch_after_restart_repeats_only_unanswered_lines(control: Control):
     await _hang_after(control, 5)
     batch_id = await begun(control, [line(n) for n in range(9)])
     await until(control, batch_id, lambda b: b.request_counts.completed == 5)
-    # The state after SIGKILL: the row in progress, answers on disk, the last answer truncated.
+    # Build the state after SIGKILL: the row is in progress, and the last answer on disk is truncated.
     await control.context.tasks.stop()
     with open(control.context.batches_dir / f"{batch_id}.output.jsonl", "ab") as out:
         out.write(b'{"id":"batch_req_torn","custom_id":"r8","resp')
@@ -226,7 +226,7 @@ async def test_batch_after_restart_repeats_only_lines_in_flight(control: Control
     assert {row["custom_id"] for row in rows[:5]} == answered_before
 
 
-async def test_run_to_completion_keeps_cancel_during_failing_write():
+async def test_run_to_completion_cancelled_during_failing_write_raises_cancel():
     began, goes_on = threading.Event(), threading.Event()
 
     def write() -> None:

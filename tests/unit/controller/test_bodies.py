@@ -1,4 +1,4 @@
-"""Bodies of control routes: limits of size, depth and field count."""
+"""Bodies of control routes are limited in size, depth and number of fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def padded(body: dict[str, Any], size: int) -> bytes:
 
 
 async def test_json_route_rejects_oversized_body(control: Control) -> None:
-    """With and without a Content-Length."""
+    """The limit applies to bodies with and without a Content-Length."""
     tried = 0
     for route in control.app.routes:
         if not isinstance(route, StrictRoute) or not route.body_field or route.path.startswith("/internal"):
@@ -41,7 +41,7 @@ async def _in_pieces(text: bytes) -> Any:
         yield text[at : at + (1 << 18)]
 
 
-async def test_body_with_too_many_fields_is_refused_once(control: Control) -> None:
+async def test_body_with_too_many_fields_is_refused_with_one_error(control: Control) -> None:
     many, job = {f"x{number}": 1 for number in range(10_001)}, {"model": "starter", "training_file": "f"}
     for path, body in (
         ("/admin/v1/keys", {"name": "n"} | many),

@@ -1,4 +1,4 @@
-"""The bus to gateways: tables, load reports and confirmed drains; and requests sent by the box."""
+"""The bus sends tables to gateways, reads load reports and confirms drains; `Asking` sends requests of the box."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from runtime.background_tasks import BackgroundTasks
 
 
 class GatewayEnd:
-    """A gateway that applies tables only on command. opened: instances, closed with the bus."""
+    """A fake gateway that applies tables only on command. opened: all instances, which `running` closes at its end."""
 
     opened: ClassVar[list[GatewayEnd]] = []
 
@@ -52,7 +52,7 @@ class GatewayEnd:
 
 
 def models(**states: str) -> dict[str, Any]:
-    """A table of one model whose replicas are in these states."""
+    """Return a table with one model, whose replicas are in these states."""
     replicas = [
         {"id": name, "socket": f"/run/{name}.sock", "version": "v1", "state": state} for name, state in states.items()
     ]
@@ -79,7 +79,7 @@ async def bus(tmp_path: Path) -> AsyncIterator[Bus]:
 
 
 async def reported(bus: Bus, replica_id: str, inflight: int) -> None:
-    """Wait until the bus has read a report with this count."""
+    """Wait until the bus has read a report with `inflight` open requests on this replica."""
     async with asyncio.timeout(60):
         while bus.inflight(replica_id) != inflight:
             await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_wait_drained_requires_newest_table_and_no_requests(bus: Bus, tmp_
     await reported(bus, "r1", 1)
     draining = bus.publish(models=models(r1="draining"))
     waiting = asyncio.create_task(bus.wait_drained("r1"))
-    # Idle, but with the old table: a request may be on its way to r1.
+    # Idle, but the gateway still has the old table, so a request may be on its way to r1.
     await gateway.report(opened, {"r1": 0})
     await reported(bus, "r1", 0)
     assert not waiting.done()
@@ -149,19 +149,19 @@ async def test_wait_drained_counts_only_newest_report_of_reconnected_gateway(tmp
         second = await GatewayEnd.connect(path)
         waiting = asyncio.create_task(bus.wait_drained("r1"))
         await second.report(generation, {"r1": 1})
-        await reported(bus, "r1", 1)  # not 4: the new report replaces the report of the lost connection
+        await reported(bus, "r1", 1)  # not 3 + 1: the new report replaces the report of the lost connection
         assert not waiting.done()
         await second.report(generation)
         await waiting
 
 
-async def test_wait_drained_after_restart_waits_for_a_report(tmp_path: Path):
+async def test_wait_drained_after_restart_waits_for_report_on_new_table(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=60) as (bus, path):
         bus.publish(models=models(r1="draining"))
         waiting = asyncio.create_task(bus.wait_drained("r1"))
         gateway = await GatewayEnd.connect(path)
         table = await gateway.table()
-        await gateway.report(50, {"r1": 1})  # still with the table of the previous controller
+        await gateway.report(50, {"r1": 1})  # the gateway still has the table of the previous controller
         await reported(bus, "r1", 1)
         await gateway.report(50, {"r1": 0})
         await reported(bus, "r1", 0)
@@ -170,7 +170,7 @@ async def test_wait_drained_after_restart_waits_for_a_report(tmp_path: Path):
         await waiting
 
 
-async def test_waits_without_gateways_end_after_startup_time(tmp_path: Path):
+async def test_waits_for_gateways_end_if_no_gateway_connects(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=0.2) as (bus, _):
         generation = bus.publish(models=models(r1="draining"))
         with pytest.raises(TimeoutError):
@@ -214,7 +214,7 @@ Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
 
 class Gateway:
-    """A gateway for requests of the box. said: text of each request, in order of arrival."""
+    """A fake gateway for requests of the box. said: the text of each request, oldest first."""
 
     def __init__(self, db: Database, engines: int = 1):
         self.table: dict[str, Any] = {"m": {"replicas": [{"state": "open"}] * engines}}
@@ -245,7 +245,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_request_for_sleeping_model_wants_it_and_explains_wait(db: Database):
+async def test_request_for_sleeping_model_wakes_it_and_explains_wait(db: Database):
     gateway = Gateway(db, engines=0)
     task = gateway.ask("hi")
     await turns()
@@ -256,7 +256,7 @@ async def test_request_for_sleeping_model_wants_it_and_explains_wait(db: Databas
     assert (await task).status == 200 and gateway.nudges == 2 and not gateway.asking.why("key_ann", "m")
 
 
-async def test_ask_retries_request_that_gave_way(db: Database):
+async def test_ask_retries_request_refused_with_retry_after(db: Database):
     gateway = Gateway(db)
     refusals = [httpx.Response(503, headers={"retry-after": "0.01"}, json={"error": {"message": "busy"}})] * 3
 
@@ -273,7 +273,7 @@ async def test_ask_retries_request_that_gave_way(db: Database):
 
 
 @pytest.mark.parametrize("error", [httpx.ConnectError("no"), httpx.ReadError("cut")])
-async def test_ask_retries_absent_gateway_and_refuses_other_than_json(db: Database, monkeypatch, error):
+async def test_ask_retries_absent_gateway_and_refuses_answer_that_is_not_json(db: Database, monkeypatch, error):
     monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
     gateway, left = Gateway(db), [error]
 
@@ -287,7 +287,7 @@ async def test_ask_retries_absent_gateway_and_refuses_other_than_json(db: Databa
     assert (refused.status, refused.code, len(gateway.said)) == (502, asking.ENGINE_FAILED, 2)
 
 
-async def test_ask_timeout_returns_504_with_reason(db: Database):
+async def test_ask_that_times_out_returns_504_with_reason(db: Database):
     gateway = Gateway(db, engines=0)
     found = await gateway.asking.ask(None, "m", URL, {"text": ""}, within_s=0.01)
     assert found.status == 504 and asking.NOT_AWAKE in found.error and not gateway.asking.models

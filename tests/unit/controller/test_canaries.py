@@ -24,7 +24,7 @@ PATH = "/admin/v1/models/m/canary"
 
 @pytest.fixture
 def served(control: Control) -> Control:
-    insert_model(control.db, "m", versions=("v2", "v1"))  # v1 is active
+    insert_model(control.db, "m", versions=("v2", "v1"))  # the last version, v1, is active
     DEPLOYMENTS.insert(control.db, DeploymentRow("m", 1.0))
     return control
 
@@ -60,7 +60,7 @@ def active(control: Control) -> str | None:
     return row.active_version
 
 
-async def test_canary_view_has_its_decision(served: Control):
+async def test_view_of_canary_has_its_decision(served: Control):
     begun = await ask(served, "PUT", version="v2", share=0.2)
     assert (begun["name"], begun["before"], begun["state"], begun["auto"]) == ("m@v2", "v1", "running", False)
     assert begun["decision"] == {"verdict": "wait", "reason": "v2 answered 0 of 50 requests"}
@@ -128,7 +128,7 @@ async def test_failing_engine_or_swap_rolls_the_canary_back(served: Control):
     assert active(served) == "v1"
 
 
-async def test_look_rolls_back_bad_canary_while_another_model_swaps(served: Control, monkeypatch: Any):
+async def test_look_rolls_back_bad_canary_while_swap_of_another_model_hangs(served: Control, monkeypatch: Any):
     insert_model(served.db, "n", versions=("v2", "v1"))
     DEPLOYMENTS.insert(served.db, DeploymentRow("n", 1.0))
     swaps, ends = list[str](), asyncio.Event()
@@ -179,7 +179,7 @@ async def test_canary_weights_are_released_after_its_engine_ends(served: Control
     assert served.ops.let_go_of == ["m@v2"]
 
 
-# --- decisions: by errors at once, by latency and request counts after the watch time
+# --- decisions: errors decide at once, latency and request counts only after the watch time
 
 ROW = CanaryRow("m", "v2", "v1", 0.1, created_s=0.0, watch_s=600.0, min_requests=50)
 OVER_S = 601.0
@@ -197,13 +197,13 @@ def load(requests: int, errors: int = 0, *, first_s: float = 0.1, whole_s: float
         ("wait", load(60), load(540), 599.0),
         ("wait", load(49), load(540), OVER_S),
         ("wait", load(60), load(49), OVER_S),
-        # Significantly more errors cause an immediate rollback.
+        # A significantly higher share of errors causes an immediate rollback.
         ("roll back", load(20, 15), load(180), 1.0),
         ("wait", load(20, 1), load(180), 1.0),
         ("promote", load(60, 30), load(540, 270), OVER_S),
         ("promote", load(60, 1), load(540, 9), OVER_S),
         ("wait", load(3, 3), load(0), 1.0),
-        # A 95th percentile over the ratio causes a rollback after the watch time.
+        # A much slower 95th percentile of request times causes a rollback after the watch time.
         ("roll back", load(60, first_s=0.2), load(540), OVER_S),
         ("roll back", load(60, whole_s=2.0), load(540), OVER_S),
         ("wait", load(60, whole_s=2.0), load(540), 599.0),

@@ -1,4 +1,4 @@
-"""Checks of files stored on the box."""
+"""Checks of training data on the box: reports on stored files, and validation of jobs."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ async def test_check_returns_report(control: Control):
 
 
 @pytest.mark.usefixtures("checked_here")
-async def test_validation_leaves_a_damaged_base_to_the_start(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_validation_of_job_with_damaged_base_succeeds(control: Control, monkeypatch: pytest.MonkeyPatch):
     def damaged(name: object) -> None:
         raise IntegrityError("other bytes", path=name)
 

@@ -1,4 +1,4 @@
-"""Cordons of failing devices, power limits, and the energy of jobs."""
+"""The box cordons failing devices, sets power limits, and measures the energy of jobs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_cordon_is_lifted_after_retry_time_or_undrain(db):
     reason = "does not answer any more (GPU is lost)"
     assert cordoned(db) == ["n0/3", "n0/7"] and faults(db) == {"n0/3": reason} and clock.nudges == [1000.0]
     clock.now_s, clock.read = clock.now_s + 899, [{}]
-    watch = clock.watch(db)  # cordons survive a restart
+    watch = clock.watch(db)  # as after a restart, which cordons survive
     await watch.look(clock)
     shown = cordons.shown(cordons.read(db), {"id": "n0/3", "health": "draining"})["health_reason"]
     assert cordoned(db) == ["n0/3", "n0/7"] and reason in shown and "; it is tried again in" in shown
@@ -76,7 +76,7 @@ async def test_cordon_is_lifted_after_retry_time_or_undrain(db):
 
 
 @pytest.mark.parametrize("slow_s, told_s", [(1.4, 1300.0), (1.2, None)])
-async def test_straggling_gpu_is_cordoned_after_minutes(db, slow_s, told_s):
+async def test_straggling_gpu_is_cordoned_after_five_minutes(db, slow_s, told_s):
     devices, clock = ["n0/1", "n0/2", "n0/3"], Clock()
     job = JobRow("j", "m", "supervised", "f", 1, "ft:m", 1.0, phase="running", devices=devices)
     jobs.insert(db, job)
@@ -134,7 +134,7 @@ async def test_cordon_stays_while_the_device_fails(db):
 
 
 async def test_drained_device_is_released_and_judged_after_undrain(db):
-    """The driver restarts the count of memory errors at 0 after a reset."""
+    """After a reset of the device, the driver counts memory errors from 0 again."""
     clock = Clock([{"ecc_uncorrected": 3}])
     watch = clock.watch(db)
     await watch.look(clock)
@@ -209,7 +209,7 @@ def test_unfit_gpu_is_cordoned_at_discovery(db, watch):
     watch.node_changed("n0", "joined", gpus("a", "", unfit=[1]))
     assert cordoned(db) == ["n0/1"]
     assert ("device.cordon", "n0/1", "does not answer", None) in told(db)
-    watch.check(gpus("a", "b"))  # answers again, but stays cordoned until the retry
+    watch.check(gpus("a", "b"))  # the device answers again, but stays cordoned until the retry time
     assert cordons.shown(cordons.read(db), {"id": "n0/1", "uuid": "b", "health": "ok"})["cordon"] == "box"
 
 
@@ -253,7 +253,7 @@ async def test_power_limit_skips_lost_gpu(db, keeper, driver):
 
 
 class Meters:
-    """Two devices with energy counters set by the test; a job holds the first."""
+    """Two devices with energy counters that the test sets; a job holds the first device."""
 
     def __init__(self, control: Control, job_id: str):
         self.readings: dict[str, Reading] = {}
@@ -286,12 +286,12 @@ async def test_energy_is_added_to_job_that_holds_device(control: Control):
     await meters.look(20, 3000, 700)
     assert drawn() == (1000, 5), "whoever holds it now pays"
     meters.hold({"kind": "job", "id": job_id}, None)
-    await meters.look(25, 10, None)  # the first driver was reloaded; the other stopped counting
+    await meters.look(25, 10, None)  # the first counter restarted at 10; the second device has no counter any more
     await meters.look(30, 20, 900)
     assert drawn() == (1010, 10)
 
 
-async def test_energy_per_step_needs_metered_time(control: Control):
+async def test_energy_per_step_is_none_without_metered_time(control: Control):
     job_id, db = await control.job(), control.db
     jobs.update(db, job_id, step=50, trained_tokens=20_000)
     usage.devices_held(db, job_id, 1, 0.0)

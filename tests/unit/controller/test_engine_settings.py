@@ -1,4 +1,4 @@
-"""/admin/v1/models/{name}/settings: checks, numbered versions and return to an earlier version."""
+"""/admin/v1/models/{name}/settings: checks of settings, numbered versions, and restoring of an earlier version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every failure has OpenAI's error object, a request id, and a retry hint."""
+"""Every error response has OpenAI's error object, a request id, and a retry hint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def checked(answer, status: int, code: str | None) -> dict:
     return error
 
 
-async def test_openapi_document_has_only_our_error_shape(control: Control):
+async def test_openapi_document_has_openai_error_shape_for_every_route(control: Control):
     document = (await control.http.get("/openapi.json")).json()
     answers = [operation["responses"] for verbs in document["paths"].values() for operation in verbs.values()]
     assert len(answers) > 50 and not any("422" in one for one in answers)
@@ -27,7 +27,7 @@ async def test_openapi_document_has_only_our_error_shape(control: Control):
     assert {tuple(sorted(shape["required"])) for shape in shapes} == {("code", "message", "param", "type")}
 
 
-async def test_unknown_url_or_method_is_named(control: Control):
+async def test_unknown_url_or_method_is_rejected_with_its_code(control: Control):
     for path in ("/", "/v1/nothing", "/v1/files/a/b/c", "/docs"):
         checked(await control.http.get(path), 404, "unknown_url")
     answer = await control.http.put("/v1/files")

@@ -1,4 +1,4 @@
-"""Evaluations and graders through the unmodified SDK: runs, cancellation, restarts, validation and samples."""
+"""Evaluations and graders, called by the unmodified SDK: runs, cancellation, restarts, validation and samples."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_run_samples_a_model_and_counts_its_tokens(control: Control):
     assert (item.sample.finish_reason, item.sample.seed, item.sample.max_completion_tokens) == ("stop", 3, 7)
 
 
-async def test_responses_source_samples_like_completions(control: Control):
+async def test_run_with_source_responses_samples_like_completions(control: Control):
     control.as_key("carol")
     sent = answers(control, "yes")
     function = {"name": "f", "parameters": {"type": "object"}}
@@ -144,7 +144,7 @@ async def test_responses_source_samples_like_completions(control: Control):
         type="responses",
         input_messages={"type": "item_reference", "item_reference": "item.turns"},
         source={"type": "file_content", "content": [{"item": {"answer": "yes", "turns": turns}}]},
-        # As in OpenAI's examples, but not in the SDK's types.
+        # OpenAI's examples have these parameters, but the SDK's types lack them.
         sampling_params={
             "tools": [{"type": "function", **function}],
             "text": {"format": {"type": "json_schema", **schema}},
@@ -164,7 +164,7 @@ async def test_run_reads_a_file_and_names_a_bad_line(control: Control, monkeypat
     eval_id = await made(control)
     lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c")))
     marked = ("items.jsonl", b"\xef\xbb\xbf" + lines.encode())
-    # Without the SDK, whose strict client rejects this purpose in answers.
+    # Sent without the SDK, because its strict validation rejects an answer with the purpose `evals`.
     sent = await control.http.post("/v1/files", files={"file": marked}, data={"purpose": "evals"})
     source: Any = {"type": "jsonl", "source": {"type": "file_id", "id": sent.json()["id"]}}
     assert (await ended(control, eval_id, source)).result_counts.total == 2

@@ -1,4 +1,4 @@
-"""Large files are checked in a separate process with the same result."""
+"""`check_apart` checks a file in a separate process, with the same result as in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_check_apart_returns_same_report_as_in_process(tmp_path: Path, dat
     assert not chat.exists() or len(chat.read_text().splitlines()) == apart.n_examples
 
 
-async def test_check_beyond_its_limits_is_killed_and_file_is_bad(tmp_path: Path, monkeypatch):
+async def test_check_apart_whose_process_is_killed_reports_a_bad_file(tmp_path: Path, monkeypatch):
     source, killed = tmp_path / "in", tmp_path / "python"
     source.write_bytes(chat_lines())
     killed.write_text("#!/bin/sh\nkill -KILL $$\n")

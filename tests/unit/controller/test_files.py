@@ -1,4 +1,4 @@
-"""/v1/files through the OpenAI SDK, and rejected uploads."""
+"""/v1/files, called by the OpenAI SDK, and malformed uploads, which are rejected."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def expiring(seconds: bytes, anchor: bytes = b"created_at") -> bytes:
         (form(file_part(b"a" * 5000), PURPOSE), None, "invalid_body"),
         (form(PURPOSE, file_part(data=b"x" * 100))[:-60], "file", "missing_required_parameter"),
         (expiring(b"3599"), "expires_after[seconds]", "invalid_value"),
-        # Only its first twenty digits are 3600; the whole number overflows.
+        # Its first twenty digits are 3600, but the whole number is too large for an integer.
         (expiring(b"0" * 16 + b"3600" + b"9" * 400), "expires_after[seconds]", "invalid_value"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Gates through the API, from the job request to the active version, with real evaluation runs."""
+"""Gates decide by real evaluation runs whether the version that a job made is activated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITEMS = 12
 
 
 class Answers:
-    """Engines with a set number of correct answers per model, by a part of its name; default 8 of 12."""
+    """Fake engines. right: part of a model's name -> correct answers of the model out of 12; default 8."""
 
     def __init__(self, control: Control):
         self.right: dict[str, int] = {}
@@ -61,12 +61,12 @@ async def evaluation(control: Control, *, has_run: bool = True) -> str:
 
 
 async def gated(control: Control, eval_id: str, **fields: Any) -> str:
-    """Create a queued job with a gate that makes a version of `fraud`."""
+    """Create a job that makes a version of `fraud` and has a gate on this evaluation; return its id."""
     return await control.job(extra_body={"publish_as": "fraud", "gate": {"eval_id": eval_id, **fields}})
 
 
 async def looked(control: Control, rounds: int = 3) -> None:
-    """Look at all gates repeatedly, and wait for their evaluations in between."""
+    """Look at all gates `rounds` times; after each look, wait until all evaluation runs have ended."""
     for _ in range(rounds):
         await Gates(control.context).look()
         await control.context.tasks.idle("eval_runs")
@@ -121,7 +121,7 @@ async def test_gate_without_threshold_refuses_a_worse_version(control: Control, 
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-async def test_gate_killed_after_its_verdict_activates_the_version(
+async def test_gate_interrupted_after_its_verdict_activates_the_version(
     control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch, is_deleted: bool
 ):
     eval_id = await evaluation(control)
@@ -186,7 +186,7 @@ def test_threshold_is_undecided_with_too_few_judged_items():
     assert threshold({}, 0.0)[0] == "undecided"
 
 
-def test_not_worse_is_mcnemars_test_of_common_items():
+def test_not_worse_is_mcnemars_test_on_common_items():
     same = [True] * 40
     assert not_worse(items(*same), items(*same))[0] == "passed"
     four, five = (items(*same, *[False] * lost) for lost in (4, 5))

@@ -1,4 +1,4 @@
-"""/admin/v1/handovers: phases with bytes and seconds."""
+"""/admin/v1/handovers returns the steps of a handover with bytes and seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each POST that makes an object: repeated requests make one, its list is paged, and its deletion is final."""
+"""For each POST that makes an object: repeated requests make one object, its list is paged, its deletion is final."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYED = {"idempotency-key": "one"}
 
 
 async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Noun -> (URL, body, different body). Those without an entry here come from the test modules of these objects."""
+    """Return noun -> (URL, body, different body); bodies of nouns not listed here come from their test modules."""
     eval_id = await made(control)
     job = {"model": "starter", "training_file": await control.upload()}
     asked = {"model": "starter", "input": "1", "background": True}
@@ -68,15 +68,15 @@ async def test_objects_are_listed_newest_first_and_gone_once_deleted(control: Co
             listed = [item["id"] for item in first["data"] + rest["data"]]
             assert (listed[:3], len(first["data"]), first["has_more"]) == (ids[::-1], 2, True), noun
         gone = await ask("DELETE", f"{url}/{ids[0]}")
-        # Inference leaves no row, and that of a run names its evaluation.
+        # Inference writes no audit row, and the audit row of an evaluation run is for its evaluation.
         done = [f"{noun}.create"] if control.creating().get(noun) == url else []
-        if gone.status_code not in (404, 405):  # the kind has this verb
+        if gone.status_code not in (404, 405):  # this kind of object can be deleted
             done.append(f"{noun}.delete")
             assert gone.json()["deleted"] and (await ask("GET", f"{url}/{ids[0]}")).status_code == 404, noun
         assert [row.action for row in AUDIT.list_all(control.db, "target LIKE ?", f"%{ids[0]}")] == done
 
 
-async def test_repeated_create_returns_the_first_without_its_file(control: Control):
+async def test_repeated_create_after_deletion_of_its_file_returns_first_object(control: Control):
     known = await bodies(control)
     of_batches, (runs, of_runs, _) = known["batch"][1], known["eval_run"]
     file_id = of_batches["json"]["input_file_id"]
@@ -89,7 +89,7 @@ async def test_repeated_create_returns_the_first_without_its_file(control: Contr
     assert [one.json()["id"] for one in repeated] == [one.json()["id"] for one in first]
 
 
-async def test_empty_idempotency_key_is_none(control: Control):
+async def test_empty_idempotency_key_is_ignored(control: Control):
     asked = ({"purpose": "user_data"}, {"purpose": "batch"})
     answers = [
         await control.http.post("/v1/files", headers={"idempotency-key": ""}, **form("file", b"a", **fields))

@@ -1,4 +1,4 @@
-"""Events of a running job become rows, OpenAI events, checkpoints and finally a model."""
+"""Events of a running job become rows, OpenAI events, checkpoints, and finally a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def published(step: int) -> dict:
 
 
 async def table_of(control: Control, job_id: str) -> list[dict[str, str]]:
-    """Rows of the result file, decoded as OpenAI's scripts do."""
+    """Return the rows of the job's result file, decoded as in OpenAI's scripts: base64, then CSV."""
     (file_id,) = jobs.get(control.db, job_id).result_files
     content = (await control.sdk.files.content(file_id)).read()
     return list(csv.DictReader(io.StringIO(base64.b64decode(content, validate=True).decode())))
@@ -53,7 +53,7 @@ async def test_job_events_from_start_to_success(control: Control, events: JobEve
     shown = await api.retrieve(job_id)
     assert shown.estimated_finish is not None and shown.fine_tuned_model is None
 
-    # A checkpoint is usable before the job ends; the model is not.
+    # A checkpoint is usable before the job ends, but the model is not.
     (checkpoint,) = (await api.checkpoints.list(job_id)).data
     assert checkpoint.fine_tuned_model_checkpoint == f"{row.output_model}:ckpt-step-10"
     measured |= {"train_loss": 2.0, "train_mean_token_accuracy": 0.625, "step": 10}
@@ -71,9 +71,9 @@ async def test_job_events_from_start_to_success(control: Control, events: JobEve
     for step in range(12, 21):
         events.ingest(job_id, metrics(step, 3.0 - step / 10))
     events.ingest(job_id, published(20))
-    events.ingest(job_id, metrics(20, 1.0))  # repeated step: counts once
+    events.ingest(job_id, metrics(20, 1.0))  # the step is reported twice, but counts once
     events.ingest(job_id, {"event": "finished"})
-    events.suspended(job_id, 19, "memory is short")  # the last step is already done
+    events.suspended(job_id, 19, "memory is short")  # ignored: the last step is already done
     events.succeeded(job_id)
 
     job = await api.retrieve(job_id)
@@ -84,7 +84,7 @@ async def test_job_events_from_start_to_success(control: Control, events: JobEve
     assert DEPLOYMENTS.find(control.db, row.output_model) is not None
     lines = await table_of(control, job_id)
     assert list(lines[0]) == ["step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy"]
-    # Step 11 was never reported; every reported step has exactly one line.
+    # Every reported step has exactly one line; step 11 was never reported.
     assert [int(line["step"]) for line in lines] == [*range(1, 11), *range(12, 21)]
     assert lines[9]["valid_loss"] == "2.5"
     assert (await control.sdk.files.retrieve(job.result_files[0])).purpose == "fine-tune-results"
@@ -107,7 +107,7 @@ async def test_job_events_from_start_to_success(control: Control, events: JobEve
         ),
     ],
 )
-async def test_metrics_table_has_the_methods_columns(
+async def test_metrics_table_has_the_columns_of_the_method(
     control: Control, events: JobEvents, method: str, step: dict, validation: dict, columns: dict
 ):
     job_id = await control.job()
@@ -129,7 +129,7 @@ async def test_metrics_table_has_the_methods_columns(
 async def test_step_reported_twice_has_one_event(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
-    for at_s in (1e9, 1e9, 1e9 + 60):  # read from the log, delivered, and repeated
+    for at_s in (1e9, 1e9, 1e9 + 60):  # the same event from the log and from delivery, then a repeated step
         events.ingest(job_id, metrics(1, 1.0) | {"at_s": at_s})
     assert jobs.get(control.db, job_id).eta_s is None
     told = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data
@@ -139,7 +139,7 @@ async def test_step_reported_twice_has_one_event(control: Control, events: JobEv
     assert jobs.get(control.db, job_id).eta_s == 36.0, "by the ranks' clock: 18 steps of 2 s"
 
 
-async def test_unreported_steps_are_recorded_from_the_snapshot(control: Control, events: JobEvents):
+async def test_unreported_steps_are_recorded_from_steps_event(control: Control, events: JobEvents):
     job_id = await control.job()
     reports = [metrics(step, 1.0) | {"at_s": 1e9 + step} for step in (1, 2, 3)]
     events.ingest(job_id, dict(reports[0]))
@@ -151,7 +151,7 @@ async def test_unreported_steps_are_recorded_from_the_snapshot(control: Control,
 
 
 @pytest.mark.parametrize("end", ["succeeded", "failed"])
-async def test_checkpoints_are_listed_and_only_the_result_answers(control: Control, events: JobEvents, end: str):
+async def test_checkpoints_are_listed_and_only_the_result_is_active(control: Control, events: JobEvents, end: str):
     job_id = await control.job()
     events.started(job_id, ["n0/0"])
     name = jobs.get(control.db, job_id).output_model
@@ -231,7 +231,7 @@ async def test_delete_base_of_an_adapter_is_refused(control: Control, events: Jo
     assert (await control.sdk.models.delete("starter", extra_headers=ADMIN)).deleted
 
 
-async def test_job_with_equal_rewards_fails(control: Control, events: JobEvents):
+async def test_job_whose_rewards_are_always_equal_fails(control: Control, events: JobEvents):
     job_id = await control.job()
     jobs.update(control.db, job_id, method="reinforcement")
     events.started(job_id, ["n0/0"])

@@ -1,4 +1,4 @@
-"""The controller's Prometheus series."""
+"""The controller's metrics in Prometheus format."""
 
 from __future__ import annotations
 
@@ -61,4 +61,4 @@ async def test_metrics_of_jobs_and_devices(control: Control) -> None:
     assert found["appliance_job_energy_joules", job] == 250
 
 
-# As vLLM writes them, among hundreds of other lines.
+# Lines of an engine's metrics in vLLM's format, which has hundreds of other lines.

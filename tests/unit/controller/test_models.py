@@ -1,4 +1,4 @@
-"""/v1/models through the OpenAI SDK, imports, and the archive of a version."""
+"""/v1/models, called by the OpenAI SDK; imports of models; and the archive of a version."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ async def test_unknown_model_names_are_not_found(control: Control, name: str):
     assert len(answer.json()["error"]["message"]) < 300
 
 
-async def test_archive_of_version_in_no_tier_is_a_conflict(control: Control):
+async def test_archive_of_version_in_no_tier_returns_409(control: Control):
     answer = await control.http.get("/v1/models/starter/archive")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_not_ready")
 
 
-async def test_delete_tuned_model_removes_rows_replicas_bytes_in_order(control: Control):
+async def test_delete_tuned_model_removes_rows_then_replicas_then_bytes(control: Control):
     insert_tuned(control)
     deleted = await control.sdk.models.delete(TUNED)
     assert deleted.deleted and deleted.id == TUNED
@@ -94,7 +94,7 @@ async def test_delete_model_of_unfinished_job_is_rejected(control: Control):
     assert (await control.http.delete("/v1/models/starter", headers=ADMIN)).status_code == 200
 
 
-async def test_delete_model_of_job_whose_key_lost_it_succeeds(control: Control):
+async def test_delete_model_of_job_whose_key_lost_access_succeeds(control: Control):
     await control.job()
     control.db.execute("DELETE FROM model_shares")
     assert (await control.http.delete("/v1/models/starter", headers=ADMIN)).status_code == 200
@@ -102,7 +102,7 @@ async def test_delete_model_of_job_whose_key_lost_it_succeeds(control: Control):
 
 @pytest.mark.parametrize("used", [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30"])
 @pytest.mark.parametrize("how", ["trained on", "judge"])
-async def test_delete_version_used_by_a_job_is_refused_by_any_name(control: Control, used: str, how: str):
+async def test_delete_version_used_by_a_job_is_refused_under_each_name(control: Control, used: str, how: str):
     insert_tuned(control)
     db, names = control.db, [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30"]
     made = {"id": "ftckpt_3", "checkpoint": names[1], "job_id": "ftjob-1", "step": 30}
@@ -138,14 +138,14 @@ def test_is_model_name_accepts_only_safe_printable_names():
 
 @pytest.fixture
 def roomy(control: Control) -> Control:
-    """A box whose engines accept adapters, with the starter's files on disk."""
+    """A box with engines that accept adapters of rank 32 or less, and with files of `starter` on disk."""
     control.context.sizes.adapter_rank_limit = lambda row: 32
     models.update_version(control.db, "starter", "v1", disk_path="/models/starter/v1")
     return control
 
 
 @pytest.mark.parametrize("source", ["/data/adapter-of-starter", "/data/adapter"])
-async def test_import_adapter_takes_its_own_or_the_given_base(roomy: Control, source: str):
+async def test_import_adapter_uses_base_of_its_config_or_of_request(roomy: Control, source: str):
     body = {"source": source, "name": "pirate"} | ({} if "starter" in source else {"base": "starter"})
     done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
     assert done["state"] == "succeeded"
@@ -168,7 +168,7 @@ async def test_import_from_package_records_the_package_as_source(roomy: Control)
 
 
 @pytest.mark.parametrize("name", ["starter", TUNED])
-async def test_import_as_version_needs_weights_and_activates_nothing(roomy: Control, name: str):
+async def test_import_as_version_requires_whole_weights_and_activates_nothing(roomy: Control, name: str):
     models.update_version(roomy.db, "starter", "v1", version="v0")
     models.update(roomy.db, "starter", active_version="v0")
     insert_tuned(roomy)
@@ -226,7 +226,7 @@ async def test_deploy_adapter_refuses_engine_settings(roomy: Control):
 
 @pytest.fixture
 def folder(control: Control, tmp_path: Path) -> Path:
-    """Files of a `starter` version on disk."""
+    """Write the files of a `starter` version to disk; return their folder."""
     folder = tmp_path / "stored"
     folder.mkdir()
     save_file({"w": np.arange(3000, dtype=np.float32)}, folder / "model.safetensors")

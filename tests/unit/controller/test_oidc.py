@@ -1,4 +1,4 @@
-"""Logins through an OpenID provider: redirects, token checks, and scopes of groups."""
+"""Logins through an OpenID provider: redirects, checks of the token, and scopes by group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class FakeProvider:
-    """A provider that answers with `claims`, `sign` and `userinfo`, and checks code, redirect and verifier."""
+    """A fake provider that checks code, redirect and verifier, and answers with `claims`, `sign` and `userinfo`."""
 
     def __init__(self) -> None:
         self.claims: dict[str, Any] = {"sub": "7", "preferred_username": "ann", "groups": ["ml"]}
@@ -52,7 +52,7 @@ class FakeProvider:
         self.code = ""
 
     def visited(self, url: str) -> dict[str, str]:
-        """Simulate a login at this URL; return the parameters of the redirect back."""
+        """Simulate a login at this URL; return the parameters with which the provider redirects to the box."""
         parts = urlsplit(url)
         assert f"{parts.scheme}://{parts.netloc}{parts.path}" == f"{ISSUER}/authorize"
         self.gone = {name: values[0] for name, values in parse_qs(parts.query).items()}
@@ -91,7 +91,7 @@ class FakeProvider:
 
 
 class Way:
-    """A box with this provider, and a browser that follows the redirects."""
+    """A box with this provider; `back` acts as a browser that follows the redirects."""
 
     def __init__(self, http: httpx.AsyncClient, db: Database, provider: FakeProvider, bus: Bus) -> None:
         self.http, self.db, self.provider, self.bus = http, db, provider, bus
@@ -132,13 +132,13 @@ async def test_finish_creates_login_with_scopes_of_groups(way: Way) -> None:
     assert (told.action, told.key_id, told.outcome) == ("session.create", row.id, "done")
 
 
-async def test_finish_again_keeps_key_and_updates_scopes(way: Way) -> None:
+async def test_second_finish_keeps_key_and_updates_scopes(way: Way) -> None:
     await way.back()
     way.provider.claims |= {"preferred_username": "ann-marie", "groups": ["ops", "root", "other"]}
     await way.back()
     (row,) = keys.list_all(way.db)
     assert row.scopes == ["read", "admin"] and row.name.startswith("ann-")
-    # Another person with the same name gets another key.
+    # Another person with the same user name gets a separate key.
     way.provider.claims |= {"sub": "8", "preferred_username": "ann"}
     await way.back()
     assert len({row.owner for row in keys.list_all(way.db)}) == 2

@@ -1,4 +1,4 @@
-"""Logins of the page: created with a key, listed and ended by its owner, ended with the key."""
+"""Logins of the web page: a key creates a login; its owner lists and ends logins; a login ends with its key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def by(session: dict[str, Any]) -> dict[str, str]:
 
 
 def sent(control: Control, key_id: str) -> dict[str, Any]:
-    """Logins of a key in the gateways' table."""
+    """Return the logins of a key that gateways have in their table."""
     (row,) = [row for row in control.gateway_keys.values() if row["id"] == key_id]
     return row.get("sessions", {})
 

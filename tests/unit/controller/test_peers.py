@@ -1,4 +1,4 @@
-"""The socket decides the identity of a request; the gateways' socket has no default identity."""
+"""A request on the box's own socket comes from the box by default; on the gateways' socket it must name an identity."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_gateway_request_without_one_identity_is_refused(control: Control,
 
 
 def _routes(control: Control) -> list[tuple[str, str]]:
-    """Every route, including those hidden in the OpenAPI document."""
+    """Return (method, path) of every route, including routes that the OpenAPI document omits."""
     return [
         (method, re.sub(r"\{[^}]*\}", "x", route.path))  # type: ignore[attr-defined]
         for route in control.app.routes
@@ -57,7 +57,7 @@ async def test_gateway_itself_may_only_send_copies(control: Control):
     app = Listener(control.app, TOKEN)
     own = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway"), PROOF]
     open_to_all = {"/openapi.json", "/internal/responses", "/internal/responses/context"}
-    open_to_all |= {f"/admin/v1/oidc{end}" for end in ("", "/begin", "/finish")}  # for users without a key
+    open_to_all |= {f"/admin/v1/oidc{end}" for end in ("", "/begin", "/finish")}  # logins of users who have no key yet
     for method, path in _routes(control):
         if path not in open_to_all:
             assert (await _send(app, method, path, own)).status_code == 403, (method, path)

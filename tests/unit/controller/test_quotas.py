@@ -1,4 +1,4 @@
-"""Limits per owner for every kind of stored or waiting object, and the floor of free disk space."""
+"""Limits per owner for every kind of stored or waiting object, and the disk space that must stay free."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_bytes_bound_counts_all_keys_of_owner(control: Control):
         assert (await file(control, who, b"x" * 11_000)).status_code == 200
     await control.http.delete(f"/v1/files/{made[0]}", headers=first)
     assert (await upload(control, second, 1000)).status_code == 200
-    # Concurrent uploads together stay within the same limit as sequential ones.
+    # Concurrent uploads together also stay within the bound.
     answers = await asyncio.gather(*(file(control, second, b"x" * 3000) for _ in range(8)))
     statuses = [answer.status_code for answer in answers]
     assert statuses.count(200) == 1 and set(statuses) <= {200, 413}
@@ -132,7 +132,7 @@ async def test_responses_bound_deletes_oldest_of_owner(control: Control):
     assert left(ann) == [0]
 
 
-# --- the disk
+# --- free disk space
 
 
 def volume(total: int, free: int) -> Any:

@@ -1,4 +1,4 @@
-"""Stored responses and chat completions through the OpenAI SDK, and background responses on scripted engines."""
+"""Stored responses and chat completions, called by the OpenAI SDK; background responses on scripted engines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copy(
 
 
 async def send(control: Control, *copies: Any) -> int:
-    """Send copies as a gateway does, without a key."""
+    """Send copies of answers to the controller, as a gateway does with its own identity instead of a key."""
     transport = httpx.ASGITransport(Listener(control.app, TOKEN))
     async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=GATEWAY) as gateway:
         sent = await gateway.post("/internal/responses", json=list(copies))
@@ -81,7 +81,7 @@ async def test_response_is_retrieved_unchanged_and_deleted(control: Control):
     assert (await control.sdk.responses.retrieve(name(2))).output_text == "2"
 
 
-async def test_retrieve_waits_for_copy_of_gateway(control: Control):
+async def test_retrieve_waits_until_gateway_has_sent_the_copy(control: Control):
     asking = [asyncio.create_task(control.sdk.responses.retrieve(name(1))), asyncio.create_task(context(control, 1))]
     await asyncio.sleep(0)
     await send(control, copy(1))
@@ -104,7 +104,11 @@ async def test_context_contains_inputs_and_outputs_of_all_turns(control: Control
         {"role": "user", "content": "add"},
         thought,
         call,
-        {"type": "function_call_output", "call_id": "c1", "output": "2"},  # and a message without text is dropped
+        {
+            "type": "function_call_output",
+            "call_id": "c1",
+            "output": "2",
+        },  # turn 3 has an empty output, which is dropped
     ]
     await control.http.delete(f"/v1/responses/{name(1)}")
     refused = await context(control, 3)
@@ -154,7 +158,7 @@ async def test_copy_of_owner_without_keys_is_not_stored(control: Control):
     assert RESPONSES.find(control.db, name(2)) is None and RESPONSES.find(control.db, name(3)) is not None
 
 
-# --- in background
+# --- background responses
 
 
 def scripted(control: Control, *answers: EngineAnswer) -> None:
@@ -287,7 +291,7 @@ async def test_restart_resumes_background_responses(control: Control):
     control.engines.lines = 0
     made = await asked(control)
     await control.context.tasks.stop()
-    RESPONSES.update(control.db, made.id, status="in_progress")  # killed while an engine was answering
+    RESPONSES.update(control.db, made.id, status="in_progress")  # the state after a kill while an engine answers
     control.engines.lines = 4
     scripted(control, EngineAnswer(200, answer(1, "after all")))
     control.context.tasks.resume()
@@ -304,7 +308,7 @@ MESSAGES = [
 
 
 def completion(completion_id: str, *, key: str = "key_test", text: str = "2", **asked: Any) -> dict[str, Any]:
-    """A copy of a chat completion, as a gateway sends it."""
+    """Return a copy of a chat completion, as a gateway sends it to the controller."""
     message = {"role": "assistant", "content": text, "refusal": None, "tool_calls": [], "annotations": None}
     answer = {
         "id": completion_id,
@@ -342,7 +346,7 @@ async def test_completion_is_listed_retrieved_updated_and_deleted(control: Contr
 
 
 async def test_completion_messages_are_paged_with_ids(control: Control):
-    """Without strict validation, which accepts only stored assistant messages."""
+    """Use an SDK client without strict validation, which would reject messages of roles other than assistant."""
     await send(control, completion("chatcmpl-1"))
     loose = openai.AsyncOpenAI(base_url=control.sdk.base_url, api_key="-", http_client=control.http)
     listed = loose.chat.completions.messages.list

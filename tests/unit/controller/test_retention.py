@@ -1,4 +1,4 @@
-"""Retention periods: by default nothing is deleted."""
+"""Old data is deleted only after a configured retention period; by default nothing is deleted."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ NOW_S = 1_000 * DAY_S
 DAYS = dict.fromkeys(("files_days", "job_data_days", "records_days", "usage_days", "audit_days"), 10.0)
 LEFT = dict.fromkeys(("audit", "usage", "device_time", "handovers", "operations"), 1) | {"files": 6}
 LEFT |= dict.fromkeys(("batches", "job_events", "job_metrics", "jobs", "folders", "bytes"), 3)
-"""Rows by table, and what is on the disk."""
-AGES = (20, 5)  # of each kind one object to delete and one to keep
+"""Counts after retention: table -> rows; "folders" -> folders of jobs; "bytes" -> files on disk."""
+AGES = (20, 5)  # days: of each kind, the first object is too old and the second is not
 
 
 def job(db: Database, name: str, **fields: Any) -> None:

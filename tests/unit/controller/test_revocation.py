@@ -1,4 +1,4 @@
-"""The end of a key: its background responses and batches fail and its jobs pause, each with the reason."""
+"""If a key ends, its background responses and batches fail and its jobs pause, each with the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_revoke_pauses_jobs_of_the_key(control: Control):
         row = jobs.get(control.db, job_id)
         assert (row.wanted, row.reason) == ("pause", events.KEY_REVOKED)
     assert jobs.get(control.db, other).wanted == "run" and jobs.get(control.db, cancelled).wanted == "cancel"
-    # Another key of the owner resumes the job; a second revocation stops nothing.
+    # After another key of the owner has resumed the job, a second revocation does not stop it.
     control.as_key("desktop", owner="alice")
     await control.sdk.fine_tuning.jobs.resume(queued)
     assert (await revoke(control, key_id))["stopped"] == {"jobs": [], "batches": [], "responses": []}
@@ -41,7 +41,7 @@ async def test_revoke_pauses_jobs_of_the_key(control: Control):
 
 
 async def test_request_of_revoked_key_is_rejected(control: Control):
-    """Gateways learn of the revocation only a moment later."""
+    """The controller checks the key too, because gateways learn of a revocation a moment later."""
     key_id = control.as_key("laptop", scopes=["admin"])
     training_file = await control.upload()
     made = [
@@ -117,7 +117,7 @@ async def test_job_above_priority_of_key_is_rejected(control: Control, fields: d
     assert (await control.http.post("/v1/fine_tuning/jobs", json=body, headers=ADMIN)).status_code == 200
 
 
-async def test_expired_key_ends_like_a_revoked_one(control: Control):
+async def test_expired_key_ends_like_a_revoked_key(control: Control):
     until_s = time.time() + 3600
     body = {"name": "guest", "expires_s": until_s}
     made = (await control.http.post("/admin/v1/keys", headers=ADMIN, json=body)).json()

@@ -1,4 +1,4 @@
-"""Spending and limits of keys, from the bus message to the usage report and the gateways' table."""
+"""Spending of keys arrives from the bus and appears in the usage report; limits go to the gateways' table."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_device_time_ends_at_last_step_before_crash(control: Control):
 
 
 async def test_usage_on_full_disk_is_written_later(control: Control, monkeypatch):
-    """Gateways forget sent usage, so a full disk must not lose it."""
+    """The controller must keep usage while the disk is full, because gateways forget usage that they have sent."""
     made = await ask(control, "POST", "/keys", json={"name": "trial", "tokens_per_day": 100})
     spending = control.context.spending
     with monkeypatch.context() as full:

@@ -1,4 +1,4 @@
-"""Jobs that make versions of one model: owner of the name, equal properties, and the active version."""
+"""Several jobs make versions of the same model: who owns the name, what must be equal, which version is active."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.controller.test_admin import ask, ended
 
 
 async def made(control: Control, **fields: Any) -> str:
-    """Create a queued job that makes a version of `fraud`; return its id."""
+    """Create a job that makes a version of `fraud`, wait until it is queued, and return its id."""
     return await control.job(extra_body={"publish_as": "fraud", **fields})
 
 
@@ -25,7 +25,7 @@ def published(control: Control, job_id: str, step: int, **more: Any) -> dict[str
 
 
 def run(control: Control, events: JobEvents, job_id: str, step: int = 10, **more: Any) -> str:
-    """Run the job from start to end; return its version."""
+    """Let the job start, publish a version and succeed; return the version."""
     events.started(job_id, ["n0/0"])
     event = published(control, job_id, step, **more)
     events.ingest(job_id, event)
@@ -44,7 +44,7 @@ async def test_retrain_makes_a_version_of_the_model(control: Control, events: Jo
     assert (await control.sdk.fine_tuning.jobs.retrieve(first)).fine_tuned_model == "fraud"
     assert active(control) == v1 and (await control.messages(first))[-2] == f"New version of fraud: {v1}, which answers"
     second = await made(control)
-    v2 = run(control, events, second)  # the same step of another job makes another version and checkpoint
+    v2 = run(control, events, second)  # equal steps of two jobs make different versions
     assert v1 != v2 and active(control) == v2
     assert (await control.messages(second))[-2] == f"New version of fraud: {v2}, which answers in place of {v1}"
     assert [row.version for row in models.list_versions(control.db, "fraud")] == [v1, v2]
@@ -70,7 +70,7 @@ async def test_inactive_version_can_be_a_canary(control: Control, events: JobEve
         version["version"]: version["held_back"] for version in (await ask(control, "GET", "/models/fraud"))["versions"]
     }
     assert shown == {v1: False, v2: True, v3: False}
-    # Rollback skips versions that were never active, unless named.
+    # Rollback skips versions that were never active, unless the request names the version.
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
     path = "/models/fraud/canary"
     await ask(control, "PUT", path, json={"version": v2})
@@ -114,7 +114,7 @@ async def test_stable_name_belongs_to_its_first_owner(control: Control, events: 
     assert "is taken" in await refused(control), "who may call a model may not make versions of it"
 
 
-async def test_import_under_a_name_of_jobs_is_refused(control: Control, events: JobEvents):
+async def test_import_under_a_name_made_by_jobs_is_refused(control: Control, events: JobEvents):
     first = await made(control)
     body = {"source": "/data/x", "name": "fraud"}
     for _ in ("while the job waits", "when its model is there"):
@@ -140,7 +140,7 @@ async def test_versions_of_model_must_share_base(control: Control, events: JobEv
             await of_other()
         if jobs.get(control.db, first).phase == "queued":
             run(control, events, first)
-    # The model itself is a valid base: it has the same base.
+    # A job may also train `fraud` itself, because `fraud` has the same base.
     body = {"publish_as": "fraud"}
     again = await control.sdk.fine_tuning.jobs.create(model="fraud", training_file=file_id, extra_body=body)
     assert jobs.get(control.db, again.id).output_model == "fraud"
@@ -154,6 +154,6 @@ async def test_adapter_and_full_versions_cannot_replace_each_other(control: Cont
     v1 = run(control, events, first, **adapter)
     message = await refused(control, hyperparameters={"full": True})
     assert "is served as an adapter, and this job would make whole weights" in message
-    # Two first jobs of different kinds: the second version does not take the engines of the first.
+    # Both first jobs were accepted: the later version, of another kind, does not replace the active version.
     run(control, events, early)
     assert active(control) == v1 and "goes on answering" in (await control.messages(early))[-2]

@@ -1,4 +1,4 @@
-"""Tasks: resume after a restart, restarts, limits, and ends by key revocation and bugs."""
+"""Tasks resume after a restart, respect limits, and fail if their key is revoked or a bug raises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.controller.conftest import disk_full
 
 
 class Work:
-    """A kind of task whose objects wait for `may_end`. log: the calls in order."""
+    """A kind of task that runs until `may_end` is set. log: the calls of the kind, oldest first."""
 
     def __init__(self, db: Database, **bounds: int):
         self.tasks, self.log = Tasks(db), list[str]()
@@ -136,7 +136,7 @@ async def test_tasks_alternate_owners_within_limit(db: Database):
     )
 
 
-async def test_finished_cancels_running_after_a_failed_source():
+async def test_finished_cancels_running_coroutines_if_source_raises():
     def begin() -> Iterator[Coroutine[None, None, None]]:
         yield asyncio.sleep(60)
         raise ValueError
@@ -148,7 +148,7 @@ async def test_finished_cancels_running_after_a_failed_source():
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_second_start_keeps_a_live_task_and_restart_reruns_it(db: Database):
+async def test_start_keeps_a_live_task_and_restart_reruns_it(db: Database):
     work = Work(db)
     work.tasks.start("things", "a", None)
     await work.until(1)

@@ -1,4 +1,4 @@
-"""/v1/uploads through the OpenAI SDK: parts in any order become one file, and nothing is left behind."""
+"""/v1/uploads, called by the OpenAI SDK: parts in any order form one file, and no temporary files remain."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ async def test_upload_parts_in_any_order_form_the_same_file(control: Control):
     assert done.file.model_dump(exclude={"id", "created_at"}) == whole.model_dump(exclude={"id", "created_at"})
     assert (await control.sdk.files.content(done.file.id)).content == DATA
     assert sorted(left(control)) == sorted([done.file.id, whole.id])
-    # Repeated as by the SDK after a lost answer: returns the same file.
+    # The SDK repeats a request if the answer is lost; the repetition returns the same file.
     again = await control.sdk.uploads.complete(upload_id, part_ids=[ids[0], ids[1], ids[2]])
     assert again.file is not None and again.file.id == done.file.id
     await control.job(training_file=done.file.id)
 
 
 def test_join_opens_one_part_file_at_a_time(tmp_path: Path):
-    """An upload may have more parts than the process may have open files."""
+    """An upload may have more parts than a process may open files at once."""
     ids = [f"part_{number}" for number in range(100)]
     for part_id in ids:
         (tmp_path / part_id).write_bytes(b"x")
@@ -77,7 +77,7 @@ def test_join_opens_one_part_file_at_a_time(tmp_path: Path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_complete_with_wrong_parts_can_be_repeated(control: Control):
+async def test_complete_with_wrong_parts_is_rejected_and_can_be_repeated(control: Control):
     upload_id = await begun(control)
     ids = [await part(control, upload_id, piece) for piece in PIECES]
     for wrong, code in (
@@ -106,10 +106,10 @@ async def test_upload_limits_are_enforced(control: Control):
     with pytest.raises(openai.APIStatusError) as large:
         await part(control, upload_id, b"x" * (control.context.config.upload_part_bytes + 100_000))
     assert large.value.status_code == 413
-    for _ in range(2):  # the second request repeats the first, whose answer was lost
+    for _ in range(2):  # twice, as if the answer to the first request was lost
         await part(control, upload_id, b"x" * 10)
     with pytest.raises(openai.BadRequestError):
-        await part(control, upload_id, b"x")  # 10 bytes announced; up to twice as many are accepted
+        await part(control, upload_id, b"x")  # over 20 bytes: twice the announced size
     folder = control.context.uploads_dir / upload_id
     assert sum(entry.stat().st_size for entry in folder.iterdir()) == 20
     row = UPLOADS.find_visible(control.db, upload_id, viewer=None)
@@ -146,12 +146,12 @@ async def test_upload_continues_after_a_restart(control: Control):
     assert done.file is not None and (await control.sdk.files.content(done.file.id)).content == DATA
 
 
-async def test_complete_of_concurrently_completed_upload_is_rejected(control: Control, monkeypatch):
+async def test_complete_of_upload_completed_meanwhile_is_rejected(control: Control, monkeypatch):
     upload_id = await begun(control)
     ids = [await part(control, upload_id, piece) for piece in PIECES]
 
     def joined(*_):
-        UPLOADS.update(control.db, upload_id, status="completed")  # by a concurrent repetition of the request
+        UPLOADS.update(control.db, upload_id, status="completed")  # as by a concurrent repetition
         raise FileNotFoundError(ids[0])
 
     monkeypatch.setattr(storage, "_join", joined)

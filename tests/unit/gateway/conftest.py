@@ -1,4 +1,4 @@
-"""A gateway in the test's event loop, with a scripted engine and controller."""
+"""Fixtures: a gateway in the test's event loop, with scripted engines and a scripted controller."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class Response:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object, which must have exactly OpenAI's shape."""
+        """Return the error object, after a check that it has exactly OpenAI's shape."""
         data = json.loads(self.body)
         assert set(data) == {"error"}
         error = data["error"]
@@ -61,7 +61,7 @@ class Response:
 
 
 class Wire:
-    """A client that writes and reads raw bytes."""
+    """A client connection that sends and receives raw bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -81,12 +81,12 @@ class Wire:
         return int(first.split(" ")[1]), headers, raw
 
     async def chunk(self) -> bytes:
-        """One chunk of a chunked body; empty at its end."""
+        """Read one chunk of a chunked body; return b"" at the end of the body."""
         size = int((await asyncio.wait_for(self.reader.readuntil(b"\r\n"), 60))[:-2], 16)
         return (await asyncio.wait_for(self.reader.readexactly(size + 2), 60))[:-2]
 
     async def response_body(self) -> bytes:
-        """The rest of a chunked body after its head was read."""
+        """Read the remaining chunks of the body and return them joined."""
         body = b""
         while data := await self.chunk():
             body += data
@@ -102,7 +102,7 @@ class Wire:
         return Response(status, headers, body, raw + body)
 
     async def eof(self) -> bytes:
-        """Everything up to the end of the connection."""
+        """Read all bytes until the peer closes the connection."""
         return await asyncio.wait_for(self.reader.read(-1), 60)
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Wire:
 
 
 def digest(key: str) -> str:
-    """The digest that identifies a key in the table."""
+    """Return the SHA-256 by which the table identifies a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -127,12 +127,12 @@ def request_bytes(
 
 
 def parse_table(data: Mapping[str, Any]) -> Table:
-    """Raises msgspec.ValidationError."""
+    """Parse a table message from `data`; raises msgspec.ValidationError if invalid."""
     return read_table(orjson.dumps({"type": "table", **data}))
 
 
 def salted(body: bytes, owner: str = "key_all") -> bytes:
-    """A body as the engine receives it, with the cache salt of its owner."""
+    """Return a request body as an engine receives it: with the cache salt of `owner`."""
     return orjson.dumps({**orjson.loads(body), "cache_salt": cache_salt(owner)})
 
 
@@ -142,7 +142,7 @@ def chat(model: str = "m", **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Box:
-    """A gateway with its upstreams and its routing table."""
+    """A gateway with scripted engines and a routing table, which the test changes."""
 
     gateway: Gateway
     port: int
@@ -168,7 +168,7 @@ class Box:
         return self.controller
 
     def serve(self, model: str, *replicas: str, **row: Any) -> None:
-        """Put a model on engines by their names, `NAME` or `NAME:draining`, and apply the table. row: fields of it."""
+        """Serve a model on engines `NAME` or `NAME:draining`. row: more fields of the model's row in the table."""
         rows = [
             {"id": name, "socket": str(self.folder / f"{name}.sock"), "version": "v1", "state": state or "open"}
             for name, _, state in (replica.partition(":") for replica in replicas)
@@ -181,7 +181,7 @@ class Box:
         return {"type": "table", "generation": self.generation, "models": self.models, "keys": self.keys}
 
     def limit(self, key: str = KEY, **limits: Any) -> None:
-        """Change fields of a key's row."""
+        """Change fields of a key's row and apply the table."""
         self.keys[digest(key)] |= limits
         self.apply()
 
@@ -198,7 +198,7 @@ class Box:
         return wire
 
     async def send(self, method: str, target: str, body: Any = None, **more: Any) -> Wire:
-        """A new connection with this request on it."""
+        """Open a connection, send this request, and return the connection."""
         wire = await self.connect()
         await wire.send(request_bytes(method, target, body, **more))
         return wire
@@ -207,14 +207,14 @@ class Box:
         return await (await self.send(method, target, body, **more)).response()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Poll until a condition without an event holds."""
+        """Poll until the condition is true; for conditions that no event signals."""
         async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.002)
 
 
 def waiting(box: Box, batch: bool = False) -> int:
-    """Number of requests of a class that wait for a slot."""
+    """Return how many requests wait for a slot: batch requests if `batch`, else interactive requests."""
     return sum(len(queue) for (_, one), queue in box.state.holds.queues.items() if one is batch)
 
 
@@ -223,9 +223,11 @@ Start = Callable[..., Awaitable[Box]]
 
 @pytest.fixture
 async def start_box() -> AsyncIterator[Start]:
-    """Start a box; keyword arguments override fields of its config. engine: the script of an engine "e0" of "m"."""
+    """Yield a function that starts a box; its options override the config. engine: script of "e0", which serves "m"."""
     boxes: list[Box] = []
-    folder = Path(tempfile.mkdtemp(prefix="gw-", dir="/tmp"))  # short: a Unix socket's path has at most 107 bytes
+    folder = Path(
+        tempfile.mkdtemp(prefix="gw-", dir="/tmp")
+    )  # a socket path has at most 107 bytes; tmp_path is too long
 
     async def start(private: socket.socket | None = None, engine: Script | None = None, **overrides: Any) -> Box:
         sockets = {"controller_socket": str(folder / "controller.sock"), "bus_socket": str(folder / "bus.sock")}
@@ -254,7 +256,7 @@ async def start_box() -> AsyncIterator[Start]:
 
 @pytest.fixture
 def listener(tmp_path: Path) -> socket.socket:
-    """The private socket for starting a box."""
+    """Open the private socket, on which the box's own processes send requests to the gateway."""
     made = private_socket(tmp_path / "asking.sock")
     made.listen()
     made.setblocking(False)
@@ -263,5 +265,5 @@ def listener(tmp_path: Path) -> socket.socket:
 
 @pytest.fixture
 async def box(start_box: Start, listener: socket.socket) -> Box:
-    """A box with one engine "e0" that serves the model "m", and the private socket."""
+    """Start a box that listens on the private socket; its engine "e0" serves the model "m"."""
     return await start_box(private=listener, engine=answer_chat)

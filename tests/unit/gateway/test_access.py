@@ -1,4 +1,4 @@
-"""Access control: routes, methods, keys, scopes, immediate revocation, and the private socket of the box."""
+"""Access control: routes, methods, keys, scopes, immediate revocation, and the box's private socket."""
 
 import asyncio
 import itertools
@@ -35,7 +35,7 @@ async def test_unlisted_urls_and_methods_are_rejected(box: Box) -> None:
 
 
 def test_checked_path_equals_path_routed_by_controller() -> None:
-    """The controller's parser cuts off a fragment: a POST checked here could reach a shorter URL there."""
+    """The controller's parser cuts off a fragment, so a POST checked by the gateway could reach a shorter URL."""
     before = (b"/v1/models/a", b"/v1/files/f", b"/v1/responses/", b"/admin/v1/models/x", b"/v1/models")
     passed = 0
     for start, byte, end in itertools.product(
@@ -52,7 +52,7 @@ def test_checked_path_equals_path_routed_by_controller() -> None:
     assert passed > 1000
 
 
-# test_owners.py of the controller tests the scopes of the controller's routes.
+# controller/test_owners.py tests the scopes of all other routes.
 async def test_scopes_limit_routes_of_a_key(box: Box) -> None:
     controller = await box.control(gives({"ok": True}))
     for name, method, target, allowed in (
@@ -77,7 +77,7 @@ async def test_scopes_limit_routes_of_a_key(box: Box) -> None:
             assert seen == (len(controller.requests), len(box.engines["e0"].requests))
 
 
-async def test_keys_are_accepted_in_two_headers_only(box: Box) -> None:
+async def test_key_is_accepted_only_in_authorization_and_x_api_key(box: Box) -> None:
     await box.control(gives({"data": []}))
     for headers, code in (
         ("", "missing_api_key"),
@@ -96,10 +96,10 @@ async def test_keys_are_accepted_in_two_headers_only(box: Box) -> None:
     assert box.state.metrics.events["bad_key"] == 6
 
 
-async def test_unknown_or_unsuitable_model_is_rejected_at_once(start_box: Start) -> None:
+async def test_request_for_unknown_or_unsuitable_model_is_rejected_at_once(start_box: Start) -> None:
     box = await start_box(holds={"hold_s": 0.0}, engine=answer_chat)
     box.serve("embedder", "e0", task="embed")
-    box.serve("plain", chats=False)  # has no chat template
+    box.serve("plain", chats=False)  # this model has no chat template
     prompts = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}, "/v1/embeddings": {"input": "x"}}
     for path, model, code in (
         ("/v1/chat/completions", "nope", "model_not_found"),
@@ -111,19 +111,19 @@ async def test_unknown_or_unsuitable_model_is_rejected_at_once(start_box: Start)
     ):
         response = await box.ask("POST", path, prompts.get(path, chat()) | {"model": model})
         assert response.error["code"] == code and response.error["param"] in ("model", None)
-    messages = await box.ask("POST", "/v1/messages", chat("plain", max_tokens=3))  # error in Anthropic's shape
+    messages = await box.ask("POST", "/v1/messages", chat("plain", max_tokens=3))  # its error has Anthropic's shape
     assert messages.status == 400 and b"no chat template" in messages.body
 
 
 async def test_model_of_another_owner_looks_unknown(box: Box) -> None:
-    """Under the model's name and a version's name; permitted owners and admins may use it."""
+    """The model's name and its versions' names answer 404, except to owners with access and to admins."""
     url, key = "/v1/chat/completions", "sk-test-inference"
     for name, owners in (("theirs", ["key_other"]), ("hers", ["key_other", "key_inference"])):
         box.serve(name, "e0")
         box.models[name]["owners"] = box.models.setdefault(f"{name}@v1", {**box.models[name]})["owners"] = owners
     box.apply()
     for suffix in ("", "@v1", "@v2"):
-        for more in ({}, {"n": "many"}):  # checked before the body is
+        for more in ({}, {"n": "many"}):  # the model is checked before the invalid `n`
             answer = await box.ask("POST", url, chat("theirs" + suffix, **more), key=key)
             nobodys = await box.ask("POST", url, chat("nobodys" + suffix), key=key)
             assert answer.status == 404 and answer.body == nobodys.body.replace(b"nobodys", b"theirs")
@@ -190,7 +190,7 @@ async def test_revoked_key_aborts_partly_received_request(box: Box, how: str) ->
 
 
 async def test_revoked_key_drops_pipelined_requests(box: Box) -> None:
-    """A complete and a partly received request wait behind a stream of the same key."""
+    """Two requests of the key, the second received in part, wait on a connection behind a stream."""
     box.engines["e0"].script = sends(chat_events("a", done=False)[0], ends=False)
     wire = await box.send("POST", "/v1/chat/completions", chat(stream=True), key=MINE)
     await box.until(lambda: len(box.engines["e0"].requests) == 1)
@@ -227,7 +227,7 @@ def _rotate(box: Box, key: str) -> None:
 
 
 async def test_rotation_of_own_key_returns_new_secret(box: Box) -> None:
-    """Otherwise the new secret of the last administrator would be lost."""
+    """The request that rotates its own key is not aborted: a sole administrator would lose the new secret."""
     asked, rotated = asyncio.Event(), asyncio.Event()
 
     async def rotate(request: UpstreamRequest, reply: Reply) -> None:
@@ -242,14 +242,14 @@ async def test_rotation_of_own_key_returns_new_secret(box: Box) -> None:
     await asyncio.wait_for(asked.wait(), 60)
     await box.until(lambda: len(box.state.exchanges) == 2)
     _rotate(box, OTHER)
-    await _ended(dripping)  # a holder of the old secret must not learn the new one
+    await _ended(dripping)  # whoever still has the old secret must not learn the new secret
     rotated.set()
     answer = await wire.response()
     assert answer.status == 200 and b'"new"' in answer.body
 
 
 async def test_expired_key_is_rejected(box: Box) -> None:
-    """By the gateway's clock, and after the controller removes the key from the table."""
+    """An expired key is rejected, both while its row is in the table and after the row is removed."""
     row = dict(box.keys[digest(MINE)])
     for changed, status in (
         (row | {"expires_s": time.time() + 60}, 200),
@@ -293,7 +293,7 @@ async def test_private_request_has_permissions_of_named_key(box: Box, listener: 
         assert (await ask_privately(box, listener, headers + BATCH)).status == status
 
 
-async def test_private_request_ends_with_named_key_only(box: Box, listener: socket.socket) -> None:
+async def test_private_request_is_aborted_only_if_its_named_key_ends(box: Box, listener: socket.socket) -> None:
     began, end = asyncio.Semaphore(0), asyncio.Event()
 
     async def waits(request: UpstreamRequest, reply: Reply) -> None:
@@ -329,7 +329,7 @@ async def test_public_request_with_key_id_header_is_rejected(start_box: Start, k
 
 @pytest.fixture
 def policy(box: Box) -> str:
-    """A model in training on the engines of `m`."""
+    """Add a model in training, served by the engines of `m`; return its name."""
     return train(box)
 
 

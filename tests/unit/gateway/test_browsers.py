@@ -1,4 +1,4 @@
-"""Requests of browsers and of careless base URLs: page, login, cross-origin requests, HEAD, extra slashes."""
+"""Requests of browsers (page, login, cross-origin requests) and unusual requests (HEAD, extra slashes)."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ async def test_allowed_origin_reads_answers_streams_and_errors(start_box: Start)
         assert answer.headers["access-control-expose-headers"] == "*"
 
 
-async def test_head_equals_get_without_body(box: Box) -> None:
+async def test_head_is_answered_like_get_without_body(box: Box) -> None:
     controller = await box.control(gives({"object": "list", "data": []}))
     wire = await box.connect()
     for target, key, expected in (
@@ -65,7 +65,7 @@ async def test_head_equals_get_without_body(box: Box) -> None:
         status, headers, _ = await wire.head()
         assert status == expected and int(headers["content-length"]) > 0
         await wire.send(request_bytes("GET", "/v1/models"))
-        assert json.loads((await wire.response()).body)["data"] == []  # HEAD sent no body in between
+        assert json.loads((await wire.response()).body)["data"] == []  # no body of the answer to HEAD comes first
     assert {request.method for request in controller.requests} == {"GET"}
 
 
@@ -121,7 +121,7 @@ BY_PAGE = SENT + TOLD + SAME
 
 
 def begin(box: Box, key: str = KEY, *, for_s: float = 60.0) -> None:
-    """Add a login of this key to the table."""
+    """Add a login of this key to the table, valid for `for_s` seconds."""
     box.limit(key, sessions={digest(f"{COOKIE}.{HALF}"): {"id": LOGIN, "until_s": time.time() + for_s}})
 
 
@@ -145,7 +145,7 @@ async def test_login_has_the_scopes_of_its_key(read_box: Box) -> None:
     assert not {"cookie", "x-appliance-page"} & set(seen)
 
 
-# Requests that a browser sends for other pages. It sends the cookie to every port of the host.
+# Requests that other pages make a browser send. A browser sends the cookie to every port of the host.
 FORGED = {
     "a form of another site": ("POST", SENT + "Sec-Fetch-Site: cross-site\r\nOrigin: https://evil.example\r\n"),
     "a form of another port": ("POST", SENT + "Sec-Fetch-Site: same-site\r\nOrigin: http://box:99\r\n"),
@@ -180,7 +180,7 @@ async def test_forged_requests_cannot_use_a_login(start_box: Start, method: str,
     assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_page_may_send_changes(read_box: Box) -> None:
+async def test_page_with_login_may_send_posts(read_box: Box) -> None:
     begin(read_box, "sk-test-admin")
     for headers in (SAME, "Origin: http://box\r\n", SAME + "Origin: http://box\r\n"):
         answer = await read_box.ask("POST", "/admin/v1/mode", {}, key=None, headers=SENT + TOLD + headers)
@@ -216,7 +216,7 @@ async def test_ended_login_aborts_its_open_requests(start_box: Start, whose: str
     assert box.state.metrics.events["revoked_in_flight"] == 1
 
 
-async def test_logout_request_is_answered(start_box: Start) -> None:
+async def test_logout_is_answered_although_it_ends_its_login(start_box: Start) -> None:
     box = await start_box()
 
     async def ends(request: UpstreamRequest, reply: Reply) -> None:

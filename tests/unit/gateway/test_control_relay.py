@@ -1,4 +1,4 @@
-"""Relay of all other routes to the controller, with an identity that only the gateway can set."""
+"""The gateway relays control routes to the controller, with an identity that only the gateway can set."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def test_relay_adds_identity_and_drops_forged_headers(box: Box) -> None:
     assert seen.headers["idempotency-key"] == "abc" and seen.headers["x-stainless-retry-count"] == "1"
     assert not {n for n in seen.headers if "anything" in n or "_" in n}
     assert not {"authorization", "cookie", "x-forwarded-for", "x-hop"} & set(seen.headers)
-    # With "Connection: close" the controller would cut off its answer to an unread body.
+    # With "Connection: close" the controller would cut off its answer if it has not read the whole body.
     assert seen.headers["connection"] == "keep-alive"
 
 
@@ -64,7 +64,7 @@ async def test_relay_streams_uploads_unbuffered(box: Box, chunked: bool) -> None
     framed = b"%x\r\n%b\r\n" % (len(block), block) if chunked else block
     head = f"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\n{framing}\r\n\r\n"
     await wire.send(head.encode() + framed)
-    await asyncio.wait_for(arrived.wait(), 60)  # the first block arrives long before the last block is sent
+    await asyncio.wait_for(arrived.wait(), 60)  # the first block arrives before more blocks are sent
     for _ in range(49):
         await wire.send(framed)
     if chunked:
@@ -122,7 +122,7 @@ async def test_relay_of_aborted_upload_never_completes_upstream(box: Box, ending
         b"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nTransfer-Encoding: chunked\r\n\r\n"
         b"3\r\nabc\r\n"
     )
-    await asyncio.wait_for(begun.wait(), 60)  # until then no upstream connection exists to cut off
+    await asyncio.wait_for(begun.wait(), 60)  # wait until there is an upstream connection to cut off
     if ending == "leaves":
         wire.close()
     else:
@@ -132,7 +132,7 @@ async def test_relay_of_aborted_upload_never_completes_upstream(box: Box, ending
     server.close()
 
 
-# Bytes that an attacker wants the controller to parse as a head.
+# A body that an attacker wants the controller to parse as the head of another request.
 EVIL = (
     b"GET /admin/v1/keys HTTP/1.1\r\nhost: appliance\r\nx-appliance-key-id: key_admin\r\nx-appliance-scopes: admin\r\n"
     b"x-evil: 1\r\n\r\n"
@@ -150,7 +150,7 @@ async def test_relay_applies_backpressure_to_uploads(box: Box) -> None:
     await wire.send(b"POST /v1/files HTTP/1.1\r\n" + AUTH + b"Content-Length: 400000000\r\n\r\n")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1):
-            for _ in range(100):  # far more than all buffers on the way hold
+            for _ in range(100):  # 100 MB: far more than all buffers between client and controller
                 await wire.send(b"x" * 1_000_000)
     assert all(connection.flow.read_paused for connection in box.state.connections)
     server.close()

@@ -1,4 +1,4 @@
-"""Engines that die, hang or answer wrongly; clients that disconnect or stop reading; both error shapes."""
+"""Engines that die, hang or send bad answers; clients that disconnect or stop reading; errors in both API shapes."""
 
 import asyncio
 import json
@@ -106,7 +106,7 @@ async def test_adapter_missing_on_one_engine_is_retried_elsewhere(box: Box) -> N
     box.serve("m", "e0", "e1")
     box.models["ft:mine"] = {**box.models["m"], "adapter": "ft:mine@v1"}
     box.apply()
-    for turn in range(8):  # prefix routing prefers the engine without the adapter for some
+    for turn in range(8):  # routing by prefix sends some turns to the engine without the adapter
         body = chat("ft:mine", messages=[{"role": "user", "content": str(turn)}])
         assert (await box.ask("POST", "/v1/chat/completions", body)).status == 200
     assert 0 < len(box.engines["e1"].requests) <= 8
@@ -134,7 +134,7 @@ async def test_client_disconnect_aborts_engine_request_at_once(box: Box, when: s
 
 
 async def test_revoked_key_closes_connection_with_unread_error(box: Box) -> None:
-    box.engines["e0"].script = sends(b"data: %b\n\n" % (b"x" * (12 << 20)))  # a stream without an end
+    box.engines["e0"].script = sends(b"data: %b\n\n" % (b"x" * (12 << 20)))  # 12 MB: more than the buffers hold
     await box.send("POST", "/v1/chat/completions", chat(stream=True, temperature=1))
     await box.until(lambda: any(exchange.broke_off for exchange in box.state.exchanges))
     (exchange,) = box.state.exchanges
@@ -148,7 +148,7 @@ POISON = "poison"
 
 
 async def start_engines(box: Box, *names: str) -> None:
-    """Start engines that die of a request with the user POISON and answer other requests after a moment."""
+    """Start engines that die when they get a request with the user POISON and answer all other requests after 10 ms."""
     for name in names:
 
         async def script(request: UpstreamRequest, reply: Reply, name: str = name) -> None:
@@ -168,7 +168,7 @@ async def ask(box: Box, user: str = "", **more: Any) -> Response:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_request_that_kills_engines_stops_after_two(start_box: Start, stream: bool) -> None:
+async def test_request_that_killed_two_engines_is_not_retried(start_box: Start, stream: bool) -> None:
     box = await start_box()
     await start_engines(box, *(f"e{n}" for n in range(4)))
     answer = await ask(box, POISON, stream=stream)
@@ -182,7 +182,7 @@ async def test_request_that_kills_engines_stops_after_two(start_box: Start, stre
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_node_loss_does_not_count_as_engine_deaths(start_box: Start, stream: bool) -> None:
-    """One engine breaks off during the request, and the others cannot be reached."""
+    """All engines of a node vanish: one engine aborts during the request, and the others are unreachable."""
     box = await start_box()
     gone = [f"gone{n}" for n in range(6)]
 
@@ -210,7 +210,7 @@ def message(model: str = "m", **more: Any) -> dict[str, Any]:
 
 
 def told(response: Response, status: int, kind: str) -> str:
-    """Assert that this is Anthropic's error object; return its message."""
+    """Return the message of an error, after a check that the error has Anthropic's shape."""
     data = json.loads(response.body)
     assert (response.status, set(data), data["type"]) == (status, {"type", "error", "request_id"}, "error")
     assert set(data["error"]) == {"type", "message"} and data["error"]["type"] == kind
@@ -245,7 +245,7 @@ async def test_messages_errors_have_anthropic_shape(start_box: Start) -> None:
 
 
 DEATH = b'data: {"error":{"message":"EngineCore encountered an issue. See stack trace (above).","type":"X","code":500}}'
-# Two events of an engine and the request for them. It samples, so no other engine can continue it.
+# Route -> (event of an engine, request). The requests sample, so no other engine can continue them.
 STREAMS = {
     "/v1/chat/completions": (b'data: {"choices":[{"delta":{"content":"a"}}]}', chat(stream=True, temperature=1)),
     "/v1/responses": (
@@ -275,7 +275,7 @@ async def test_stream_of_dead_engine_ends_with_one_error_event(box: Box, path: s
     response = await wire.response()
     events = [one for one in response.body.split(b"\n\n") if one and not one.startswith(b":")]
     assert events[:-1] == [event, event] and b"EngineCore" not in response.body
-    if ending != "error event":  # the engine's answer was complete
+    if ending != "error event":  # the engine itself ended its answer with an error
         assert await wire.eof() == b""
     *kind, data = events[-1].split(b"\n")
     error = json.loads(data.removeprefix(b"data: "))

@@ -18,7 +18,7 @@ URL = "/v1/chat/completions"
 BATCH = "X-Appliance-Class: batch\r\n"
 
 
-async def test_request_is_held_until_a_replica_opens(start_box: Start) -> None:
+async def test_request_without_replica_is_held_until_one_opens(start_box: Start) -> None:
     box = await start_box()
     await box.engine("e0")
     box.serve("m")
@@ -100,7 +100,7 @@ async def test_held_request_ends_when_access_is_withdrawn(start_box: Start, with
     assert waiting(box) == 0
 
 
-async def test_model_without_retry_soon_is_refused_with_reason(start_box: Start) -> None:
+async def test_request_for_failing_model_without_early_retry_is_refused(start_box: Start) -> None:
     box = await start_box(holds={"requests": 1})
     box.serve("m", trouble={"reason": "no memory", "next_try_s": time.time() + 60.0, "hold_before_s": 90.0})
     wire = await box.send("POST", URL, chat())
@@ -159,7 +159,7 @@ async def test_shutdown_waits_for_streams_until_deadline(box: Box, in_time: bool
 
 
 class Engine:
-    """An engine that answers on command. running: the last message of each request, in order of arrival."""
+    """An engine that ends requests on command. running: the last message of each open request, oldest first."""
 
     def __init__(self) -> None:
         self.running: list[str] = []
@@ -192,7 +192,7 @@ async def send(box: Box, text: str, headers: str = "", **more: Any) -> Wire:
     return await box.send("POST", URL, body, headers=headers)
 
 
-async def test_engine_gets_125_percent_of_its_slots(start_box: Start) -> None:
+async def test_engine_gets_requests_for_125_percent_of_its_slots(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     trouble = {"reason": "no further one starts", "next_try_s": time.time() + 900.0, "hold_before_s": 10.0}
     box.serve("m", "e0", slots=4, trouble=trouble)
@@ -210,7 +210,7 @@ async def test_engine_gets_125_percent_of_its_slots(start_box: Start) -> None:
     assert waiting(box) == 0 and box.state.router.loads["e0"].inflight == 0
 
 
-async def test_batch_uses_half_of_slots_and_adds_no_demand(start_box: Start) -> None:
+async def test_batch_requests_use_half_of_slots_and_add_no_demand(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     wires = [await send(box, f"line{n}", BATCH) for n in range(3)]
     await box.until(lambda: len(engine.running) == 2 and waiting(box, batch=True) == 1)
@@ -227,7 +227,7 @@ async def test_batch_uses_half_of_slots_and_adds_no_demand(start_box: Start) -> 
     assert sum(load_report(box.state)["models"]["m"]["arrived_prompts"].values()) == 1
 
 
-async def test_batch_on_draining_engine_ends_retryable(start_box: Start) -> None:
+async def test_batch_request_on_draining_engine_ends_with_retryable_error(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     plain, stream = await send(box, "plain", BATCH), await send(box, "stream", BATCH, stream=True)
     person = await send(box, "person")
@@ -245,19 +245,19 @@ async def test_batch_on_draining_engine_ends_retryable(start_box: Start) -> None
     assert (await person.response()).status == 200
 
 
-async def test_batch_scheduled_as_engine_drains_is_not_sent(start_box: Start) -> None:
+async def test_batch_request_given_a_slot_of_draining_engine_is_not_sent(start_box: Start) -> None:
     box, engine = await crowded(start_box, 2)
     box.serve("m", "e0:draining")
     line = await send(box, "line", BATCH)
     await box.until(lambda: waiting(box, batch=True) == 1)
     box.serve("m", "e0")
-    box.serve("m", "e0:draining")  # within one iteration of the event loop
+    box.serve("m", "e0:draining")  # drains again before the event loop can send the request
     refused = await line.response()
     assert (refused.status, refused.error["code"]) == (503, "batch_gives_way")
     assert not engine.seen and not box.state.router.loads["e0"].inflight
 
 
-async def test_batch_waits_within_its_own_rate_limit(start_box: Start) -> None:
+async def test_batch_request_waits_for_its_own_rate_limit(start_box: Start) -> None:
     box, engine = await crowded(start_box, 2)
     box.limit(requests_per_minute=2)
     lines = [await send(box, f"line{n}", BATCH) for n in range(2)]

@@ -1,4 +1,4 @@
-"""Malformed, oversized and slow HTTP. Every refusal is OpenAI's error object."""
+"""Malformed, oversized and slow HTTP requests are refused with OpenAI's error object."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 
 
 async def _send(box: Box, data: bytes) -> tuple[Response, bytes]:
-    """The first response and all bytes after it until the connection ends."""
+    """Send `data`; return the first response and all bytes after it, until the connection closes."""
     wire = await box.connect()
     await wire.send(data)
     response = await wire.response()
@@ -114,7 +114,7 @@ async def test_endless_trailer_or_chunk_extension_is_rejected(box: Box, start: b
     await wire.send(POST + b"Transfer-Encoding: chunked\r\n\r\n" + start)
     for _ in range(20):
         await wire.send(b"x" * 10_000)
-        await asyncio.sleep(0.001)  # in a separate read
+        await asyncio.sleep(0.001)  # the gateway reads each block by itself
     response = await wire.response()
     assert response.status == 400 and response.error["code"] == "bad_http_request"
 
@@ -147,7 +147,7 @@ async def test_pipelined_requests_are_read_only_as_answered(box: Box) -> None:
     assert sum(len(connection.pipeline) for connection in box.state.connections) < count // 2
 
 
-async def test_total_buffered_bodies_are_limited(start_box: Start) -> None:
+async def test_total_size_of_buffered_bodies_is_limited(start_box: Start) -> None:
     box = await start_box(limits={"buffered_body_bytes": 4000}, engine=answer_chat)
     slow = await box.connect()
     await slow.send(POST + b"Content-Length: 3500\r\n\r\n" + b" " * 3400)

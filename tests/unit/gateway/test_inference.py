@@ -1,4 +1,4 @@
-"""Valid requests: bodies pass unchanged, heads are the gateway's, and greedy streams survive the death of an engine."""
+"""Valid requests: answers keep the engine's body, get the gateway's head, and survive an engine's death if greedy."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ async def test_stream_sends_first_token_at_once(box: Box) -> None:
     assert await wire.response_body() == b"".join(rest)
 
 
-async def test_version_header_names_version_of_the_engine(box: Box) -> None:
+async def test_version_header_names_version_reported_by_the_engine(box: Box) -> None:
     named = "x-appliance-model-version: v2\r\n"
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
@@ -78,13 +78,13 @@ async def test_expect_header_gets_100_continue(box: Box) -> None:
 
 
 PROMPT = [5, 6, 7]
-# Each token is one piece of text, but "é" takes two tokens, and the first token has no text.
+# (token id, text): each token has its text, except that "é" takes two tokens and the first one has no text.
 TOKENS = [(11, "Hel"), (12, "lo"), (13, ""), (14, "é"), (15, ' "token_ids":[1] '), (16, "!")]
 TEXT = "".join(text for _, text in TOKENS)
 
 
 def greedy_engine(lives: dict[str, int]) -> Script:
-    """A deterministic engine that dies once, after `lives["tokens"]` tokens."""
+    """Script an engine that always sends TOKENS; it dies once, after `lives["tokens"]` tokens."""
     draw = random.Random(0)
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
@@ -113,7 +113,7 @@ def greedy_engine(lives: dict[str, int]) -> Script:
         dies_at = lives.pop("tokens", 99) + is_chat
         for chunk in chunks[:dies_at]:
             event = b"data: " + json.dumps(head | chunk, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
-            cut = draw.randrange(1, len(event))  # independent of chunk boundaries
+            cut = draw.randrange(1, len(event))  # split each event at a random byte into two chunks
             await reply.raw(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (event[:cut], event[cut:])))
         if dies_at < len(chunks):
             reply.die()
@@ -169,7 +169,7 @@ async def test_broken_greedy_stream_waits_with_held_comments(start_box: Start) -
     await wire.send(request_bytes("POST", "/v1/chat/completions", body))
     await wire.head()
     await box.until(lambda: box.state.metrics.events["continued"] == 1)
-    box.serve("m")  # no replica is left
+    box.serve("m")  # now the model has no replica
     received = b""
     while b": held" not in received:
         received += await wire.chunk()
@@ -178,7 +178,7 @@ async def test_broken_greedy_stream_waits_with_held_comments(start_box: Start) -
     assert text_of(received) == TEXT and b": version v1" in received
 
 
-def test_continuation_requires_plain_greedy_text() -> None:
+def test_continuation_is_only_for_greedy_requests_of_plain_text() -> None:
     for more in (
         {"temperature": 0.7},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
@@ -190,7 +190,7 @@ def test_continuation_requires_plain_greedy_text() -> None:
         assert continuation_of("chat.completions", chat(**{"stream": True, "temperature": 0, **more})) is None
 
 
-def test_continuation_during_reasoning_is_refused() -> None:
+def test_continuation_is_refused_until_reasoning_has_ended() -> None:
     for deltas, resumes in (
         ([{"role": "assistant", "content": ""}], False),
         ([{"reasoning_content": "Let me see"}], False),

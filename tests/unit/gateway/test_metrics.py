@@ -1,4 +1,4 @@
-"""The answer of /metrics, and traces as a collector receives them."""
+"""The gateway's answer to /metrics, and traces as a collector receives them."""
 
 import json
 import random
@@ -45,7 +45,7 @@ async def test_metrics_have_series_by_model_version_and_key_class(box: Box) -> N
     assert b"sk-test" not in text and b"key_all" not in text
 
 
-async def test_metrics_include_controller_and_work_without_it(box: Box) -> None:
+async def test_metrics_include_controller_series_if_it_is_up(box: Box) -> None:
     assert values((await box.ask("GET", "/metrics")).body)["appliance_controller_up", ()] == 0
 
     async def control(request: UpstreamRequest, reply: Reply) -> None:
@@ -94,7 +94,7 @@ def starts(count: int, *, rate: float, fixed_s: float = 0.03, jitter: float = 0.
 
 
 @pytest.mark.parametrize("rate", [500.0, 20_000.0])
-def test_prefill_rate_ignores_constant_request_time(rate):
+def test_prefill_rate_excludes_constant_time_per_request(rate):
     assert prefill_tokens_per_s(starts(48, rate=rate)) == pytest.approx(rate, rel=0.2)
 
 
@@ -149,6 +149,6 @@ async def test_streamed_request_makes_one_trace(start_box: Start, collector: Col
         "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.usage.output_tokens": 2,
     }
-    # Each engine gets the span of its attempt as parent of its own spans.
+    # Each engine receives the span of its attempt as the parent for spans of the engine.
     sent = [request.headers["traceparent"] for request in box.engines["e0"].requests]
     assert sent == [f"00-{TRACE}-{span.span_id.hex()}-01" for span in attempts]

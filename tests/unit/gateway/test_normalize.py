@@ -1,4 +1,4 @@
-"""Conversion of requests as clients send them to requests as engines read them."""
+"""The gateway converts requests of clients into requests that engines understand."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ CASES = [(api, tool, name) for api, tools in SERVERS_OWN.items() for tool, name 
 
 
 def read(route: Route, **more: Any) -> Body:
-    """The body that an engine receives."""
+    """Return the body that an engine would receive for this request."""
     return check(route, **more).data
 
 
@@ -51,7 +51,7 @@ def test_tools_run_by_servers_are_dropped_or_rejected(api: Route, tool: Body, na
     assert (error.code, error.param) == ("unsupported_tool", "tools[0]") and f"'{name}'" in error.message
 
 
-def test_tools_of_namespace_and_freeform_tools_are_kept() -> None:
+def test_namespace_tools_and_freeform_tools_are_kept() -> None:
     custom = {"type": "custom", "name": "x"}
     space = {"type": "namespace", "name": "store", "tools": [{"type": "function", "name": "bell"}, custom]}
     free = {"type": "custom", "name": "note", "format": {"type": "text"}}
@@ -63,7 +63,7 @@ def test_tools_of_namespace_and_freeform_tools_are_kept() -> None:
     assert (error.code, error.param) == ("unsupported_tool", "tools[0]")
 
 
-def test_tools_empty_list_is_removed() -> None:
+def test_empty_list_of_tools_is_removed() -> None:
     for api, more in (
         (CHAT, {"tools": [], "tool_choice": "auto"}),
         (RESPONSES, {"tools": [], "tool_choice": "none"}),
@@ -97,7 +97,7 @@ def test_allowed_tools_drop_all_other_tools() -> None:
     assert refusal(RESPONSES, tools=[FUNCTION[RESPONSES]], tool_choice=allowed).param == "tool_choice"
 
 
-def test_tools_schema_is_enforced_only_for_required_calls() -> None:
+def test_schema_of_tools_is_enforced_only_for_required_calls() -> None:
     shelf = {"type": "function", "name": "shelf"}
     for api, choice, enforced in (
         (CHAT, "required", True),
@@ -198,10 +198,10 @@ def test_messages_structured_tool_result_becomes_json_text(content: Any) -> None
     assert check(CHAT, messages=[parts]).data["messages"] == [parts]
 
 
-# --- charged tokens, and the conversation of a request
+# --- estimated tokens of a request, and the id of its conversation
 
 
-def test_check_charges_image_independent_of_its_bytes() -> None:
+def test_check_charges_same_tokens_for_images_of_any_byte_size() -> None:
     data = "A" * 400_000
     url, source = f"data:image/png;base64,{data}", {"type": "base64", "media_type": "image/png", "data": data}
     for api, part in (
@@ -217,7 +217,7 @@ SYSTEM = {"role": "system", "content": "You help. " * 2000}
 
 
 def turns(first: str, **more: Any) -> list[bytes]:
-    """Conversation ids of the first and the third turn."""
+    """Return the conversation ids of a request with one message and of the same conversation two messages later."""
     start = [SYSTEM, {"role": "user", "content": first}]
     grown = [*start, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     return [check(CHAT, messages=messages, **more).conversation for messages in (start, grown)]

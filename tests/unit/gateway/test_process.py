@@ -1,4 +1,4 @@
-"""The gateway process as the box starts it, called by the unmodified `openai` client, and its side of the bus."""
+"""The gateway as a process, called with the unmodified `openai` client, and the gateway's side of the bus."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_ev
 
 
 class DummyBus:
-    """The controller's side of the bus."""
+    """A fake controller's side of the bus, which records the gateway's messages."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class DummyBus:
             await writer.drain()
 
     async def next(self, **wanted: Any) -> dict[str, Any]:
-        """The next message with these values."""
+        """Wait for the next message that has these values; return it."""
         async with asyncio.timeout(60):
             while (message := await self.messages.get()) | wanted != message:
                 pass
@@ -67,7 +67,7 @@ class DummyBus:
 
 @pytest.fixture
 async def bus(box: Box) -> AsyncIterator[DummyBus]:
-    """A box whose gateway is connected to a dummy bus."""
+    """Connect the gateway of `box` to a dummy bus; yield the bus."""
     bus = DummyBus(box.gateway.config.bus_socket)
     await bus.start()
     client = asyncio.ensure_future(box.gateway.run_bus())
@@ -101,7 +101,7 @@ async def test_bus_reports_load_changes(box: Box, bus: DummyBus) -> None:
     assert (await wire.response()).status == 200
 
 
-async def test_bus_resends_usage_until_counted(box: Box, bus: DummyBus) -> None:
+async def test_bus_resends_usage_until_controller_acknowledges_it(box: Box, bus: DummyBus) -> None:
     await box.ask("POST", "/v1/chat/completions", chat())
     first = (await bus.next(type="usage"))["rows"]
     await bus.stop()
@@ -124,7 +124,7 @@ ACCESS_FIELDS = (
 
 
 async def test_process_serves_openai_sdk_and_logs_each_request(start_box: Start, tmp_path: Path) -> None:
-    box = await start_box(engine=answer_chat)  # for the socket folder, the engine and the table
+    box = await start_box(engine=answer_chat)  # provides the socket folder, the engine and the table
     bus = DummyBus(str(box.folder / "bus.sock"))
     await bus.start()
     log, config = tmp_path / "access.log", tmp_path / "gateway.json"
@@ -165,7 +165,7 @@ async def test_process_serves_openai_sdk_and_logs_each_request(start_box: Start,
     assert (whole["prompt_tokens"], whole["completion_tokens"]) == (3, 2)
     assert 0 < whole["ttft_s"] <= whole["duration_s"] < 20 and 0 < streamed["ttft_s"] <= streamed["duration_s"]
     assert abs(datetime.fromisoformat(whole["time"]).timestamp() - time.time()) < 60
-    # The gateway's log names the request with the broken stream.
+    # The log of the gateway has the id of the request whose stream broke off.
     events = [json.loads(line) for line in (tmp_path / "stderr").read_text().splitlines()]
     broken = next(event for event in events if event["level"] == "warning")
     assert broken["process"] == "gateway" and broken["replica"] == "e0"

@@ -1,4 +1,4 @@
-"""Checks that keep harmful bodies from engines: fields, sizes, counts, depth, media and answer schemas."""
+"""The gateway rejects bodies that could harm engines: fields, sizes, counts, depth, media, answer schemas."""
 
 import copy
 import json
@@ -94,7 +94,7 @@ async def test_check_rejects_bad_bytes_before_any_engine(box: Box) -> None:
     assert (await wire.response()).status == 200
 
 
-async def test_check_bad_bodies_count_toward_rate_limit(box: Box) -> None:
+async def test_requests_with_bad_body_count_toward_rate_limit(box: Box) -> None:
     box.limit(requests_per_minute=2)
     bodies = ((b"{", 400), (chat(), 200), (b"{", 429), (b'{"model":"nobody"}', 429), (b"[" * 100_000, 429))
     for body, status in bodies:
@@ -183,7 +183,7 @@ def test_check_rejects_unsupported_fields_unless_empty() -> None:
         assert refusal(RESPONSES, **{elsewhere: {"id": "x"}}).code == "unsupported_parameter"
 
 
-def test_fields_include_every_field_of_openai_sdk() -> None:
+def test_known_fields_include_every_field_of_openai_sdk() -> None:
     from openai.types import completion_create_params, embedding_create_params
     from openai.types.chat import completion_create_params as chat_params
     from openai.types.responses import input_token_count_params, response_create_params
@@ -251,7 +251,7 @@ GOOD: list[tuple[Route, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("route", "fields"), GOOD)
-def test_check_accepts_good_body_and_never_crashes(route: Route, fields: dict[str, Any]) -> None:
+def test_check_accepts_good_body_and_rejects_changed_ones_without_crash(route: Route, fields: dict[str, Any]) -> None:
     checked = check(route, **fields)
     assert checked.model == "m" and checked.stream is bool(fields.get("stream")) and checked.tokens > 0
     for place in places({name: value for name, value in fields.items() if len(str(value)) < 2000}):
@@ -266,7 +266,7 @@ def test_check_accepts_good_body_and_never_crashes(route: Route, fields: dict[st
 
 
 def places(value: Any) -> Iterator[tuple[str | int, ...]]:
-    """Paths of all nested values, at any depth."""
+    """Yield the path of each value in nested dicts and lists, at any depth."""
     for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
         yield (name,)
         if isinstance(inner, dict | list):
@@ -294,11 +294,11 @@ def test_check_rejects_media_part_with_uuid() -> None:
         (EMBEDDINGS, lambda part: {"input": None, "messages": [{"role": "user", "content": [part]}]}),
         (RESPONSES, lambda part: {"input": [{"role": "user", "content": [part]}]}),
     ):
-        error = refusal(route, **wrap(IMAGE | {"uuid": "badge"}))  # vLLM's cache key, shared by all owners
+        error = refusal(route, **wrap(IMAGE | {"uuid": "badge"}))  # vLLM caches media by uuid for all owners
         assert (error.param, error.code) == ("uuid", "unsupported_parameter")
 
 
-# --- grammars that an engine has to compile
+# --- answer schemas, which an engine compiles into grammars
 
 
 def test_structure_with_unenforced_keyword_names_its_path() -> None:

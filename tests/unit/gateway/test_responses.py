@@ -16,7 +16,7 @@ IMAGE = {"type": "input_image", "image_url": "http://a/b"}
 
 
 def answer(text: str = "hello", **more: Any) -> dict[str, Any]:
-    """A response as vLLM writes it, which stores nothing and knows no earlier response."""
+    """Build a response as vLLM writes it: vLLM neither stores responses nor knows earlier responses."""
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {
         "id": "resp_1a2b3c4d5e6f7a8b",
@@ -54,7 +54,7 @@ async def answer_response(request: UpstreamRequest, reply: Reply) -> None:
 
 
 class Controller:
-    """A controller that stores copies and knows the earlier items of one response."""
+    """A fake controller that stores copies and has the earlier turns of the response `resp_known`."""
 
     def __init__(self) -> None:
         self.copies: list[dict[str, Any]] = []
@@ -160,7 +160,7 @@ async def test_response_with_previous_id_sends_whole_conversation_to_engine(fron
 
 async def test_response_with_unknown_previous_id_is_rejected(front: Box) -> None:
     wire = await front.connect()
-    for _ in range(2):  # the connection stays usable
+    for _ in range(2):  # twice: the refusal does not close the connection
         await wire.send(request_bytes("POST", URL, {"model": "m", "input": "x", "previous_response_id": "../x?y&id=z"}))
         response = await wire.response()
         assert response.status == 400
@@ -206,7 +206,7 @@ async def test_background_response_is_checked_and_relayed_to_controller(front: B
         await reply.json({"asked": request.json, "key": request.headers["x-appliance-key-id"]})
 
     front.controller.script = script
-    front.limit(tokens_per_minute=100)  # charged when the controller sends it to an engine, not here
+    front.limit(tokens_per_minute=100)  # not charged: the controller's later request is
     body = {"model": "m", "input": "x", "background": True}
     wire = await front.connect()
     for _ in range(2):
@@ -243,7 +243,7 @@ def part(delta: dict[str, Any], index: int = 0, **choice: Any) -> dict[str, Any]
 
 
 def call(arguments: str, index: int = 0, name: str = "") -> dict[str, Any]:
-    """One delta of a tool call; the first delta has the name."""
+    """Build a delta of a tool call; the first delta of a call has its name."""
     function = {"arguments": arguments, **({"name": name} if name else {})}
     first = {"id": f"call_{name}", "type": "function"} if name else {}
     return {"tool_calls": [{"index": index, **first, "function": function}]}

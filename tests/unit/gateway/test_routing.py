@@ -1,4 +1,4 @@
-"""Placement as a pure function of the table and outstanding work, and canary shares."""
+"""The router chooses replicas by table and open work, the queue is fair to owners, and canaries get their share."""
 
 import time
 from asyncio import Future
@@ -61,7 +61,7 @@ def test_choose_uses_silent_replica_only_as_last_resort() -> None:
     assert last is not None and last.replica.id == "a"
 
 
-def test_replica_of_two_models_drains_when_both_drain() -> None:
+def test_replica_draining_for_one_model_is_chosen_for_another() -> None:
     router = _router(_model("base", a="open"), _model("adapter", a="draining"))
     choice = router.choose(["base"], Work(tokens=10), 0.0)
     assert choice is not None and router.choose(["adapter"], Work(), 0.0) is None
@@ -82,7 +82,7 @@ def test_choose_limits_batch_to_half_of_free_slots() -> None:
     assert router.choose(["m"], Work(batch=True), 0.0) is None
 
 
-def test_priority_orders_owners_by_load_and_batch_last() -> None:
+def test_priority_puts_owners_with_less_load_first_and_batch_last() -> None:
     router = _router(_model(a="open"))
 
     def priority(work: Work, now_s: float) -> int:
@@ -106,7 +106,7 @@ def test_router_balances_load_and_returns_to_zero(requests: list[tuple[int, int]
         before = [load.weight for load in router.loads.values()]
         choice = router.choose(["m"], Work("", tokens, tokens, beginning=prefix), 0.0)
         assert choice is not None
-        # The chosen replica was within the bound of the least loaded replica before this request.
+        # Before this request, the load of the chosen replica was at most the least load times a factor plus a slack.
         assert choice.load.weight - tokens - tokens // 16 - 1 <= min(before) * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS
         placed.append(choice)
     for choice in placed:
@@ -119,7 +119,7 @@ def ticket(model: str = "m", owner: str = "", tokens: int = 1) -> Ticket:
 
 
 def placed(items: list[Ticket], slots: int) -> list[Ticket]:
-    """Tickets in the order in which they get the `slots` slots of an engine."""
+    """Return the tickets in the order in which they get a slot of an engine that has `slots` slots."""
     holds, router, order = Holds(len(items)), _router(_model(a="open"), max_inflight=slots), list[Ticket]()
     for item in items:
         item.place.set_result.side_effect = lambda _, item=item: order.append(item)  # type: ignore[attr-defined]
@@ -167,7 +167,7 @@ def test_queue_keeps_backlogged_owners_within_two_items(items: list[tuple[str, i
 
 
 async def split(box: Box, share: float) -> None:
-    """Serve "m" v1 on e0 and its canary v2 on e1."""
+    """Serve v1 of "m" on e0 and its canary v2 on e1; the canary gets this share of requests."""
     for name in ("e0", "e1"):
         if name not in box.engines:
             await box.engine(name)
@@ -184,7 +184,7 @@ def asked(i: int) -> dict[str, Any]:
 
 
 def counted(box: Box) -> dict[str, tuple[int, int]]:
-    """Request and error counts of each version."""
+    """Return version -> (requests, errors) of model "m" from the load report."""
     versions = load_report(box.state)["canaries"]["m"]["versions"]
     return {name: (row["requests"], row["errors"]) for name, row in versions.items()}
 
@@ -229,7 +229,7 @@ async def test_canary_counts_400_and_500_as_errors(start_box: Start) -> None:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_canary_for_meets_share_over_conversations_and_keys(share: float) -> None:
+def test_canary_for_gives_share_of_conversations_and_of_keys(share: float) -> None:
     router = Router(max_inflight=10)
     canary = Canary("m@v2", share, 1.0)
     model = Model("m", "v1", "generate", canary=canary)

@@ -1,4 +1,4 @@
-"""Spending of keys: limits per minute, quotas, allowed models and usage sums."""
+"""What keys may spend: limits per minute, quotas and limits per owner; and usage sums."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ async def test_requests_over_rate_limit_are_refused(box: Box) -> None:
     assert other.status == 200 and "x-ratelimit-limit-requests" not in other.headers
 
 
-async def test_used_up_quota_is_named_until_its_renewal(box: Box) -> None:
+async def test_requests_over_quota_are_refused_until_it_renews(box: Box) -> None:
     box.limit(spent_until_s=time.time() + 3600, spent_quota="1,000 tokens a day")
     response = await box.ask("POST", URL, chat())
     assert response.status == 429 and response.error["code"] == "insufficient_quota"
@@ -47,7 +47,7 @@ async def test_used_up_quota_is_named_until_its_renewal(box: Box) -> None:
     assert (await box.ask("POST", URL, chat())).status == 200
 
 
-async def test_open_requests_reserve_at_most_the_quota(start_box: Start) -> None:
+async def test_open_requests_together_reserve_at_most_the_quota(start_box: Start) -> None:
     box = await start_box(engine=hangs)
     box.limit(quota=500)
     asked = chat(max_tokens=100, n=2)
@@ -64,7 +64,7 @@ async def test_open_requests_reserve_at_most_the_quota(start_box: Start) -> None
     wires[1].close()
     await box.until(lambda: use.requests == 0)
     await box.send("POST", URL, chat(max_tokens=4000))
-    await engine_has(box, 3)  # a single request may exceed the quota
+    await engine_has(box, 3)  # a request that runs alone may reserve more than the quota
 
 
 async def test_usage_of_every_answer_is_charged(box: Box) -> None:
@@ -94,7 +94,7 @@ def test_usage_is_parsed_from_every_api_shape() -> None:
 
 
 async def test_usage_inside_tool_schema_is_not_charged(box: Box) -> None:
-    """Events of /v1/responses repeat the tools, and a tool schema may have a `usage`."""
+    """Events of /v1/responses repeat the request's tools, and a tool schema may have a field `usage`."""
     schema = {"type": "object", "properties": {"usage": {"input_tokens": 900_000, "output_tokens": 900_000}}}
     tools = [{"type": "function", "name": "f", "parameters": schema}]
     begun = {"object": "response", "status": "in_progress", "tools": tools, "usage": None}
@@ -107,12 +107,12 @@ async def test_usage_inside_tool_schema_is_not_charged(box: Box) -> None:
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, 5)
 
 
-async def test_usage_of_answer_over_buffer_limit_is_charged(start_box: Start) -> None:
+async def test_usage_of_answer_larger_than_buffer_is_charged(start_box: Start) -> None:
     raw = orjson.dumps({"text": "w" * 3000, "usage": {"prompt_tokens": 30_000, "completion_tokens": 50_000}})
 
     async def answer(request: UpstreamRequest, reply: Reply) -> None:
         await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw))
-        for piece in (raw[:1500], raw[1500:-5], raw[-5:]):  # cut in the middle of a number
+        for piece in (raw[:1500], raw[1500:-5], raw[-5:]):  # the last cut is inside a number
             await reply.raw(piece)
             await asyncio.sleep(0.01)
 
@@ -154,7 +154,7 @@ async def test_limits_are_shared_by_all_keys_of_owner(start_box: Start) -> None:
     large = await box.ask("POST", URL, chat(user="x" * 1000), key=second)
     assert large.status == 429 and "bytes" in large.error["message"]
     other = asyncio.ensure_future(box.ask("POST", URL, chat(user="x" * 1000)))
-    await engine_has(box, 3)  # the request of another owner passes
+    await engine_has(box, 3)  # a request of another owner is not limited
     other.cancel()
     slow.close()
     await box.until(lambda: use_of(box, first).body_bytes == 0)

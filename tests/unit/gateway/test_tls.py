@@ -1,4 +1,4 @@
-"""The certificate of the endpoint, and mutual TLS with engines on other machines."""
+"""The TLS certificate of the gateway, and mutual TLS between the gateway and engines on other machines."""
 
 import asyncio
 import datetime
@@ -28,7 +28,7 @@ from .conftest import Start, request_bytes
 
 
 def self_signed(folder: Path, *, days: int = 1, number: int = 1, key_of_another: bool = False) -> tuple[Path, Path]:
-    """Write cert.pem and key.pem to `folder` as a renewal does: each a new file under the old name."""
+    """Write cert.pem and key.pem to `folder` as a renewal does: new files replace the old files."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -56,7 +56,7 @@ DAY_S = 86400.0
 
 
 async def _serial(port: int) -> int:
-    """Serial number of the certificate on a new connection without a server name."""
+    """Connect without a server name; return the serial number of the gateway's certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -86,7 +86,7 @@ async def test_renewed_certificate_is_loaded_and_connections_stay_open(start_box
 
 
 @pytest.mark.parametrize("broken", ["another key", "empty", "half a file"])
-async def test_broken_certificate_renewal_is_reported_and_old_one_stays(
+async def test_broken_certificate_renewal_is_reported_and_old_certificate_stays(
     start_box: Start, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cert, key = self_signed(tmp_path, days=90, number=1)
@@ -135,7 +135,7 @@ async def answers(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    """URL of an engine on an invited machine; this process is the box."""
+    """Start an engine as on an invited machine; yield its URL. Requests of this process come from the box."""
     home, away = box_in(tmp_path / "home"), BoxPaths.of(tmp_path / "away")
     away.data_dir.mkdir()
     invite(home, "n1", HOST).accept(away)

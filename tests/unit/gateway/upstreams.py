@@ -1,4 +1,4 @@
-"""An upstream for tests: a minimal HTTP/1.1 server on a Unix socket with scripted answers."""
+"""A fake engine or controller: a minimal HTTP/1.1 server on a Unix socket that answers by a script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UpstreamRequest:
 
 @dataclass
 class Reply:
-    """A response under construction."""
+    """Writes the response to one request."""
 
     writer: asyncio.StreamWriter
 
@@ -55,7 +55,7 @@ Script = Callable[[UpstreamRequest, Reply], Awaitable[None]]
 
 
 class DummyUpstream:
-    """Run `script` for every request except health probes; record the requests. alive: the answer to health probes."""
+    """Answers requests by `script` and records them. alive: whether health probes get a good answer."""
 
     def __init__(self, path: str, script: Script) -> None:
         self.path = path
@@ -133,7 +133,7 @@ async def _read_request(reader: asyncio.StreamReader) -> UpstreamRequest:
 
 
 def chat_events(*texts: str, done: bool = True) -> list[bytes]:
-    """SSE events of a chat completion stream, as an engine writes them."""
+    """Return the SSE events in which an engine streams a chat completion with these texts."""
     events = []
     for i, text in enumerate(texts):
         delta = {"role": "assistant", "content": text} if i == 0 else {"content": text}
@@ -155,7 +155,7 @@ def chat_answer(text: str = "hello") -> dict[str, Any]:
 
 
 def sends(*events: bytes, ends: bool = True, go_on: asyncio.Event | None = None) -> Script:
-    """Script of a stream with these parts. ends: False keeps it open. go_on: awaited after the first part."""
+    """Script a stream of these events. ends: False keeps the stream open. go_on: awaited after the first event."""
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.sse_head()
@@ -186,7 +186,7 @@ async def hangs(request: UpstreamRequest, reply: Reply) -> None:
 
 
 async def answer_chat(request: UpstreamRequest, reply: Reply) -> None:
-    """Answer as a healthy engine does."""
+    """Answer a chat request with "hello", as a healthy engine does."""
     if request.json.get("stream"):
         await sends(*chat_events("hel", "lo"))(request, reply)
     else:

@@ -1,4 +1,4 @@
-"""Dockerfiles, compose file and systemd units: referenced files exist, and all use the install script."""
+"""Dockerfiles, compose file, systemd units and locks refer to existing files and have safe settings."""
 
 import configparser
 import re
@@ -17,7 +17,7 @@ DOCKERFILES = sorted(IMAGES.glob("Dockerfile.*"))
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """Pairs (instruction, arguments), with continued lines joined and comments dropped."""
+    """Return pairs (instruction, arguments) of a Dockerfile without comments; joins continued lines."""
     text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M)
     lines = re.sub(r"\\\n", " ", text).splitlines()
     return [tuple(line.split(None, 1)) for line in lines if line.strip()]
@@ -40,7 +40,7 @@ def test_dockerfile_copies_existing_files_and_runs_install_sh(dockerfile):
     assert steps[-2][0] == "ENTRYPOINT" and steps[-1][0] == "CMD" and '"up"' in steps[-1][1]
 
 
-def test_compose_images_have_shared_memory_and_loopback_ports():
+def test_compose_services_have_shared_memory_or_loopback_ports():
     compose = yaml.safe_load((IMAGES / "compose.yaml").read_text())
     others = {name: service for name, service in compose["services"].items() if "build" not in service}
     assert set(compose["services"]) - set(others) == {"cpu", "cuda"}
@@ -70,7 +70,7 @@ def test_systemd_unit_starts_declared_console_script():
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
 @pytest.mark.parametrize(("unit", "most"), [("appliance", 30)])
 def test_systemd_unit_is_valid_and_hardened(unit: str, most: int, tmp_path: Path):
-    """most: ten times systemd's exposure level, from 0 (nothing is open) to 100."""
+    """`most`: highest allowed exposure, as ten times systemd's level: 0 (safest) to 100."""
     known = tmp_path / f"{unit}.service"
     # `verify` requires an existing program, and the appliance is not installed here.
     known.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", (IMAGES / known.name).read_text(), flags=re.M))

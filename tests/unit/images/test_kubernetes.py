@@ -25,7 +25,7 @@ def settings(folder: str) -> dict[str, Any]:
 
 
 def rendered(overlay: str) -> list[dict[str, Any]]:
-    """Render an overlay with the used subset of kustomize: resources, image names, and JSON patches."""
+    """Render an overlay like kustomize: supports only resources, image names and JSON patches."""
     found = [one for name in settings("box")["resources"] for one in documents(KUBERNETES / "box" / name)]
     told = settings(overlay)
     assert told["resources"] == ["../box"]

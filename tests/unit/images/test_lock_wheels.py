@@ -1,4 +1,4 @@
-"""The CUDA lock has wheels for every supported Python; and the extras of the appliance's wheel."""
+"""The CUDA lock has wheels for every supported Python, and the appliance's extras require the right torch."""
 
 import os
 import re
@@ -16,7 +16,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = PROJECT / "images" / "requirements"
 CUDA = (REQUIREMENTS / "cuda.txt").read_text()
 PYTHONS = ("3.11", "3.12", "3.13")
-# Pure Python source distributions without wheels; pip builds them.
+# Pure Python packages that publish no wheels: pip builds them from source.
 BUILT_FROM_SOURCE = {"deepspeed", "rouge-score"}
 
 
@@ -34,7 +34,7 @@ def test_cuda_python_packages_have_one_version():
 
 
 def test_cuda_lock_includes_torchvision_for_vision_models():
-    """vLLM's classes of Qwen2.5-VL, Qwen3-VL and Qwen3.5 (also text-only) import torchvision.
+    """vLLM's model classes for Qwen2.5-VL, Qwen3-VL and Qwen3.5 import torchvision, even for text alone.
 
     No CPU build of torchvision matches the locked torch."""
     assert re.search(r"^torchvision==[\d.]+ \\$", CUDA, re.MULTILINE), "held back by a marker, or not there"
@@ -42,7 +42,7 @@ def test_cuda_lock_includes_torchvision_for_vision_models():
 
 @pytest.fixture(scope="module")
 def uv(tmp_path_factory) -> Path:
-    """Run uv, which downloads only metadata; pip would download gigabytes of wheels."""
+    """Return the path of uv, which downloads only metadata; pip would download gigabytes of wheels."""
     found = shutil.which("uv")
     if found:
         return Path(found)
@@ -52,7 +52,7 @@ def uv(tmp_path_factory) -> Path:
 
 
 def _for(python: str, block: str) -> bool:
-    """Whether a block of the lock is a requirement for this Python on Linux."""
+    """Whether this block of the lock applies to this Python version on Linux."""
     line = block.partition("\\")[0]
     if "==" not in line:
         return False
@@ -71,7 +71,7 @@ def _for(python: str, block: str) -> bool:
 @pytest.mark.soak
 @pytest.mark.parametrize("python", PYTHONS)
 def test_cuda_lock_has_wheels_for_every_python(python, tmp_path, uv):
-    """Query the package index of pip's settings, which uv does not read."""
+    """Pass the package index of pip's settings to uv, because uv does not read pip's settings."""
     lock = tmp_path / "cuda.txt"
     blocks = re.split(r"(?m)^(?=[a-zA-Z])", CUDA)
     kept = [block for block in blocks if block.partition("==")[0] not in BUILT_FROM_SOURCE]
@@ -100,7 +100,7 @@ def torch_of(extra):
 
 
 def test_cuda_extra_rejects_cpu_build_of_torch(extras):
-    """pip accepts 2.13.0+cpu for 2.13.0 and prefers it if an index has both."""
+    """For the requirement 2.13.0, pip also accepts 2.13.0+cpu, and prefers 2.13.0+cpu if an index has both."""
     cpu, cuda = torch_of(extras["cpu"]), torch_of(extras["cuda"])
     version = next(iter(cpu)).version
     plain = version.partition("+")[0]

@@ -1,4 +1,4 @@
-"""Rules and dashboard of images/monitoring; tests/e2e/test_box.py checks their series on a real box."""
+"""Rules and dashboard of images/monitoring; tests/e2e/test_box.py checks that a box has their series."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ def test_dashboard_json_matches_its_generator():
     assert written.stdout == (MONITORING / "dashboard.json").read_text(), "python images/monitoring/dashboard.py"
 
 
-def test_alerts_have_severity_and_remedies_with_existing_commands():
+def test_alerts_have_severity_and_remedy_with_existing_commands():
     groups = yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"]
     alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
     assert len(alerts) > 15

@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 def stored(tmp_path: Path) -> list[tuple[str, str]]:
-    """Name and version of every model in the test's library."""
+    """Sorted pairs (model, version) of all models in the test's library."""
     return sorted((name.model, name.version) for name in DirectoryCopies(tmp_path / "models").manifests())
 
 
@@ -39,7 +39,7 @@ def tensors() -> dict[str, np.ndarray]:
 def write(
     directory: Path, *, config: dict[str, Any] | None = None, shards: int = 1, template: str | None = TEMPLATE
 ) -> Path:
-    """Write a checkpoint to the new `directory`, with its tensors in `shards` files."""
+    """Create `directory` and write a checkpoint into it, split into `shards` weight files."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG | (config or {})))
     (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE"}}))

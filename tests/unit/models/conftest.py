@@ -1,4 +1,4 @@
-"""Imports without trial processes: templates are tried here, and test_checkpoint_trial.py tests the stubbed trial."""
+"""Fixtures that import models without trial processes; test_checkpoint_trial.py tests the trial stubbed here."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own_process() -> None:
-    """Request this to try templates in a separate process."""
+    """Tests that request this fixture try templates in a separate process."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def templates_tried_here(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 
 @pytest.fixture(autouse=True)
 def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Set the findings of the comparison with the architecture; by default there are none."""
+    """Stub the checkpoint trial, by default without findings; return a function that changes its findings."""
     says = found()
 
     def told(**changes: Any) -> None:

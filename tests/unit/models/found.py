@@ -28,7 +28,7 @@ TOKENIZER: dict[str, Any] = {
 
 
 def found(**changes: Any) -> dict[str, Any]:
-    """A report without findings except `changes`: keys of TENSORS or TOKENIZER."""
+    """Return a report whose only findings are `changes`, by keys of TENSORS or TOKENIZER."""
     assert changes.keys() <= TENSORS.keys() | TOKENIZER.keys()
     parts = {"tensors": TENSORS, "tokenizer": TOKENIZER}
     return {name: {key: changes.get(key, value) for key, value in part.items()} for name, part in parts.items()}

@@ -16,13 +16,13 @@ LARGE = (".safetensors",)
 
 @dataclass
 class Hub:
-    """State of a hub: `files` of one repository; `requests` records (method, path)."""
+    """A hub with one repository of `files`; `requests` records (method, path) of each request."""
 
     repository: str
     files: dict[str, bytes]
     gated: bool = False
     lies: dict[str, bytes] = field(default_factory=dict)
-    """File -> other bytes of the same length that are sent instead."""
+    """File -> wrong bytes of the same length, which the hub sends instead of the content."""
     requests: list[tuple[str, str]] = field(default_factory=list)
 
     def listing(self) -> dict:

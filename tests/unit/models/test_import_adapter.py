@@ -1,4 +1,4 @@
-"""Import of adapters in peft's format: accepted files, and the name in each refusal."""
+"""Import of adapters in peft's format: accepted files, and refusals that name the faulty file or setting."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_import_adapter_seals_version_without_pickles_and_tokenizer(take, tmp_pa
     ]
     manifest = Manifest.read(taken.path)
     assert manifest.name == ("adapter", "mine", "v1")
-    # Engines compare these with the base that they serve (serve.vllm.adapters).
+    # Engines compare this base and version with the base they serve (serve.vllm.adapters).
     assert (manifest.meta["base"], manifest.meta["base_version"]) == ("source", "v1")
     assert taken.info["adapter"] == {"rank": 4, "trained_on": "org/source"}
     assert taken.params == 4 * (HIDDEN + 16)
@@ -108,7 +108,7 @@ def test_import_adapter_rejects_kinds_unsupported_by_engines(take, tmp_path, con
         (factors(rank=48), "rank 48"),
     ],
 )
-def test_import_adapter_rejects_factors_that_mismatch_base(take, tmp_path, tensors, words):
+def test_import_adapter_rejects_factors_that_do_not_fit_base(take, tmp_path, tensors, words):
     with pytest.raises(AdapterRefused, match=words):
         take(write(tmp_path / "a", tensors))
 

@@ -144,7 +144,7 @@ def test_find_adapter_on_hub_reads_only_its_config(tmp_path):
 
 def test_find_adapter_on_hub_ignores_whole_model(tmp_path, served):
     state, endpoint = served
-    state.files["adapter_config.json"] = b"{}"  # left over from training
+    state.files["adapter_config.json"] = b"{}"  # a file that training left in the repository
     assert library_at(tmp_path, endpoint).find_adapter(REPOSITORY) is None
     assert library_at(tmp_path, endpoint).import_model(REPOSITORY).version == "v1"
 

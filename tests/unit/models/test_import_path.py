@@ -1,4 +1,4 @@
-"""Import of checkpoint directories: accepted files, named refusals, and no partial results."""
+"""Import of checkpoint directories: accepted files, and refusals that name the fault and write nothing."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from weights.tiers.copies import verify
 
 
 def nothing_there(tmp_path: Path) -> bool:
-    """Whether there is neither a version nor a staging directory."""
+    """Whether the library has no version and no staging directory."""
     models = tmp_path / "models"
     return (
         not models.exists() or not [p for p in models.rglob("*") if p.is_file()] and not any(models.glob(".staging/*"))
@@ -131,7 +131,7 @@ def test_import_path_when_cancelled_leaves_nothing(library, source, tmp_path):
 
 def test_import_path_sweeps_staging_of_dead_processes(library, source, tmp_path):
     staging = tmp_path / "models" / ".staging"
-    dead = staging / f"{2**22 + 5}-{'a' * 32}"  # above the largest possible pid
+    dead = staging / f"{2**22 + 5}-{'a' * 32}"  # a pid above Linux's maximum, so no process has it
     alive = staging / f"{os.getpid()}-{'b' * 32}"
     for folder in (dead, alive):
         folder.mkdir(parents=True)
@@ -152,7 +152,7 @@ def test_import_path_without_disk_space_names_required_bytes(library, source, mo
 _SECRET = "/etc/passwd"
 _TOKENIZER, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 _OF_TOOLS = {"chat_template": {"default": "{{ messages }}", "tool_use": "{% if %}"}}
-# Templates without tools get a tool prompt when served; this template detects its variables.
+# Serving adds a tool prompt to templates without tools; this template attacks only if it sees a variable of the prompt.
 _TELLS_THEM_APART = "{% if holder is defined %}{{ messages.__class__.__mro__ }}{% endif %}{{ messages[0].content }}"
 # (file, content, error, message)
 REFUSED = [
@@ -218,7 +218,7 @@ def _without_a_shard(source: Path) -> None:
         ),
         (lambda source: (source / "tokenizer.json").unlink(), MissingTokenizer, "copy the tokenizer files"),
         (
-            lambda source: checkpoints.write(source, shards=2),  # transformers reads one file, engines the shards
+            lambda source: checkpoints.write(source, shards=2),  # transformers reads one file, engines read the shards
             NotACheckpoint,
             r"model-00001-of-00002\.safetensors.* model\.safetensors too",
         ),
@@ -232,7 +232,7 @@ def test_import_path_rejects_folder_with_wrong_files(library, source, tmp_path, 
 
 
 def test_import_path_drops_params_json_of_mistral_format(library, source):
-    """vLLM treats a directory with params.json and weights of this name as Mistral's format."""
+    """vLLM reads a directory as Mistral's format if it has params.json and weights named consolidated*."""
     (source / "model.safetensors").rename(source / "consolidated.safetensors")
     weights = dict.fromkeys(checkpoints.tensors(), "consolidated.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
@@ -240,10 +240,10 @@ def test_import_path_drops_params_json_of_mistral_format(library, source):
     assert not (library.import_model(source).path / "params.json").exists()
 
 
-def test_import_path_accepts_saved_tokenizer_attributes(library, source):
+def test_import_path_accepts_attributes_saved_with_tokenizer(library, source):
     said = {
         "tokenizer_class": "LlamaTokenizerFast",
-        "tokenizer_file": "/home/somebody/tokenizer.json",  # transformers reads the checkpoint's file instead
+        "tokenizer_file": "/home/somebody/tokenizer.json",  # ignored: transformers reads tokenizer.json here
         "special_tokens_map_file": "/home/somebody/special_tokens_map.json",
         "name_or_path": "/home/somebody/model",
         "vocab_file": None,
@@ -263,7 +263,7 @@ def test_import_path_accepts_saved_tokenizer_attributes(library, source):
     assert library.import_model(source).version == "v1"
 
 
-def test_import_path_reports_trial_killed_from_outside(library, source, monkeypatch, own_process):
+def test_import_path_with_killed_trial_reports_kill(library, source, monkeypatch, own_process):
     run = subprocess.Popen
     killed = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGKILL})"]
     monkeypatch.setattr("appliance.models.trial.subprocess.Popen", lambda _, **how: run(killed, **how))

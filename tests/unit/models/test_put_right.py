@@ -1,4 +1,4 @@
-"""Repairs in the copy of a checkpoint, and refusals that name the tensor or token."""
+"""Import repairs faults in its copy of a checkpoint, or refuses it and names the tensor or token."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_import_of_unknown_architecture_warns(library, source, compared):
     assert len(library.import_model(source).warnings) == 1
 
 
-def test_import_renames_tensors_of_a_wrapper(library, source, compared):
+def test_import_renames_tensors_with_wrapper_prefix(library, source, compared):
     compared(renamed={EMBEDDING: "embed.weight"})
     taken = library.import_model(source)
     assert "embed.weight" in load_file(taken.path / "model.safetensors") and len(taken.warnings) == 1

@@ -1,6 +1,6 @@
-"""Fake devices, engines and job groups that survive the death of the scheduler loop.
+"""Fake devices, engines and job groups that survive the death of a scheduler loop.
 
-Every verb checks the invariants: one holder per device, and no engine sleeps while it has requests. A violation raises
+Every verb checks that a device has at most one holder and that no engine sleeps with open requests. A violation raises
 AssertionError, never EffectFailed.
 """
 
@@ -44,7 +44,7 @@ SECONDS = {
 
 
 class Crash(BaseException):
-    """Kill of the controller. A BaseException, so that no handler of Exception catches it."""
+    """Simulates a kill of the controller; a BaseException, which no `except Exception` catches."""
 
 
 def box_of(count: int, nodes: int = 1) -> tuple[Device, ...]:
@@ -55,7 +55,7 @@ def box_of(count: int, nodes: int = 1) -> tuple[Device, ...]:
 class World:
     """The actual devices and processes, shared by successive loops.
 
-    answering: open engines, which were neither drained nor died since; stopping one would abort requests."""
+    answering: ids of open engines that have not drained or died; to stop one of these engines would abort requests."""
 
     devices: tuple[Device, ...]
     replicas: dict[str, ReplicaView] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class World:
 
     @property
     def held(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """Devices with an awake engine or ranks of a group, by (kind, id)."""
+        """Return (kind, id) -> devices of each awake engine and each job group."""
         engines = {("replica", r.id): r.devices for r in self.replicas.values() if r.awake}
         return engines | {("job", g.job_id): g.devices for g in self.groups.values()}
 
@@ -80,10 +80,10 @@ class World:
 
 
 class FakeEffects:
-    """The verbs on a `World`, which take virtual time.
+    """The scheduler's verbs, which change a `World` and take virtual time.
 
-    `hook(when, verb, target)` is called "before" the effect, "in" the middle of its time (right after the effect) and
-    "after" its time; it may raise EffectFailed or Crash."""
+    A verb calls `hook(when, verb, target)` "before" its start, "in" its middle (right after the effect) and
+    "after" its end. The hook may raise EffectFailed or Crash."""
 
     def __init__(self, world: World, hook: Callable[[str, str, str], None] = lambda when, verb, target: None):
         self.world, self.hook = world, hook
@@ -104,7 +104,7 @@ class FakeEffects:
             raise
 
     def finish_orphans(self) -> None:
-        """Apply the effects that the dead controller had requested."""
+        """Apply effects that a controller requested before it died."""
         for effect in self.not_yet.values():
             with contextlib.suppress(EffectFailed):
                 effect()
@@ -127,12 +127,12 @@ class FakeEffects:
             await asyncio.sleep(self.seconds[verb] / 2)
             self._hook("after", verb, target)
         except asyncio.CancelledError:
-            if self.alive:  # a living controller undoes a cancelled verb
+            if self.alive:  # a dead controller cannot cancel an effect that it requested
                 self.not_yet.pop(target, None)
             raise
         except EffectFailed:
             if verb == "open_replica":
-                self.world.answering.discard(target)  # no gateway learned that it is open
+                self.world.answering.discard(target)  # no gateway has learned that the engine is open
             raise
         finally:
             self.under_way.discard(target)
@@ -145,7 +145,7 @@ class FakeEffects:
         return replica
 
     def _are_there(self, devices: tuple[str, ...]) -> None:
-        """Fail if a device disappeared with its node."""
+        """Raise EffectFailed if a lost node had one of these devices."""
         if not set(devices) <= {d.id for d in self.world.devices}:
             raise EffectFailed("a device is gone with its node")
 
@@ -233,12 +233,12 @@ class FakeEffects:
     # --- external events
 
     def processes(self) -> list[tuple[str, str]]:
-        """Pairs (kind, id) of the living engines and groups, in a reproducible order."""
+        """Return sorted pairs (kind, id) of all engines and groups that have not ended."""
         engines = [("replica", r.id) for r in self.world.replicas.values() if r.state != "dead"]
         return sorted([*engines, *(("job", g.job_id) for g in self.world.groups.values() if g.ended is None)])
 
     def kill(self, kind: str, holder_id: str) -> None:
-        """Kill an engine, or a rank and thereby its group."""
+        """Kill an engine, or a rank of a group, which ends the group."""
         if kind == "replica":
             self.kill_replica(holder_id)
         else:
@@ -256,7 +256,7 @@ class FakeEffects:
         self.hint.set()
 
     def lose_node(self, node: str) -> None:
-        """Remove devices, engines and ranks of a node; a group across nodes keeps its other ranks."""
+        """Remove devices, engines and ranks of a node; ranks of the same groups on other nodes stay."""
         world, gone = self.world, {d.id for d in self.world.devices if d.node == node}
         self.gone = tuple(d for d in world.devices if d.id in gone)
         world.devices = tuple(d for d in world.devices if d.id not in gone)
@@ -277,7 +277,7 @@ class FakeEffects:
 
 
 class Handle:
-    """An actor handle: `handle.METHOD.remote(...)` calls the coroutine method of `body`."""
+    """A fake actor handle: `handle.METHOD.remote(...)` calls the coroutine METHOD of `body`."""
 
     def __init__(self, body: Any):
         self._body = body
@@ -290,7 +290,7 @@ class Handle:
 
 
 class FakeStore:
-    """A store of workloads, changed by the test."""
+    """A state store with jobs and deployments that the test sets."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Number of awake replicas and their idle time, derived from traffic and latency targets."""
+"""The autoscaler derives the number of awake replicas and their idle time from traffic and latency targets."""
 
 import math
 import random
@@ -38,7 +38,7 @@ def poisson(rng: random.Random, mean: float) -> int:
 def lived(
     work_per_s: Callable[[float], float], minutes: float, seed: int = 0, *, late_share: float = 0.01
 ) -> list[Standby]:
-    """The choice after every minute of traffic at rate `work`, in requests of 0.05 replica-seconds each."""
+    """Simulate `work_per_s(now_s)` in requests of 0.05 replica-seconds; return the standby chosen each minute."""
     config = CONFIG.model_copy(update={"late_requests_share": late_share})
     found = StandbyLearner(config, Bounds(8, 1, 8, 2.0))
     rng, chosen = random.Random(seed), []
@@ -98,7 +98,7 @@ def test_autoscaler_load_counts_kv_cache_of_long_prompts() -> None:
     assert autoscaler.load(replace(long, kv_tokens=None), CONFIG) == 0.4, "by their number where nobody knows the cache"
 
 
-def test_slots_rank_first_replicas_by_waiting_time_then_name() -> None:
+def test_slots_order_models_without_replica_by_waiting_time_then_name() -> None:
     now_s, asked = 1000.0, Demand(inflight=1)
 
     def model(name: str, **changes: Any) -> DeploymentView:
@@ -132,7 +132,7 @@ BUSY = DeploymentView("m", "v1", max_replicas=4, target_inflight=10, demand=Dema
 
 
 def asleep_after_s(model: DeploymentView) -> float:
-    """Seconds from the last request until no replica is requested, in steps of a second."""
+    """Return the whole seconds from the last request until the autoscaler requires no replica."""
     hysteresis, _ = required(model, Hysteresis(), LAST_S, CONFIG, switch_device_s=SWITCH_DEVICE_S)
     assert hysteresis.replicas == 3
     quiet = replace(model, demand=Demand(last_request_s=LAST_S))
@@ -149,7 +149,7 @@ def test_autoscaler_obeys_configured_idle_sleep() -> None:
 
 
 def held_for_s(pause_s: float | None) -> float:
-    """How long `auto` keeps devices that serving no longer needs, next to a job on six devices."""
+    """Return for how many seconds `auto` keeps idle serving devices before it gives them to a job on six devices."""
     devices = tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8))
     job = JobView("j", tuple(range(1, 9)), phase="running", devices=tuple(d.id for d in devices[2:]), pause_s=pause_s)
     model = DeploymentView("m", "v1", max_replicas=8, target_inflight=10, demand=Demand(5, last_request_s=1000.0))
@@ -164,7 +164,7 @@ def held_for_s(pause_s: float | None) -> float:
     return 400.0
 
 
-def test_autoscaler_keeps_spare_devices_by_measured_job_pause() -> None:
+def test_time_that_autoscaler_keeps_spare_devices_follows_job_pause() -> None:
     assert held_for_s(None) == pytest.approx(2 * CONFIG.job_pause_s * 6, abs=1.5)
     assert held_for_s(1.0) == pytest.approx(12.0, abs=1.5)
     assert held_for_s(20.0) == pytest.approx(240.0, abs=1.5)

@@ -1,4 +1,4 @@
-"""Devices of simulated machines: discovery, and cordons by health readings."""
+"""Devices of simulated machines: discovery, health readings, and cordons that follow from readings."""
 
 import asyncio
 import threading
@@ -150,7 +150,7 @@ def test_only_hardware_xids_are_faults(xid, says):
     assert says in fault and (str(xid) in fault) is bool(says)
 
 
-def test_memory_errors_count_from_start_of_monitoring():
+def test_only_memory_errors_since_first_reading_are_faults():
     assert judged(at(1, ecc_uncorrected=3), at(6, ecc_uncorrected=3)) == {}
     assert judged(at(1, ecc_uncorrected=3), at(6, ecc_uncorrected=4)) == {"n0/0": "had 1 uncorrected memory error"}
     assert judged(at(1), at(6, ecc_uncorrected=9)) == {}, "no earlier count to compare with"
@@ -215,10 +215,10 @@ def test_slowdown_temperature_is_computed_from_margin(monkeypatch):
     assert [(one.temperature_c, one.slowdown_c, one.lost) for one in read()] == [(88, None, "")]
 
 
-def test_readings_skip_closes_gpu_and_keeps_other_xids(monkeypatch):
+def test_read_without_a_gpu_closes_it_and_reports_xids_of_others(monkeypatch):
     """`nvidia-smi --gpu-reset` refuses a GPU that any process has open, even for monitoring."""
     machine = eight_h100().install(monkeypatch)
-    pynvml.nvmlInit()  # as a library of this process does, such as torch
+    pynvml.nvmlInit()  # a library in this process, such as torch, does this too
     readings = readings_of(8)
     assert len(readings.read()) == 8 and machine.opened == set(range(8))
     machine.xids = [(5, 79), (3, 79)]
@@ -231,13 +231,13 @@ def test_readings_skip_closes_gpu_and_keeps_other_xids(monkeypatch):
     assert len(readings.read()) == 8 and machine.opened == set(range(8))
 
 
-async def test_two_concurrent_reads_are_both_complete(monkeypatch):
+async def test_two_concurrent_looks_both_return_all_readings(monkeypatch):
     eight_h100().install(monkeypatch)
     readings = readings_of(8)
     assert [len(found) for found in await asyncio.gather(readings.look(), readings.look())] == [8, 8]
 
 
-async def test_readings_hanging_driver_blocks_only_one_thread(monkeypatch):
+async def test_look_with_hanging_driver_blocks_only_one_thread(monkeypatch):
     machine = eight_h100().install(monkeypatch)
     readings = readings_of(8)
     assert len(await readings.look()) == 8

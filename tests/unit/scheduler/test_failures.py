@@ -1,4 +1,4 @@
-"""Counting of failures: retry delays and blame."""
+"""Failures of models and jobs: counts, retry delays, and what is blamed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The scheduler loop on a fake world in virtual time: failures, deaths, reverted moves and giving up."""
+"""The scheduler loop on a fake world in virtual time: it retries, replaces, reverts moves, or gives up."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ async def test_job_finishing_during_suspend_does_not_restart() -> None:
         assert [verb for verb, _ in rig.world.verbs_done].count("start_group") == 1
 
 
-def test_moves_start_engine_without_waiting_for_ended_group() -> None:
+def test_engine_starts_without_waiting_for_group_of_ended_job() -> None:
     box = Box.of(box_of(1), (), [GroupView("j1", (), ended=GroupEnded("succeeded"))])
     wanted = Allocation((ReplicaView("r", "m", "v1", "open", ("n0/0",)),))
     found = moves(box, wanted)
@@ -424,7 +424,7 @@ async def test_job_start_yields_devices_only_after_long_start() -> None:
 
 
 @in_virtual_time
-async def test_job_start_that_yielded_often_completes() -> None:
+async def test_job_start_completes_after_several_yields() -> None:
     job = replace(JOB, sizes=(4,))
     async with Rig(FakeStore(Policy("auto"), (job,), (replace(MODEL, min_replicas=0),))) as rig:
         rig.effects.seconds["start_group"] = 200.0

@@ -1,4 +1,4 @@
-"""Allocation of devices under each policy; no device has two holders."""
+"""The plan allocates devices to engines and jobs under each policy, and no device to two holders."""
 
 from collections import Counter
 from dataclasses import replace
@@ -96,7 +96,7 @@ def test_plan_shrinks_only_after_delay_to_peak_demand() -> None:
 
 
 def test_plan_names_jobs_ahead_only_to_their_owner() -> None:
-    """The owner of the job reads this sentence in the job's events."""
+    """Owners read these sentences in the events of their jobs, so a sentence must not name jobs of other owners."""
     bobs = job("z", priority=1, owner="bob", sizes=(8,))
     a = planned(jobs=(bobs, job("a", owner="alice"), job("b", owner="bob")))
     assert a.waiting == {
@@ -130,7 +130,7 @@ def test_plan_waits_for_engine_going_to_sleep(since_s: float, started: int) -> N
     [({}, {"r2", "r3"}), ({"n0": 3}, {"r2", "r3"}), ({"n0": 1}, {"r3"}), ({"n0": 0}, set()), ({"n1": 0}, {"r2", "r3"})],
 )
 def test_plan_stops_least_recently_used_sleepers(max_asleep: dict[str, int], kept: set[str]) -> None:
-    """Host memory limits sleepers in addition to the configured limit."""
+    """Two limits apply to sleeping engines: the configured limit and the limit by host memory."""
     config = CONFIG.model_copy(update={"max_resident_asleep": 2})
     replicas = tuple(opened(f"r{i}", i, state="asleep", model=f"m{i}") for i in range(4))
     models = tuple(DeploymentView(f"m{i}", "v1", demand=Demand(last_request_s=float(i))) for i in range(4))
@@ -163,7 +163,7 @@ def test_plan_node_bound_job_leaves_other_nodes_to_engines() -> None:
         assert ("m" in a.notes) is (not engines)
 
 
-def test_plan_lends_devices_of_job_too_large_for_node() -> None:
+def test_plan_gives_serving_the_devices_of_a_job_too_large_for_its_node() -> None:
     large = job(nodes=("n0",), sizes=(4, 8))
     m = replace(M, max_replicas=8, demand=Demand(inflight=50))
     a = planned(policy=Policy("train"), devices=HOME_AND_AWAY, jobs=(large,), deployments=(m,))
@@ -209,7 +209,7 @@ def test_plan_alternates_job_and_sampling_engine_on_one_device(policy: Policy) -
     one, mine = box_of(1), job(sizes=(1,), sampled_by="s", phase="running", devices=("n0/0",))
     a = planned(policy=policy, devices=one, jobs=(replace(mine, starved=True),), deployments=(S,))
     assert sizes(a) == {} and awake(a) == {"s": 1} and a.waiting["j1"]
-    # The samples are complete: the engine is idle.
+    # Now the samples are complete, so the sampling engine is idle.
     idle = replace(S, demand=Demand(last_request_s=900.0), idle_limit_s=1.0)
     back = replace(mine, phase="suspended", devices=())
     engines = (opened("r1", 0, model="s"),)
@@ -237,7 +237,7 @@ def test_queue_orders_first_jobs_of_all_owners_first() -> None:
     assert names(jobs) == ["a0", "b0", "c0", "a1", "a2"]
 
 
-def test_queue_ignores_paused_jobs_in_owner_turns() -> None:
+def test_queue_order_ignores_paused_jobs_of_an_owner() -> None:
     jobs = [queued("a0", 0, "ann", phase="paused"), queued("a1", 1, "ann"), queued("b0", 0.5, "bob")]
     assert names(jobs).index("a1") == 2 and names([replace(j, phase="wanted") for j in jobs])[-1] == "a1"
 
@@ -252,7 +252,7 @@ def test_queue_job_becomes_urgent_near_its_deadline() -> None:
     assert 400.0 in queue.reviews, "and the plan is looked at again by then"
 
 
-def test_positions_use_slurm_reason_codes() -> None:
+def test_queue_positions_have_slurm_reason_codes() -> None:
     jobs = [
         JobView("running", (1, 2), devices=("n0/0",), phase="running", submitted_s=1.0),
         JobView("paused", phase="paused", submitted_s=2.0, priority=9),

@@ -67,7 +67,7 @@ def add_model(db):
 
 @pytest.fixture
 def add_adapter(db):
-    """Add an adapter on `base` `base_version` with two published versions, the newer active."""
+    """Add an adapter of `base` at `base_version`, with two published versions; the newer version is active."""
 
     def add(name, base="starter", base_version="v1", **columns):
         meta = {"adapter": {"base": base, "base_version": base_version, "rank": 8}}

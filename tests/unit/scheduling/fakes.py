@@ -28,7 +28,7 @@ ENOUGH = SimpleNamespace(room_bytes=lambda: 1 << 60)
 
 
 def routing_of(bus: Any, db: Database, sizes: Any = UNKNOWN_SIZES) -> BusRouting:
-    """A routing table that publishes no keys."""
+    """Build a routing table that does not publish keys."""
     return BusRouting(bus, db, sizes, SimpleNamespace(publish_keys=lambda: None))  # type: ignore[arg-type]
 
 
@@ -45,7 +45,7 @@ def states_of(
     job_sizes: Any = lambda row: (),
     starved: Any = lambda row: False,
 ) -> SqliteStateStore:
-    """A state store with enough memory, unless `store` or `job_sizes` limit it."""
+    """Build a state store for a box with enough memory; `store` and `job_sizes` can limit the memory."""
     wishes, learning = SimpleNamespace(demands=lambda free_devices: demand), SimpleNamespace(learned=learned)
     enough = SimpleNamespace(
         waits_for=lambda row: "", job_nodes=lambda row: (HOME_NODE,), job_sizes=job_sizes, max_asleep=dict

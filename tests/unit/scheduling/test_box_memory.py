@@ -1,4 +1,4 @@
-"""Memory of the home node and of joined nodes under the same policy; starts no processes."""
+"""The home node and joined nodes follow the same memory policy; the tests start no processes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ GB = 10**9
 
 
 class World:
-    """Home and a node n1 with the memory that the test sets; records the actions on n1."""
+    """The home node and a node n1 with memory set by the test; records the actions on n1."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -73,7 +73,7 @@ async def pass_by(box: BoxMemory, world: World, seconds: float) -> None:
 
 
 def given(db) -> list[tuple[str, str]]:
-    """Items given up or taken back, in order, without idle weights."""
+    """Return audited pairs (action, target) of memory given up or taken back, oldest first."""
     return [(row.action, row.target) for row in AUDIT.page(db, after=None, limit=10).data][::-1]
 
 
@@ -96,7 +96,7 @@ async def test_job_waits_only_if_no_node_has_memory(box, world, db, add_model, a
     assert "Needs about 6.0 GB" in box.waits_for(job) and box.job_nodes(job) == ("n0", "n1")
 
 
-async def test_short_node_releases_in_order_and_home_nothing(box, world, db, add_model, add_job):
+async def test_memory_shortage_on_n1_releases_memory_in_order_only_there(box, world, db, add_model, add_job):
     add_model()
     for number in (0, 1, 2):
         add_job(f"ftjob-{number}", phase="running", devices=[f"n{min(number, 1)}/{number}"])
@@ -130,7 +130,7 @@ async def test_short_node_releases_in_order_and_home_nothing(box, world, db, add
     assert box.job_nodes(jobs.get(db, "ftjob-2")) == ("n0", "n1")
 
 
-async def test_missing_or_failing_node_delays_nothing(box, world, caplog):
+async def test_look_ignores_failing_or_missing_node(box, world, caplog):
     world.fails = True
     short(world)
     await box.look(world.status())
@@ -140,7 +140,7 @@ async def test_missing_or_failing_node_delays_nothing(box, world, caplog):
     assert box.nodes() == {} and box.notes() == [] and box.max_asleep() == {}
 
 
-async def test_book_engine_counts_starting_engines(box, world):
+async def test_book_engine_reserves_memory_for_starting_engines(box, world):
     world.home = replace(world.home, available=6 * GB)
     await box.look(world.status())
     assert [box.book_engine(model, "n0") for model in ("chat", "code", "third")] == [True, True, False]
@@ -158,7 +158,7 @@ def test_decide_resumes_suspended_job_while_another_waits():
 
 
 def test_decide_between_thresholds_does_nothing():
-    """Memory is given up at the reserve and taken back at 1.5 times the reserve, to avoid oscillation."""
+    """Memory is given up below the reserve and taken back above 1.5 times the reserve, to avoid oscillation."""
     state = MemoryState(jobs=("a",))
     for now_s in range(0, 600, 10):
         state, action = decide(MemoryReading(24 * GB, int(GB * 1.2)), Holdings(), state, now_s, GB)
@@ -176,7 +176,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_tightest_cgroup_counts_with_its_cache_as_free(tmp_path: Path):
+def test_memory_of_tightest_cgroup_counts_its_cache_as_free(tmp_path: Path):
     group = "sys/fs/cgroup/system.slice"
     root = tree(
         tmp_path,

@@ -25,7 +25,7 @@ def runs(db, events, store, tmp_path, tiers):
     return JobRuns(db, store, jobs_dir, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), follower)
 
 
-async def test_newest_snapshot_comes_from_memory_then_tiers(runs, flow, store, add_job, tmp_path, tiers):
+async def test_newest_snapshot_is_read_from_memory_or_else_from_tiers(runs, flow, store, add_job, tmp_path, tiers):
     add_job(phase="running")
     assert runs.newest_snapshot("ftjob-1") is None
     snapshot(store, 9)
@@ -44,14 +44,14 @@ async def test_newest_snapshot_comes_from_memory_then_tiers(runs, flow, store, a
     assert StoredVersion.read(again).manifest.meta["step"] == 10
 
 
-async def test_version_that_ranks_will_read_is_not_evicted(runs, flow, store, add_job):
+async def test_snapshot_is_not_evicted_before_ranks_read_it(runs, flow, store, add_job):
     add_job(phase="running")
     snapshot(store, 53)
     await flow.run_once("disk")
     path = runs.newest_snapshot("ftjob-1")
     assert store.evict(10**9) == 0 and StoredVersion.read(path).manifest.meta["step"] == 53
     runs.taken("ftjob-1")
-    runs.taken("ftjob-1")  # a stopped start releases it as well
+    runs.taken("ftjob-1")  # a cancelled start releases the snapshot a second time
     assert store.evict(10**9) > 0 and not path.exists()
 
 
@@ -61,7 +61,7 @@ def published(step):
 
 
 def steps(db):
-    """Steps of the checkpoints."""
+    """Steps of all checkpoints in the database."""
     return [int(version.removeprefix("step-")) for _, _, version in models.checkpoint_names(db)]
 
 
@@ -87,7 +87,7 @@ async def test_publish_keeps_three_checkpoints_and_used_ones(runs, db, add_model
     assert not removed, "the bytes follow"
     await runs.tidy(unload, remove)
     assert removed == ["step-6"]
-    runs.on_event("ftjob-1", published(4))  # after a rollback to an earlier step
+    runs.on_event("ftjob-1", published(4))  # the job resumed from an earlier step
     await runs.tidy(unload, remove)
     assert steps(db) == [2, 8, 10, 12] and removed[1:] == ["step-4"]
 
@@ -95,7 +95,7 @@ async def test_publish_keeps_three_checkpoints_and_used_ones(runs, db, add_model
 RESOLVED = {"publish": "end", "full": False, "lora_publish": "adapter"}
 
 
-def test_job_keeps_its_base_version(runs, db, add_model, add_job, tmp_path):
+def test_job_trains_base_version_of_its_start(runs, db, add_model, add_job, tmp_path):
     add_model()
     for version in ("v1", "v2"):
         (tmp_path / "bytes" / version).mkdir(parents=True)
@@ -180,7 +180,7 @@ def left(store):
 
 async def test_tidy_policies_of_running_job_keeps_newest_three(trained, store):
     write_policy(store, USERS, "step-1")
-    # Ranks resumed from an earlier snapshot count steps from there.
+    # Ranks that resume from an earlier snapshot count steps from that snapshot, so 2 to 4 are newer than 8 and 9.
     written = [f"step-{step}.old" for step in (8, 9)] + [f"step-{step}.new" for step in (2, 3, 4)]
     unloaded = []
 

@@ -1,4 +1,4 @@
-"""The routing table, with adapters on engines that serve the base version they were trained on."""
+"""The routing table routes an adapter only to engines that serve the base version of the adapter."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SOCKET = "/run/r1.sock"
 
 
 class RecordingBus:
-    """A bus that applies tables at once; `reported` is the load report of the gateways."""
+    """A bus whose gateways apply each table at once and report the load `reported`."""
 
     def __init__(self):
         self.table, self.generation, self.reported = {}, 0, Report()
@@ -43,7 +43,7 @@ def routing(bus, db, add_model, add_adapter):
     return routing_of(bus, db)
 
 
-async def test_adapter_versions_have_names_on_base_engines(routing, bus, db):
+async def test_adapter_row_names_version_and_has_engines_of_base(routing, bus, db):
     await routing.open("r1", "starter", "v1", SOCKET)
     row = bus.table["ft:a"]
     assert (row["adapter"], row["version"]) == ("ft:a@step-2", "step-2")
@@ -57,8 +57,8 @@ async def test_adapter_versions_have_names_on_base_engines(routing, bus, db):
     assert set(bus.table) == {"starter", "starter@v1", "ft:b", "ft:b@step-2"}
 
 
-async def test_hanging_engine_is_avoided_also_after_a_restart(routing, bus):
-    routing.avoid("r1", True)  # reported before the route opens
+async def test_hanging_engine_is_avoided_if_reported_before_open(routing, bus):
+    routing.avoid("r1", True)  # a restarted controller learns of the hang before it opens the route
     await routing.open("r1", "starter", "v1", SOCKET)
     assert bus.table["starter"]["replicas"][0]["avoid"] is True and routing.open_engines() == {}
     routing.avoid("r1", False)
@@ -70,7 +70,7 @@ async def test_hanging_engine_is_avoided_also_after_a_restart(routing, bus):
     assert not bus.table["starter"]["replicas"][0]["avoid"], "another engine has its name"
 
 
-async def test_new_base_version_ends_only_routes_of_adapters(routing, bus, db):
+async def test_new_base_version_ends_routes_of_adapters_only(routing, bus, db):
     await routing.open("r1", "starter", "v1", SOCKET)
     await routing.withhold_adapters("r1")
     assert bus.table["ft:a"]["replicas"] == [] and bus.table["starter"]["replicas"]
@@ -132,7 +132,7 @@ async def test_demand_of_adapters_counts_for_their_base(routing, bus):
     assert traffic.prefill_tokens_per_s == 800.0
 
 
-async def test_canary_has_its_own_row_and_its_share_in_the_model(routing, bus, db):
+async def test_canary_has_own_row_and_row_of_model_has_its_share(routing, bus, db):
     models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
     CANARIES.put(db, CanaryRow("starter", "v2", "v1", 0.2, 7.0))
     await routing.open("r1", "starter", "v1", SOCKET)
@@ -167,7 +167,7 @@ async def test_version_name_is_callable_while_active_or_served(routing, bus, db)
     assert routing.host("starter@v2") == "starter"
 
 
-async def test_failing_model_has_reason_and_next_try(bus, db, add_model, add_adapter):
+async def test_row_of_failing_model_has_reason_and_next_try(bus, db, add_model, add_adapter):
     add_model()
     add_adapter("ft:a")
     routing = routing_of(bus, db)
@@ -186,8 +186,8 @@ async def test_failing_model_has_reason_and_next_try(bus, db, add_model, add_ada
     assert not bus.table["starter"]["trouble"], "another version is another chance"
 
 
-async def test_routing_table_has_the_owners_of_each_name(routing, bus, db):
-    """Versions, checkpoints and the canary of a model have its owners; null: every owner, also future ones."""
+async def test_rows_of_versions_and_canary_have_owners_of_model(routing, bus, db):
+    """Rows of versions, checkpoints and canaries have the owners of their model; null: every owner, even future."""
     models.update(db, "ft:a", owner="alice")
     models.share(db, "ft:a", "bob")
     CANARIES.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))

@@ -1,4 +1,4 @@
-"""The loop on the real store behind the scheduler port of the routes: modes, drains and requesters, without Ray."""
+"""The scheduler port that routes call, with a real loop and database but without Ray: modes, drains, requesters."""
 
 import asyncio
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.unit.scheduling.fakes import states_of
 
 @pytest.fixture
 def scheduler_of(db):
-    """A Scheduler of these parts, with minimal stand-ins for the others."""
+    """Return a function that builds a Scheduler of the given parts and of stand-ins for the other parts."""
     host = {"short": "1 GB", "reserve_bytes": 5}
     nothing = {
         "effects": SimpleNamespace(resident_bytes=dict),
@@ -38,7 +38,7 @@ def scheduler_of(db):
     return lambda **parts: Scheduler(**nothing | parts, serving_floor=0, config=SchedulerConfig())
 
 
-async def test_drains_and_modes_move_devices_in_the_callers_name(db, events, add_model, add_job, scheduler_of):
+async def test_drains_and_modes_move_devices_and_record_requester(db, events, add_model, add_job, scheduler_of):
     add_model()
     add_job(allowed_sizes=[1, 2])
     DEPLOYMENTS.update(db, "starter", min_replicas=1, max_replicas=1)

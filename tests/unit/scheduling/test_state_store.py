@@ -1,4 +1,4 @@
-"""The scheduler's view of the store and of the traffic."""
+"""What the scheduler reads from the database and the traffic, and what it writes back."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def states(db, events, refreshed):
     return states_of(db, events, 1, 2, routing=routing, demand=demand)
 
 
-def test_load_includes_jobs_from_validation_until_cancel(states, add_model, add_job, db):
+def test_load_includes_validated_jobs_until_they_are_cancelled(states, add_model, add_job, db):
     add_model()
     add_job("ftjob-new", phase="validating")
     add_job("ftjob-paused", wanted="pause")
@@ -53,7 +53,7 @@ def test_load_includes_jobs_from_validation_until_cancel(states, add_model, add_
     assert jobs.get(db, "ftjob-ends").phase == "running", "until its ranks are gone"
 
 
-def test_job_phases_follow_the_loop(states, add_job, db):
+def test_job_phase_follows_actions_of_the_loop(states, add_job, db):
     add_job()
     states.job_running("ftjob-1", ("n0/0", "n0/1"))
     assert (jobs.get(db, "ftjob-1").phase, jobs.get(db, "ftjob-1").devices) == ("running", ["n0/0", "n0/1"])
@@ -88,7 +88,7 @@ def test_succeeded_job_is_callable_at_once(states, events, add_model, add_job, d
     assert "ft:starter:local::ftjob-1" in {d.model for d in states.load(free_devices=0).deployments}
 
 
-def test_settings_of_jobs_models_and_windows_reach_the_planner(states, add_model, add_job, db):
+def test_load_has_settings_of_jobs_models_and_windows(states, add_model, add_job, db):
     add_model()
     rows.DEPLOYMENTS.update(db, "starter", max_replicas=1, min_replicas=1, ttft_p95_s=1.5, tpot_p95_ms=80, pinned=1)
     add_job(allowed_sizes=[2], deadline_s=9.0, preemptible=0, owner="alice", priority=3)
@@ -174,7 +174,7 @@ def test_job_waits_while_the_store_is_full(db, events, add_model, add_job):
     assert states.load(free_devices=0).jobs[0].lacks == ""
 
 
-def test_job_host_bytes_has_each_allowed_size(add_job):
+def test_job_host_bytes_has_only_allowed_sizes(add_job):
     memory = {"store_bytes": 1, "host_bytes": {"1": 5, "2": 9, "8": 20}}
     row = add_job(estimate={"memory": memory}, allowed_sizes=[1, 2])
     assert job_host_bytes(row) == {1: 5, 2: 9} and job_host_bytes(add_job("ftjob-2", allowed_sizes=None)) == {1: 0}
@@ -191,7 +191,7 @@ OPEN = {"starter": {"replicas": [{"id": "r1", "state": "open"}]}}
 
 
 class Asked(QueuedDemand):
-    """Queued demand of a box without gateway reports."""
+    """QueuedDemand on a box whose gateways have sent no load reports."""
 
     def __init__(
         self, db: Database, folder: Path, lines: tuple[str, ...] = (), policies: Mapping[str, str] = NO_POLICIES
@@ -258,13 +258,13 @@ async def test_running_job_keeps_queried_model_awake_in_every_mode(db, tmp_path,
     assert asked.demands(0)("starter") == Demand(), "its devices are wanted"
 
 
-RATE, PROMPT_TOKENS = 1000.0, 50  # 0.05 replica-seconds per prompt
+RATE, PROMPT_TOKENS = 1000.0, 50  # one prompt takes a replica 50 / 1000 = 0.05 s
 BEGAN_S = 1000.0
 MODEL = DeploymentView("m", "v1", max_replicas=8, ttft_target_s=2.0)
 
 
 class Box:
-    """A gateway, the learner and a clock."""
+    """A learner of demand, with simulated traffic and a fake clock."""
 
     def __init__(self) -> None:
         self.now_s, self.traffic, self.model = BEGAN_S, Traffic(("m", "adapter"), RATE), MODEL
@@ -277,7 +277,7 @@ class Box:
         return {"m": Counter({bucket(PROMPT_TOKENS, 1.0): self.arrived})}
 
     def live(self, minutes: float, work_per_s) -> DeploymentView:
-        """Simulate requests at this rate of work (replica-seconds per second)."""
+        """Simulate traffic for `minutes`. work_per_s(now_s): replica-seconds of work that arrive per second."""
         due, end_s = 0.0, self.now_s + minutes * 60
         while self.now_s < end_s:
             self.now_s += LEARN_EVERY_S
@@ -295,7 +295,7 @@ def box() -> Box:
     return Box()
 
 
-def test_learned_standby_rises_with_bursts_only(box):
+def test_learned_standby_rises_only_after_bursts(box):
     quiet = box.live(2, lambda t: 0.3)
     assert quiet.prefill_tokens_per_s == RATE and quiet.standby.replicas <= 2
     assert box.live(10, lambda t: 8.0 if t % 60 < 2 else 0.1).standby.replicas >= 4
@@ -303,7 +303,7 @@ def test_learned_standby_rises_with_bursts_only(box):
     assert box.seen().standby.replicas <= 2, "with other bounds a new learner"
 
 
-def test_learned_standby_requires_rate_and_target(box):
+def test_learned_standby_is_none_without_rate_or_target(box):
     box.traffic = Traffic(("m",), None)
     unknown = box.live(1, lambda t: 3.0)
     assert unknown.standby is None and unknown.prefill_tokens_per_s is None
@@ -313,7 +313,7 @@ def test_learned_standby_requires_rate_and_target(box):
     assert box.seen().standby is None
 
 
-def test_learned_standby_of_unlimited_model_simulates_few_counts():
+def test_learning_for_unlimited_model_simulates_few_replica_counts():
     box = Box()
     box.model = DeploymentView("m", "v1", max_replicas=65536, ttft_target_s=2.0)
     box.live(0.1, lambda now_s: 0.1)

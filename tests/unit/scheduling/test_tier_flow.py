@@ -1,4 +1,4 @@
-"""Flow of versions and snapshots between tiers and to engines: copies, retention and failures."""
+"""Tier flow copies versions and snapshots to tiers, reads them back for engines, and survives failures."""
 
 import asyncio
 import shutil
@@ -25,7 +25,7 @@ V1 = Name("version", "starter", "v1")
 
 @pytest.fixture
 def publish(db, store, add_model):
-    """Commit versions of `starter` to shared memory, as publishing does."""
+    """Return a function that commits versions of `starter` to shared memory, as publishing does."""
     add_model(version="v0")
 
     def made(*versions):
@@ -100,7 +100,7 @@ async def test_flow_with_lost_mount_continues_and_retries(flow, publish, store, 
     publish("v1")
     await passes(flow, "disk", "remote")
     shutil.move(tmp_path / "mount", tmp_path / "elsewhere")
-    (tmp_path / "mount").mkdir()  # the empty mount point
+    (tmp_path / "mount").mkdir()  # the directory without its mount is empty
     publish("v2")
     await passes(flow, "disk", "remote")
     status = put_off(tiers, "remote")
@@ -169,7 +169,7 @@ async def test_flow_copies_snapshots_and_removes_them_with_job(flow, store, db, 
     await passes(flow, "disk")
     for stored in kept:
         store.remove(stored)
-    await passes(flow, "remote")  # from disk: memory no longer has it
+    await passes(flow, "remote")  # copied from disk: memory no longer has the snapshots
     newest = Name("snapshot", "ftjob-1", "step-3")
     assert tiers.tiers_of(newest) == ["disk", "remote"] and list(tiers.snapshots_of("ftjob-1")) == [newest]
     again = tiers.bring_in(newest)
@@ -181,7 +181,7 @@ async def test_flow_copies_snapshots_and_removes_them_with_job(flow, store, db, 
     assert not tiers.snapshots_of("ftjob-1") and put_off(tiers, "remote")["bytes"] == 0
 
 
-async def test_bring_in_keeps_damaged_last_copy(flow, publish, store, tmp_path, tiers):
+async def test_bring_in_keeps_last_copy_even_if_damaged(flow, publish, store, tmp_path, tiers):
     publish("v1")
     await passes(flow, "disk")
     store.evict(1 << 40)
@@ -191,7 +191,7 @@ async def test_bring_in_keeps_damaged_last_copy(flow, publish, store, tmp_path, 
     assert (tmp_path / "data/models/starter/v1/model.safetensors").exists(), "a person may want to look at it"
 
 
-async def test_remove_leaves_a_version_with_readers_to_eviction(flow, publish, store):
+async def test_remove_of_version_with_readers_leaves_weights_to_eviction(flow, publish, store):
     (stored,) = publish("v1")
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     lease = take_lease(stored)
@@ -207,7 +207,7 @@ async def test_remove_leaves_a_version_with_readers_to_eviction(flow, publish, s
 
 @pytest.fixture
 async def provider(db, store, tiers, flow, add_model):
-    """Two models on disk, evicted from memory, whose budget fits only one of them."""
+    """A provider for two models on disk; the memory budget has space for one of the models."""
     add_model()
     add_model("other")
     nbytes = write(store, "v1").nbytes
@@ -231,7 +231,7 @@ async def test_in_memory_evicts_version_of_sleeping_engine(provider, store: Weig
     assert again == first and store.evict(1 << 40) == 0
 
 
-async def test_in_memory_is_leased_until_all_engines_took_it(provider, store: WeightStore):
+async def test_version_in_memory_is_leased_until_all_engines_loaded_it(provider, store: WeightStore):
     paths = await asyncio.gather(provider.in_memory("starter", "v1"), provider.in_memory("starter", "v1"))
     assert paths[0] == paths[1]
     provider.taken("starter", "v1")
@@ -257,7 +257,7 @@ async def source(db, store, tmp_path, tiers):
 
 @pytest.fixture
 async def only_remote(store, flow, add_model, add_adapter, tmp_path, tiers):
-    """An adapter that exists only in the remote tier."""
+    """Add an adapter whose weights are only in the remote tier."""
     add_model()
     add_adapter(TUNED.model)
     write(store, TUNED.version, model=TUNED.model, kind="adapter")
@@ -278,7 +278,7 @@ async def test_brought_in_adapter_is_leased_while_engine_loads(source, only_remo
             store.remove(found)
     await asyncio.sleep(0)
     while store.evict(1 << 40) == 0:
-        await asyncio.sleep(0.001)  # the box releases the lease when the connection ends
+        await asyncio.sleep(0.001)  # wait: the box releases the lease when the connection ends
 
 
 @pytest.mark.parametrize(

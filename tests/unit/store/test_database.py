@@ -1,4 +1,4 @@
-"""The database: durable transactions, schema checks, and complete paging."""
+"""Transactions of the database are durable, its schema is checked, and pages cover each list completely."""
 
 import contextlib
 import hashlib
@@ -60,7 +60,7 @@ def test_database_of_another_program_is_rejected_unchanged(tmp_path: Path):
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("songs",)]
 
 
-def test_declared_table_is_added_to_existing_database(tmp_path: Path):
+def test_new_table_is_added_to_existing_database(tmp_path: Path):
     @dataclass(frozen=True)
     class Gadget:
         id: str
@@ -122,7 +122,7 @@ def test_pages_cover_whole_list_in_order(db: Database, descending: bool, limit: 
     assert found == (expected[::-1] if descending else expected)
 
 
-def test_cursor_works_outside_filter_but_must_exist(db: Database):
+def test_page_cursor_may_be_outside_filter_but_must_exist(db: Database):
     files.insert(db, file(1, "batch"))
     files.insert(db, file(2, "vision"))
     files.insert(db, file(3, "batch"))
@@ -180,7 +180,7 @@ def test_set_phase_records_times_and_keeps_finished_jobs(db: Database):
             jobs.set_phase(db, "ftjob-1", phase)  # type: ignore[arg-type]
 
 
-def test_cancel_wish_is_final(db: Database):
+def test_set_wanted_after_cancel_is_rejected(db: Database):
     jobs.insert(db, job(1, phase="running"))
     assert jobs.set_wanted(db, "ftjob-1", "pause").wanted == "pause"
     assert jobs.set_wanted(db, "ftjob-1", "run").wanted == "run"
@@ -216,7 +216,7 @@ def test_concurrent_writers_lose_no_rows(db: Database):
     assert sorted(numbers) == list(range(1, 201))
 
 
-def test_emptied_log_and_file_contain_no_deleted_text(tmp_path: Path):
+def test_empty_log_removes_deleted_text_from_disk(tmp_path: Path):
     with Database(tmp_path / "a.db") as db:
         box.put(db, "note", "a secret")
         db.execute("DELETE FROM box")
@@ -261,7 +261,7 @@ for number in count():
 """
 
 
-def test_kill_while_writing_keeps_acknowledged_transactions_whole(tmp_path: Path):
+def test_database_after_kill_has_all_acknowledged_transactions(tmp_path: Path):
     path = tmp_path / "appliance.db"
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Export of jobs to a tracker: each point once, across restarts and failures, while the box writes."""
+"""Jobs are exported to a tracker: each point exactly once, despite restarts, failures and concurrent writes."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ from appliance.tracking import Follower, Job, Point
 
 @dataclass
 class Heard:
-    """A tracker that records each point once. refused: jobs for which it fails."""
+    """A fake tracker that drops repeated points. refused: ids of jobs that the tracker rejects."""
 
     refused: set[str] = field(default_factory=set)
     begun: list[str] = field(default_factory=list)
@@ -145,7 +145,7 @@ def test_poll_retries_refused_job_without_blocking_others(box: Box, capsys):
     follower.poll()
     assert [job.id for job in tracker.ended] == [second]
     with pytest.raises(RuntimeError, match="entity"):
-        follower.poll()  # with no accepted job the process ends, and a new one retries
+        follower.poll()  # the tracker accepted no job: the process ends, and the next process retries
     tracker.refused.clear()
     box.follower(tracker).poll()
     assert {job.id for job in tracker.ended} == {first, second} and len(tracker.seen) == 2
@@ -160,7 +160,7 @@ def test_poll_of_a_new_tracker_skips_ended_jobs(box: Box):
 
 
 def test_tracking_script_imports_only_standard_library():
-    """It may run in another interpreter. -S: without installed packages."""
+    """Users may run the script in another interpreter; `-S` hides the installed packages."""
     done = subprocess.run([sys.executable, "-I", "-S", "-c", "import runpy, sys; runpy.run_path(sys.argv[1])",
                            tracking.__file__], capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr

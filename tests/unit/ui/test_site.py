@@ -1,4 +1,4 @@
-"""Files of the page: vendored packages match npm, every language is complete, and the size is small."""
+"""Files of the web page: vendored packages match npm, each language is complete, and the first visit is small."""
 
 import gzip
 import hashlib
@@ -12,7 +12,7 @@ from appliance.ui.site import CONTENT_TYPES, DOCUMENT, STATIC, read_site, site
 
 SCRIPTS = sorted(path for path in STATIC.rglob("*.js") if path.parent.name != "vendor")
 LANGUAGES = ("en", "zh-CN")
-# Limit for a first visit, in compressed bytes.
+# Upper limit for the compressed files that a first visit loads.
 FIRST_LOAD_BYTES = 110_000
 
 
@@ -68,7 +68,7 @@ def test_scripts_insert_no_markup_and_store_no_key(path: Path):
         r"|indexedDB|document\.cookie|https?://",
         source,
     )
-    # Stored: the language, and half of a login token, which is useless without the cookie.
+    # The page stores its language and half of a login token; this half is useless without the cookie.
     assert ("localStorage" in source) == (path.name in ("i18n.js", "api.js"))
 
 
