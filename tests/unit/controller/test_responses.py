@@ -104,11 +104,7 @@ async def test_context_contains_inputs_and_outputs_of_all_turns(control: Control
         {"role": "user", "content": "add"},
         thought,
         call,
-        {
-            "type": "function_call_output",
-            "call_id": "c1",
-            "output": "2",
-        },  # turn 3 has an empty output, which is dropped
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},  # the empty output of turn 3 is dropped
     ]
     await control.http.delete(f"/v1/responses/{name(1)}")
     refused = await context(control, 3)

@@ -225,9 +225,7 @@ Start = Callable[..., Awaitable[Box]]
 async def start_box() -> AsyncIterator[Start]:
     """Yield a function that starts a box; its options override the config. engine: script of "e0", which serves "m"."""
     boxes: list[Box] = []
-    folder = Path(
-        tempfile.mkdtemp(prefix="gw-", dir="/tmp")
-    )  # a socket path has at most 107 bytes; tmp_path is too long
+    folder = Path(tempfile.mkdtemp(prefix="gw-", dir="/tmp"))  # not tmp_path: a socket path has at most 107 bytes
 
     async def start(private: socket.socket | None = None, engine: Script | None = None, **overrides: Any) -> Box:
         sockets = {"controller_socket": str(folder / "controller.sock"), "bus_socket": str(folder / "bus.sock")}
