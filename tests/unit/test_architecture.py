@@ -292,8 +292,8 @@ def test_subpackages_are_small_and_documented():
 
 
 def test_modules_have_no_import_cycles():
-    """Late imports and imports for types count too."""
-    TopologicalSorter(graph()).prepare()  # raises CycleError
+    """Imports inside functions and imports for types count too."""
+    TopologicalSorter(graph()).prepare()  # raises CycleError if modules import each other
 
 
 # Matches reads of environment variables, but neither writes nor copies of the environment for a child process.

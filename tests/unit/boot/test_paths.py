@@ -89,7 +89,7 @@ def test_start_with_unwritable_box_json_fails(tmp_path, mode):
     """Without box.json no command finds the box, and `up --detach` waits forever."""
     config = BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / "box")}})
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    (tmp_path / "box" / "box.json").mkdir(parents=True)  # a directory, which no file can replace
+    (tmp_path / "box" / "box.json").mkdir(parents=True)  # a directory here prevents the box from writing its file
     (tmp_path / "box").chmod(mode)
     before = os.umask(0o022)
     try:

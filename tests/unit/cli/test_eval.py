@@ -83,5 +83,5 @@ def test_eval_run_names_bad_suite_or_grader(box: ControlledBox, tmp_path: Path):
 @pytest.mark.parametrize(
     "passed, judged, low, high", [(0, 0, 0, 1), (0, 10, 0, 0.2775), (75, 100, 0.6569, 0.8246), (10, 10, 0.7225, 1)]
 )
-def test_interval_is_wilsons(passed, judged, low, high):
+def test_interval_of_pass_rate_is_wilson_interval(passed, judged, low, high):
     assert interval(passed, judged) == pytest.approx((low, high), abs=1e-4)

@@ -42,7 +42,7 @@ def test_export_writes_files_of_version(box, tmp_path):
     assert box.run("model", "export", "org/m", "--to", str(target)).exit_code == BadUsage.exit_code
 
 
-def test_export_of_damaged_file_leaves_nothing(box, tmp_path):
+def test_export_of_damaged_version_writes_no_files(box, tmp_path):
     folder, target = stored(box, "m", tmp_path / "v1"), tmp_path / "out"
     (folder / "config.json").write_text("[]")
     result = box.run("model", "export", "m", "--to", str(target))

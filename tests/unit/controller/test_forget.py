@@ -1,4 +1,4 @@
-"""`forget` deletes all data of an owner from disk and tables, and nothing of other owners."""
+"""`forget` deletes all data of an owner from disk and tables, but no data of other owners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINE = (
 
 
 async def ask(control: Control, *, once: bool = False) -> dict[str, Any]:
-    """Repeat the request until it is done, as the command does; return the answer."""
+    """Repeat the request until the answer is done, as the command does; return the answer. once: send it only once."""
     async with asyncio.timeout(60):
         while True:
             answer = await control.http.post("/admin/v1/forget", headers=ADMIN, json={"owner": NAME})
@@ -84,7 +84,7 @@ async def people(control: Control) -> list[Person]:
 
 
 def written(control: Control) -> str:
-    """All readable text in the data directory, including pages and logs of the database."""
+    """Return all text in the files of the data directory, including the database and its log."""
     dump = "\n".join(control.db._connection.iterdump())
     folder = Path(control.context.box["data_dir"])
     for path in folder.rglob("*"):
@@ -97,7 +97,7 @@ def spent(control: Control) -> dict[str, int]:
     return {row["name"]: row["completion_tokens"] for row in usage.report(control.db, "owner", 0.0, 9000.0)}
 
 
-async def test_forget_removes_the_name_and_keeps_other_owners(control: Control, people: list[Person]):
+async def test_forget_removes_name_of_owner_and_keeps_other_owners(control: Control, people: list[Person]):
     ann, ben = people
     assert NAME in written(control) and SECRET.decode() in written(control)
     before = spent(control)

@@ -27,7 +27,7 @@ STORED = name(1)
 
 @dataclass(frozen=True)
 class Named:
-    """A route with objects in its path. path: parameter -> object kind. body: the request body."""
+    """A route whose path names objects. path: path parameter -> kind of object. body: body of the request."""
 
     path: dict[str, str]
     body: Any = None
@@ -50,7 +50,7 @@ OPEN = {("GET", "/admin/v1/oidc"), ("POST", "/admin/v1/oidc/begin"), ("POST", "/
 LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN, SELF = "list", "nothing", "admins", "readers", "scrape", "own", "self"
 # Routes for the caller's own logins and live updates: test_page_sessions.py, test_live.py.
 LOGINS = "logins"
-# Path parameter -> object kind, where it is not X for X_id.
+# Path parameter -> kind of object, for parameters not named KIND_id.
 KINDS = {"run_id": "eval_run", "item_id": "eval item", "name": "model"}
 BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/v1/files/{file_id}/check"): {},
@@ -132,7 +132,7 @@ class People:
 
 @pytest.fixture
 async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
-    # Do not wait for responses that have not arrived yet.
+    # Routes must not wait for the copy of a missing response.
     monkeypatch.setattr(stored, "ARRIVES_WITHIN_S", 0.001)
     scopes = ["inference", "fine_tuning"]
     alice, laptop, desktop = (
@@ -219,7 +219,7 @@ def requests(method: str, path: str, judged: Named | InBody, people: People, obj
 
 
 def said(answer: Any, objects: dict[str, str]) -> Any:
-    """Status and text of an answer, with the names of these objects masked."""
+    """Return (status, text) of an answer; the text has a mask for the names of these objects."""
     text = answer.text
     for value in sorted(objects.values(), key=len, reverse=True):
         text = text.replace(value, "IT")
@@ -279,7 +279,7 @@ async def test_object_of_other_owner_answers_like_missing_object(control: Contro
 
 @pytest.mark.usefixtures("checked_here")
 async def test_second_key_of_an_owner_sees_objects_of_the_first(control: Control, people: People):
-    """This also proves that the previous test uses existing objects."""
+    """This also proves that test_object_of_other_owner_answers_like_missing_object uses existing objects."""
     mine = People(people.bob, people.bob, people.objects, people.objects["file"])
     for (method, path), what in judged(control):
         if isinstance(what, Named | InBody):

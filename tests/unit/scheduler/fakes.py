@@ -127,7 +127,7 @@ class FakeEffects:
             await asyncio.sleep(self.seconds[verb] / 2)
             self._hook("after", verb, target)
         except asyncio.CancelledError:
-            if self.alive:  # a dead controller cannot cancel an effect that it requested
+            if self.alive:  # only a live controller cancels an effect that it requested
                 self.not_yet.pop(target, None)
             raise
         except EffectFailed:

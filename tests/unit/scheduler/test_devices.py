@@ -170,7 +170,7 @@ def test_only_lasting_heat_is_a_fault():
     [({0}, 300, {"n0/0"}), ({0}, 295, set()), ({0, 1}, 300, set()), ({0, 1, 2}, 300, set())],
     ids=["one", "not yet", "half of them", "most"],
 )
-def test_slow_devices_are_cordoned_only_if_few(slow, lasts_s, cordoned):
+def test_slow_device_is_cordoned_only_if_most_are_fast(slow, lasts_s, cordoned):
     def history(device: int) -> tuple[Reading, ...]:
         why = ("power_brake",) if device in slow else ("power_cap",)
         return tuple(Reading(f"n0/{device}", float(at_s), throttled=why) for at_s in range(0, lasts_s + 1, 5))

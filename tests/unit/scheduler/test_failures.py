@@ -74,6 +74,6 @@ SERVED, NOW = Build("v1", 1, "old"), Build("v1", 1, "new")
         (None, NOW, False),
     ],
 )
-def test_settings_are_blamed_if_only_they_changed(served: Build | None, failed: Build, goes_back: bool) -> None:
+def test_settings_are_blamed_if_nothing_else_changed(served: Build | None, failed: Build, goes_back: bool) -> None:
     deployment = DeploymentView("m", "v1", settings="new", served=served)
     assert reverts_to(deployment, failed) == (served if goes_back else None)

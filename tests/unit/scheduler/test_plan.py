@@ -171,7 +171,7 @@ def test_plan_gives_serving_the_devices_of_a_job_too_large_for_its_node() -> Non
     assert awake(a) == {"m": 5}
 
 
-def test_plan_fragmented_job_moves_others_or_is_passed() -> None:
+def test_plan_of_fragmented_job_moves_other_jobs_or_skips_it() -> None:
     both = ("n0", "n1")
     small = job("small", nodes=both, sizes=(1,), priority=1, phase="running", devices=("n0/0",))
     fixed = job("fixed", nodes=both, sizes=(2,), preemptible=False, phase="running", devices=("n1/0", "n1/1"))
@@ -232,7 +232,7 @@ def names(jobs: list[JobView], now_s: float = 100.0) -> list[str]:
     return [j.id for j in order(jobs, now_s)]
 
 
-def test_queue_orders_first_jobs_of_all_owners_first() -> None:
+def test_queue_puts_first_job_of_each_owner_before_second_jobs() -> None:
     jobs = [queued(f"a{n}", n, "ann") for n in range(3)] + [queued("b0", 10, "bob"), queued("c0", 11, "cyd")]
     assert names(jobs) == ["a0", "b0", "c0", "a1", "a2"]
 

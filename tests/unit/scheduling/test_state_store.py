@@ -70,7 +70,7 @@ def test_job_phase_follows_actions_of_the_loop(states, add_job, db):
     assert jobs.get(db, "ftjob-1").phase == "failed", "an ended job never changes"
 
 
-def test_queued_job_has_events_for_waits_and_devices(states, add_job, db):
+def test_queued_job_has_one_event_for_its_wait_and_one_for_its_devices(states, add_job, db):
     add_job()
     for free in (1, 0, 1):
         states.job_waiting("ftjob-1", f"Needs 2 devices; {free} of training's 4 are left by jobs ahead of it.")
