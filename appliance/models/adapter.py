@@ -181,8 +181,8 @@ def _check_pair(module: str, down: Placed, up: Placed, base: str, base_layout: L
         if (up.spec.shape[0], down.spec.shape[1]) != (outer, inner):
             raise AdapterRefused(
                 down.spec.name,
-                f"fits a layer with {down.spec.shape[1]} inputs and {up.spec.shape[0]} outputs; that of {base} has "
-                f"{inner} and {outer}. If it is an adapter of another model, give that with --base",
+                f"fits a layer with {down.spec.shape[1]} inputs and {up.spec.shape[0]} outputs; in {base} it has "
+                f"{inner} and {outer}. If it is an adapter of another model, give that model with --base",
             )
     elif not any(placed.spec.name.startswith(f"{module}.") for placed in base_layout):  # quantised
         raise AdapterRefused(down.spec.name, f"{base} has no layer {module}: give the adapter's own base with --base")

@@ -123,7 +123,7 @@ def check_tensors(trial: Mapping[str, Any]) -> None:
             + (f"set vocab_size there to {stored[0]}, its rows" if rows else "use the config.json of these weights"),
         )
     for name in trial["unconvertible"]:
-        raise NotACheckpoint(name, "cannot be built from the tensors in the files; one may be missing")
+        raise NotACheckpoint(name, "cannot be built from the tensors in the files; a tensor may be missing")
 
 
 def check_numbers(directory: Path, layout: Layout) -> None:
