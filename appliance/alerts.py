@@ -1,4 +1,4 @@
-"""Sends each problem of the box by webhook and e-mail: as it begins, daily while it lasts, and as it ends."""
+"""Sends each problem of the box by webhook and e-mail: when it begins, daily while it lasts, and when it ends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Channel = Literal["webhook", "e-mail"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem of the box. `id` stays the same while it lasts. `remedy`: what to do. `is_event`: it happened once,
-    such as a failed job, and has no reminder and no end."""
+    """A problem of the box. `id`: constant while the problem lasts. `remedy`: what to do. `is_event`: the problem
+    happened once, such as a failed job, and has no reminder and no end."""
 
     id: str
     text: str
@@ -78,7 +78,7 @@ def step(problems: Iterable[Problem], known: Known, now_s: float, repeat_s: floa
 
 
 def channels(settings: AlertSettings) -> tuple[Channel, ...]:
-    """The channels with a configured receiver."""
+    """Return the channels that have a configured receiver."""
     receivers: dict[Channel, Any] = {"webhook": settings.webhook, "e-mail": settings.email}
     return tuple(channel for channel, receiver in receivers.items() if receiver)
 
@@ -92,12 +92,12 @@ def send(settings: AlertSettings, channel: Channel, message: Message, box: str) 
 
 
 def webhook_body(settings: AlertSettings, message: Message, box: str) -> Mapping[str, Any]:
-    """The JSON body that the configured chat service expects from a webhook."""
+    """Return the JSON body that the configured chat service expects from a webhook."""
     text = message.body(box)
     match settings.webhook_format:
         case "slack":
             return {"text": text}
-        case "wecom":  # DingTalk's robots use the same form
+        case "wecom":  # DingTalk's robots accept the same body
             return {"msgtype": "text", "text": {"content": text}}
         case "feishu":
             return {"msg_type": "text", "content": {"text": text}}

@@ -1,8 +1,8 @@
 """Back up a data directory, also while its box runs, and restore backups into another directory.
 
-SQLite's online copy gives a consistent database; other files appear whole and are copied in chunks. The destination,
-a directory or an S3 store, has a manifest `backups/NAME.json` of each backup, and chunks `chunks/AB/SHA-256` that
-backups share. The manifest is written last, so an interrupted backup does not count.
+SQLite's online copy gives a consistent database; other files appear only when they are complete, and are copied in
+chunks. The destination, a directory or an S3 store, has one manifest `backups/NAME.json` for each backup, and chunks
+`chunks/AB/SHA-256` that backups share. The manifest is written last, so an interrupted backup is ignored.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from weights.format.names import replace_file
 from weights.tiers.objects import Objects
 
 DATABASE, COPY, LOCK = "appliance.db", ".backup.db", "backup.lock"
-# Logs concern this machine, caches can be rebuilt, private keys must not leave, and the rest belongs to one run.
+# Logs concern this machine, caches can be rebuilt, private keys must not leave, the rest is of one run.
 LEFT_OUT = frozenset(
     ("logs", "cache", "away-jobs", "ca", "first-key", "ray.token")
     + ("box.json", "config.json", "box.lock", "last-backup.json", LOCK, COPY, f"{COPY}-journal")
     + (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 )
 CHUNK_BYTES = 16 << 20
-DATABASE_CHUNK_BYTES = 1 << 20  # small, because few pages change between backups
+DATABASE_CHUNK_BYTES = 1 << 20  # small, because few of the database's pages change between backups
 Report = Callable[[int, int], object]
 
 
@@ -46,7 +46,7 @@ class BackupError(RuntimeError):
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of a backup. path: relative to the data directory, with "/". chunks: their SHA-256, in order."""
+    """A file of a backup. path: relative to the data directory, with "/". chunks: SHA-256 of its chunks, in order."""
 
     path: str
     bytes: int
@@ -56,7 +56,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A backup's manifest. name: sortable UTC time. box: id of the box's first key. new_bytes: bytes of new chunks."""
+    """A backup's manifest. name: sortable UTC time. box: id of the box's first key. new_bytes: bytes it added."""
 
     name: str
     made_s: float
@@ -72,8 +72,8 @@ class Manifest:
 
 @dataclass(frozen=True)
 class LastBackup:
-    """The newest backup of a box, recorded in its data directory. made_s: Unix time. where: the destination, without
-    credentials."""
+    """The newest backup of a box, recorded in its data directory. made_s: Unix time of its end. where: its destination,
+    without credentials."""
 
     name: str
     made_s: float
@@ -90,7 +90,7 @@ def read_last(path: Path) -> LastBackup | None:
 
 
 def names(place: Objects) -> list[str]:
-    """Names of the backups at the destination, oldest first."""
+    """Return the names of the backups at the destination, oldest first."""
     return sorted(PurePosixPath(key).stem for key in place.list("backups/"))
 
 
@@ -108,7 +108,7 @@ def read(place: Objects, name: str) -> Manifest:
 
 
 def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda done, of: None) -> Manifest:
-    """Take a backup and return once all of it is at the destination.
+    """Take a backup; return once the destination has all of it.
 
     Args:
         keep: number of backups to keep at the destination, including this one.
@@ -136,7 +136,7 @@ def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda 
             saved = [*writer.save_all(paths.data_dir)]
             _copy_database(paths.database, copy)
             saved.append(writer.save(DATABASE, copy, DATABASE_CHUNK_BYTES))
-            saved += writer.save_all(paths.data_dir)  # files created since, which the database may name
+            saved += writer.save_all(paths.data_dir)  # files created meanwhile, to which the database may refer
             files = {file.path: file for file in saved}
         finally:
             copy.unlink(missing_ok=True)
@@ -178,7 +178,7 @@ def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report 
 
 
 class _Writer:
-    """Writes missing chunks to the destination. `before`: the previous backup, whose unchanged files are reused."""
+    """Writes missing chunks to the destination. `before`: last backup, whose unchanged files are reused."""
 
     def __init__(self, place: Objects, before: Manifest | None, report: Report):
         self._place, self._report = place, report
@@ -187,7 +187,7 @@ class _Writer:
         self.new_bytes = 0
 
     def save_all(self, data_dir: Path) -> Iterator[SavedFile]:
-        """Save all files, except files that are deleted meanwhile."""
+        """Save all files, and skip files that are deleted meanwhile."""
         statuses = dict(_files(data_dir))
         done, of = 0, sum(status.st_size for status in statuses.values())
         for name, status in statuses.items():
@@ -202,7 +202,7 @@ class _Writer:
                     yield self.save(name, data_dir / name, mtime_ns=status.st_mtime_ns)
 
     def save(self, name: str, path: Path, chunk_bytes: int = CHUNK_BYTES, mtime_ns: int = 0) -> SavedFile:
-        """Save a file. mtime_ns: its time before reading; 0: the next backup reads it again."""
+        """Save a file. mtime_ns: modification time before reading; 0: the next backup rereads the file."""
         chunks, nbytes = [], 0
         with open(path, "rb") as file:
             while piece := file.read(chunk_bytes):
@@ -231,7 +231,7 @@ def _files(data_dir: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 @contextmanager
 def _reading(database: Path) -> Iterator[sqlite3.Connection]:
-    """Open the database read-only, so that a backup by root leaves no files of root next to it. Raises BackupError."""
+    """Open the database read-only, so that a backup by root creates no files of root next to it. Raises BackupError."""
     try:
         with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             yield connection
@@ -245,7 +245,7 @@ def _copy_database(database: Path, copy: Path) -> None:
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with _reading(database) as source, closing(sqlite3.connect(copy)) as target:
         source.backup(target)
-        target.execute("PRAGMA journal_mode = DELETE")  # one file, without a write-ahead log
+        target.execute("PRAGMA journal_mode = DELETE")  # makes the copy one file, without a write-ahead log
         with target:
             target.execute("DELETE FROM page_sessions")
 

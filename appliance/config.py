@@ -1,8 +1,8 @@
-"""The box's configuration: one TOML file, composed of the settings that each package declares.
+"""The box's configuration: one TOML file, composed of the settings that the packages declare.
 
 Only this file reads environment variables as settings. Order of precedence: command line, `APPLIANCE_*` variables, the
 TOML file, defaults. A variable is called APPLIANCE_<KEY> for keys of [box] and APPLIANCE_<SECTION>__<KEY> for others.
-An error has the source and the key.
+An error names the source and the key.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from weights.format.config import URL, Location, WeightsConfig
 
 FILE_NAME = "appliance.toml"
 _PREFIX = "APPLIANCE_"
-# Suffixes of `APPLIANCE_*` variables that are not settings: they locate a box for commands, or mark its processes.
+# Suffixes of `APPLIANCE_*` variables other than settings: these locate a box for commands, or mark its processes.
 _NO_SETTINGS = ("URL", "API_KEY", "CONFIG", "BOX", "BUILD")
-RAY_WORKER_PORTS = range(10002, 20000)  # `ray start --help`: --min-worker-port, --max-worker-port
+RAY_WORKER_PORTS = range(10002, 20000)  # defaults of `ray start` (--min-worker-port, --max-worker-port)
 
 
-# Credentials of an address, `https://USER:PASSWORD@host`, even if the scheme is mistyped or missing.
+# Credentials in an address like `https://USER:PASSWORD@host`, even if the scheme is mistyped or missing.
 _CREDENTIALS = re.compile(r"(?<=//)[^\s'\"@]*(?:@[^\s'\"@/]*)*@|[^\s'\"@/:]+:[^\s'\"@/]*@")
 
 
 class ConfigError(ValueError):
     """The configuration is invalid; the message has the source, the key, its value and the expected value. Text that
-    looks like credentials is masked, because the message may end in a journal."""
+    looks like credentials is masked, because a journal may record the message."""
 
     def __init__(self, message: str):
         super().__init__(_CREDENTIALS.sub("***@", message))
@@ -53,7 +53,7 @@ class _Section(BaseModel):
 class BoxSettings(_Section):
     """Settings of the box itself."""
 
-    data_dir: str = Field(DEFAULT_DATA_DIR, min_length=1, description="directory of everything that survives a restart")
+    data_dir: str = Field(DEFAULT_DATA_DIR, min_length=1, description="directory for all data that survives a restart")
     host: str = Field(
         "127.0.0.1",
         min_length=1,
@@ -83,13 +83,13 @@ class BoxSettings(_Section):
         description="TCP port on node_address at which other nodes join",
     )
     start_timeout_s: float = Field(
-        180.0, ge=30, description="time limit for the start of Ray, the controller and the gateway each, and of a node"
+        180.0, ge=30, description="time limit for each start of Ray, of the controller, of the gateway and of a node"
     )
     memory_reserve_bytes: int | None = Field(
         None,
         ge=0,
-        description="host memory to keep available for other programs; below it the box releases memory, "
-        "serving last; unset: a twenty-fifth of the memory, at least 0.5 GiB, at most 8 GiB",
+        description="host memory to keep available for other programs; if less is available, the box frees memory, "
+        "that of serving last; unset: 1/25 of the memory, at least 0.5 GiB, at most 8 GiB",
     )
     serving_floor: int = Field(0, ge=0, description="number of devices that serving keeps in every mode")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level of the controller")
@@ -113,7 +113,7 @@ class BoxSettings(_Section):
 class GatewaySettings(_Section):
     """Settings of the endpoint and its limits."""
 
-    access_log: bool = Field(True, description="write a line per request to logs/access.log")
+    access_log: bool = Field(True, description="write one line for each request to logs/access.log")
     tls_cert_path: str | None = Field(None, description="PEM certificate chain; enables TLS together with tls_key_path")
     tls_key_path: str | None = Field(None, description="PEM private key, readable only by the box")
     cors_origins: list[str] = Field(
@@ -124,7 +124,7 @@ class GatewaySettings(_Section):
     shutdown_s: float = Field(30.0, gt=0, description="time limit for running requests when the box stops")
     prefix_cache_shared: bool = Field(
         False,
-        description="share prefix cache entries between owners: faster if many requests "
+        description="share prefix cache entries between owners: this is faster if many requests "
         "share long prompts, but `cached_tokens` and response times then reveal prompts of other owners",
     )
     limits: Limits = Field(default_factory=Limits, description="limits on one client")
@@ -153,21 +153,21 @@ class PowerSettings(_Section):
 
     limits_w: dict[Literal["serve", "train", "split", "auto"], Annotated[float, Field(gt=0)]] = Field(
         {},
-        description="watts of each device by mode; a mode without an entry uses the device's own limit",
+        description="power limit of each device in watts, by mode; a mode without an entry uses the device's own limit",
     )
 
 
 class AlertSettings(_Section):
     """Receivers of alerts about the box's problems (docs/operations.md, Alerts). Without a receiver nothing is sent."""
 
-    webhook: str | None = Field(None, pattern=URL, description="URL that each message is posted to as JSON")
+    webhook: str | None = Field(None, pattern=URL, description="URL to which each message is posted as JSON")
     webhook_format: Literal["json", "slack", "wecom", "feishu"] = Field(
         "json",
-        description="'json': box, event, id, text and remedy; others: format of that chat service ('slack': Mattermost "
+        description="'json': box, event, id, text and remedy; others: that chat service's form ('slack': Mattermost "
         "too, 'wecom': DingTalk too)",
     )
-    email: list[str] = Field([], description="addresses that each message is mailed to")
-    email_from: str = Field("appliance@localhost", description="sender of the mails")
+    email: list[str] = Field([], description="addresses to which each message is mailed")
+    email_from: str = Field("appliance@localhost", description="sender's address of the mails")
     smtp_host: str = Field("localhost", description="mail server")
     smtp_port: int = Field(25, ge=1, le=65535, description="mail server's port: 25, 587 with starttls, 465 with tls")
     smtp_security: Literal["none", "starttls", "tls"] = Field("none", description="encryption to the mail server")
@@ -186,7 +186,7 @@ class TrackingSettings(_Section):
     mlflow_uri: str | None = Field(
         None, pattern=URL, description="MLflow tracking server; every job becomes a run there"
     )
-    mlflow_experiment: str = Field("appliance", min_length=1, max_length=256, description="experiment of these runs")
+    mlflow_experiment: str = Field("appliance", min_length=1, max_length=256, description="experiment of the runs")
     wandb_mode: Literal["offline", "online"] | None = Field(
         None,
         description="W&B runs of jobs with `integrations`: 'offline': a run in wandb_dir, which `wandb sync` "
@@ -205,7 +205,7 @@ class TrackingSettings(_Section):
 
     @property
     def trackers(self) -> tuple[Literal["mlflow", "wandb"], ...]:
-        """The enabled trackers."""
+        """Return the names of the enabled trackers."""
         return (("mlflow",) if self.mlflow_uri else ()) + (("wandb",) if self.wandb_mode else ())
 
 
@@ -235,17 +235,17 @@ class BoxConfig(_Section):
 
     @property
     def public_url(self) -> str:
-        """URL of the box for browsers."""
+        """Return the URL of the box for browsers."""
         return self.box.public_url or self.url
 
     @property
     def scheme(self) -> str:
-        """The scheme of the endpoint's URLs; a client that uses http against https would send its key unencrypted."""
+        """Return the scheme of the endpoint's URLs; a client that calls an https endpoint by http leaks its key."""
         return "https" if self.gateway.tls_cert_path else "http"
 
     @property
     def url(self) -> str:
-        """URL of the endpoint's listening address."""
+        """Return the URL of the endpoint's listening address."""
         return f"{self.scheme}://{self.box.host}:{self.box.port}"
 
 
@@ -267,7 +267,7 @@ def load_config(
 ) -> BoxConfig:
     """Load the configuration in `path` (None: `appliance.toml` in the data directory, if it exists).
 
-    `overrides` are [box] settings from the command line; None values are ignored. Raises ConfigError.
+    `overrides`: [box] settings from the command line; None values are ignored. Raises ConfigError.
     """
     typed = {key: value for key, value in (overrides or {}).items() if value is not None}
     above = _environment(environ) | _flat({"box": typed}, "the command line")
@@ -299,7 +299,7 @@ def load_resolved(path: Path) -> BoxConfig:
 
 
 def _flat(table: Table, source: str, at: Key = ()) -> dict[Key, _Setting]:
-    """Flatten a table to its settings. at: the table's own key. Raises ConfigError."""
+    """Flatten a TOML table to its settings. at: the table's own key. Raises ConfigError."""
     settings: dict[Key, _Setting] = {}
     for key, value in table.items():
         location = (*at, key)
@@ -328,7 +328,7 @@ def _nested(settings: Mapping[Key, _Setting]) -> Table:
 
 
 def _checked(settings: Mapping[Key, _Setting], folder: Path) -> BoxConfig:
-    """Validate the settings. folder: relative paths of certificates start there. Raises ConfigError."""
+    """Validate the settings. folder: directory in which relative paths of certificates start. Raises ConfigError."""
     try:
         config = BoxConfig.model_validate(_nested(settings))
     except ValidationError as error:
@@ -341,7 +341,7 @@ def _checked(settings: Mapping[Key, _Setting], folder: Path) -> BoxConfig:
         }
     )
     try:
-        # Run the gateway's own checks (range of every limit, both TLS files or none) before anything starts.
+        # Run the gateway's own checks (range of each limit, both TLS files or none) before any process starts.
         GatewayConfig.from_mapping(
             gateway.model_dump()
             | {"host": config.box.host, "port": config.box.port, "controller_socket": "", "bus_socket": ""}
@@ -355,11 +355,11 @@ def _checked(settings: Mapping[Key, _Setting], folder: Path) -> BoxConfig:
 
 
 def _message(errors: list[Any], settings: Mapping[Key, _Setting]) -> str:
-    """Describe the first invalid key and its source."""
+    """Return a message about the first invalid key and its source."""
 
     def place(error: Any) -> Key:
         location = tuple(map(str, error["loc"]))
-        # pydantic appends the branch of a union to the key ("devices", "int"), which no source has.
+        # pydantic appends a union's branch to the key ("devices", "int"); no source has such a key.
         while not any(key[: len(location)] == location for key in settings):
             location = location[:-1]
         return location
@@ -374,7 +374,7 @@ def _message(errors: list[Any], settings: Mapping[Key, _Setting]) -> str:
         close = difflib.get_close_matches(location[-1], known, n=1)
         guess = f"; did you mean {close[0]}?" if close else ""
         return f"{first.source}: unknown key {name}{guess} (known there: {', '.join(known)})"
-    if isinstance(error["input"], dict):  # several settings, maybe from several sources, conflict
+    if isinstance(error["input"], dict):  # several settings conflict, maybe from several sources
         return f"the configuration: {f'[{section}]: ' if section else ''}{expected}"
     return f"{first.source}: {name} is {error['input']!r}: {expected}"
 
@@ -395,13 +395,13 @@ def _known_keys(location: tuple[str, ...]) -> set[str]:
     """Return the keys of the section at `location`; (): the names of the sections."""
     kind: Any = BoxConfig
     for part in location:
-        # Sections in a table of sections all have the same keys, whatever their names.
+        # All sections in a table of sections have the same keys, whatever the sections' names.
         kind = kind.model_fields[part].annotation if hasattr(kind, "model_fields") else get_args(kind)[-1]
     return set(getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", ()))
 
 
 def _environment(environ: Mapping[str, str]) -> dict[Key, _Setting]:
-    """Return the settings among the variables, as text for pydantic to parse. Empty variables count as unset."""
+    """Return the settings among the environment variables, as text for pydantic. Empty variables count as unset."""
     settings: dict[Key, _Setting] = {}
     for variable, text in environ.items():
         name = variable.removeprefix(_PREFIX)
@@ -410,7 +410,7 @@ def _environment(environ: Mapping[str, str]) -> dict[Key, _Setting]:
         location = tuple(part.lower() for part in name.split("__"))
         if len(location) == 1:
             # A name without a section may belong to other software (Kubernetes sets APPLIANCE_SERVICE_HOST for a
-            # service called appliance); a name close to a known one is a typing error.
+            # service called appliance); a name close to a known name is a typing error.
             if location[0] not in BoxSettings.model_fields:
                 if close := difflib.get_close_matches(location[0], list(BoxSettings.model_fields), n=1, cutoff=0.75):
                     guess = f"{_PREFIX}{close[0].upper()}"

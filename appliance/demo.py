@@ -1,7 +1,7 @@
 """`make demo`: train a real model, publish it, chat, and switch the devices back and forth under load.
 
-It uses only what users have: the `appliance` command and the unmodified OpenAI SDK. The table at the end shows what
-clients saw and what it means. `Load` is a steady load that records each request; tests use it too.
+It uses only the `appliance` command and the unmodified OpenAI SDK, as users do. The table at the end shows the clients'
+results and their meaning. `Load` sends a steady load and records each request; tests use it too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.table import Table
 
 MODEL, QUESTION = "smollm2-135m", "Which team developed you?"
 """The training certainly changes the answer to this question."""
-FOREVER = 50  # epochs of a job that the demo cancels
+FOREVER = 50  # epochs of a job that runs until the demo cancels it
 STEPS = {
     "swap_replica": ("swap", "a running engine loads another version and keeps its requests"),
     "sleep_replica": ("sleep", "an engine releases its devices"),
@@ -50,7 +50,7 @@ console = Console(highlight=False)
 
 
 def main(data_dir: str = ".demo") -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a terminated demo stops its box
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM makes the demo stop its box
     folder = Path(data_dir).resolve()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["APPLIANCE_DATA_DIR"] = str(folder)
@@ -63,7 +63,7 @@ def main(data_dir: str = ".demo") -> int:
 
 
 def run() -> bool:
-    """Run the demo; True if each request got one answer and the fine-tuned model answers unlike its base."""
+    """Run the demo; True if each request got one answer and the fine-tuned model answered differently from its base."""
     began_s = time.monotonic()
     headline("1  A box: one endpoint for OpenAI's SDK, two devices that train and serve")
     appliance("down", check=False, capture=True)
@@ -74,7 +74,7 @@ def run() -> bool:
     url, key = f"http://127.0.0.1:{port}/v1", admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
     client = openai.OpenAI(base_url=url, api_key=key, timeout=900)
     for job in admin("job", "list")["data"]:
-        if job["status"] not in ("succeeded", "failed", "cancelled"):  # left by an interrupted demo
+        if job["status"] not in ("succeeded", "failed", "cancelled"):  # an interrupted demo left this job
             admin("job", "cancel", job["id"])
     if MODEL not in [model.id for model in client.models.list()]:
         appliance("model", "import", MODEL)
@@ -157,7 +157,7 @@ def summary(report: Any, seconds: float) -> Table:
 
 @dataclass
 class Outcome:
-    """One request as its client saw it. answers: number of different ids among its chunks."""
+    """One request as its client saw it. answers: number of different ids among the answer's chunks."""
 
     started_s: float
     seconds: float = 0.0
@@ -167,7 +167,7 @@ class Outcome:
 
 
 class Load:
-    """`workers` threads that each send one request after another until stopped; half of the requests stream."""
+    """Runs `workers` threads that each send one request after another until stopped; half of the requests stream."""
 
     def __init__(
         self,
@@ -210,8 +210,8 @@ class Load:
             time.sleep(0.05)
 
     def report(self) -> Any:
-        """Count all requests. `dropped`: ended with an error; `truncated`: ended without a finish reason; `duplicated`:
-        got more than one answer."""
+        """Return counts of requests. `dropped`: requests that ended with an error; `truncated`: without a finish
+        reason; `duplicated`: with more than one answer."""
         done = list(self.outcomes)
         return SimpleNamespace(
             requests=len(done),

@@ -1,8 +1,8 @@
-"""Lets other machines join the box: certificate authority, invitations, and list of removed nodes.
+"""Lets other machines join the box: keeps a certificate authority, invitations and a list of removed nodes.
 
 An invitation has everything that one machine needs: the address of Ray's head, Ray's token, and a certificate with its
-key. Anyone who has it can join as that machine. Ray and the engines require a certificate of the authority on both
-sides of every connection between machines, but do not check the list of removed nodes.
+key. Anyone who has the invitation can join as that machine. Ray and the engines require a certificate of the authority
+on both sides of every connection between machines, but do not check the list of removed nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class InvitationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Invitation:
-    """An invitation. head: HOST:PORT of Ray. address: the invited machine's. authority, certificate, key: PEM."""
+    """An invitation. head: HOST:PORT of Ray's head. address: of the invited machine. Other fields: PEM."""
 
     head: str
     name: str
@@ -62,8 +62,8 @@ class Invitation:
 
 
 def prepare(paths: BoxPaths, address: str, port: int) -> None:
-    """Issue the box's own certificate, and create its authority if there is none. Call it on the box before Ray starts.
-    Raises InvitationError."""
+    """Issue the box's own certificate; create the box's authority first if there is none. Call it on the box before Ray
+    starts. Raises InvitationError."""
     folder = paths.certificates
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not (folder / "ca.key").exists():
@@ -84,13 +84,13 @@ def invite(paths: BoxPaths, name: str, address: str) -> Invitation:
 
 
 def remove(paths: BoxPaths, name: str) -> None:
-    """Remove a node: the box ends it whenever it joins, until it is invited again. Raises InvitationError."""
+    """Remove a node: until it is invited again, the box ends its Ray when it joins. Raises InvitationError."""
     _check(paths, name)
     _write_removed(paths, removed(paths) | {name})
 
 
 def removed(paths: BoxPaths) -> frozenset[str]:
-    """Names of the removed nodes."""
+    """Return the names of the removed nodes."""
     file = paths.certificates / "removed"
     return frozenset(file.read_text().split()) if file.exists() else frozenset()
 
@@ -138,7 +138,7 @@ def _certificate(name: str, extension: x509.ExtensionType, authority: Path | Non
 
 
 def _addresses(address: str) -> x509.SubjectAlternativeName:
-    """Return the names of a certificate: Ray connects to IP addresses even if a host name was given."""
+    """Return the names in a certificate: IP addresses too, because Ray connects to them even if given a host name."""
     try:
         numbers = {info[4][0] for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
         named = [] if address in numbers else [x509.DNSName(address)]

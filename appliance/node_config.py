@@ -41,10 +41,10 @@ def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ..
 
 
 def device_environment(kind: str, caches: Path) -> dict[str, str]:
-    """Return environment variables that the libraries of the warm parents need at import.
+    """Return environment variables that libraries in the warm parent processes need at import.
 
-    On GPUs they put caches of compiled kernels into the box's folder. The defaults are in the home directory, which a
-    service may be unable to write (then engines do not start), and in TMPDIR, which is deleted with its engine.
+    On GPUs the variables put caches of compiled kernels into the box's folder. The defaults are the home directory,
+    which a service may be unable to write (then engines do not start), and TMPDIR, which is deleted with its engine.
     """
     env = {
         # Otherwise DeepSpeed initializes CUDA, and forked ranks cannot use it. Also, a box that is configured for

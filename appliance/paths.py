@@ -14,7 +14,7 @@ SHM_MOUNT = Path("/dev/shm")
 
 
 class UnsafeFolder(RuntimeError):
-    """A folder that only this user may write belongs to, or is open to, others; the message says what to do."""
+    """A folder that other users must not write belongs to them or is open to them; the message says what to do."""
 
 
 class BoxPaths:
@@ -26,18 +26,18 @@ class BoxPaths:
         self.box_id = shm_root.name.removeprefix("appliance-")
 
         self.state_file = data_dir / "box.json"
-        self.config_file = data_dir / "config.json"  # resolved, mode 0600; read by the processes of the box or node
+        self.config_file = data_dir / "config.json"  # resolved, mode 0600; all processes of the box or node read it
         self.lock_file = data_dir / "box.lock"
-        self.last_backup = data_dir / "last-backup.json"  # record of the newest backup, for people
+        self.last_backup = data_dir / "last-backup.json"  # record of the newest backup, for people to read
         self.database = data_dir / "appliance.db"
         self.ray_token = data_dir / "ray.token"
-        self.certificates = data_dir / "ca"  # this node's; on the box also the authority's
-        self.first_key = data_dir / "first-key"  # first API key, made for the owner of a new box
+        self.certificates = data_dir / "ca"  # this node's certificate; on the box also the authority's
+        self.first_key = data_dir / "first-key"  # the first API key, created for the owner of a new box
         self.files = data_dir / "files"
         self.models = data_dir / "models"
         self.snapshots = data_dir / "snapshots"
         self.jobs = data_dir / "jobs"
-        self.away_jobs = data_dir / "away-jobs"  # on a joined node: temporary job folders
+        self.away_jobs = data_dir / "away-jobs"  # on a joined node: temporary folders of jobs
         self.batches = data_dir / "batches"
         self.uploads = data_dir / "uploads"
         self.logs = data_dir / "logs"
@@ -46,16 +46,16 @@ class BoxPaths:
         self.caches = data_dir / "cache"  # kernels that engines and ranks compiled for GPUs; safe to delete
 
         self.run = shm_root / "run"
-        self.controller_socket = self.run / "controller.sock"  # for the box's owner on this machine
-        self.gateway_socket = self.run / "gateway.sock"  # the controller's for gateways, which name the caller
-        self.asking_socket = self.run / "asking.sock"  # the gateway's for the box itself: requests pass a key's id
-        self.gateway_token = self.run / "gateway.token"  # authenticates the gateway to the controller
+        self.controller_socket = self.run / "controller.sock"  # of the controller, for the box's owner
+        self.gateway_socket = self.run / "gateway.sock"  # of the controller, for gateways, which name the caller
+        self.asking_socket = self.run / "asking.sock"  # of the gateway, for the box itself, which sends a key's id
+        self.gateway_token = self.run / "gateway.token"  # its token authenticates the gateway to the controller
         self.bus_socket = self.run / "bus.sock"
         self.adapter_socket = self.run / "adapters.sock"
         self.warm_serve_socket = self.run / "warm-serve.sock"
         self.warm_train_socket = self.run / "warm-train.sock"
         self.worlds = self.run / "worlds"  # rendezvous files of a job's ranks (train.control.group)
-        self.ray_session = self.run / "ray"  # private, because Ray's agents create files that all can read
+        self.ray_session = self.run / "ray"  # private, because Ray's agents create files that all users can read
         self.replica_sockets = self.run / "r"
 
     @classmethod
@@ -75,14 +75,13 @@ class BoxPaths:
         for folder in (self.run, self.replica_sockets):
             folder.mkdir(mode=0o700, exist_ok=True)
         if not self.ray_token.exists():
-            replace_file(self.ray_token, secrets.token_hex(32).encode(), durable=True)  # later runs reuse it
+            replace_file(self.ray_token, secrets.token_hex(32).encode(), durable=True)  # later runs reuse the token
 
 
 def check_closed(folder: Path) -> None:
-    """Refuse a folder that other users own or can write. They could plant what the box trusts, such as its Ray token or
-    compiled kernels, and may have created the folder first, in a place like /tmp. Folders of root are accepted.
-
-    Raises UnsafeFolder."""
+    """Refuse a folder that other users own or can write. They could plant files that the box trusts, such as its Ray
+    token or compiled kernels, and may have created the folder first, in a place like /tmp. Folders of root are
+    accepted. Raises UnsafeFolder."""
     status = os.stat(folder)
     if status.st_uid not in (os.geteuid(), 0):
         raise UnsafeFolder(

@@ -3,9 +3,9 @@
     python -P appliance/tracking.py SETTINGS        JSON, see `run_exporter` in `appliance.boot.main`
 
 It runs in the interpreter with the tracker's library, which may not be the box's own, so it imports nothing of the box.
-It reads the database, and no job waits for it. A file lists the ended jobs that were sent. If nothing can be sent, it
-exits with the reason and is restarted: the new process sends all points of unended jobs again, and the tracker ignores
-duplicates.
+It reads the database, and no job waits for it. A file lists the ended jobs whose metrics were sent. If no job can be
+sent, the script exits with the reason and is restarted: the new process sends all points of unended jobs again, and the
+tracker ignores duplicates.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any, Literal, NamedTuple
 
 Settings = dict[str, Any]
 POLL_EVERY_S = 2.0
-GIVE_UP_S = 7 * 24 * 3600.0  # a job is dropped this long after its end
+GIVE_UP_S = 7 * 24 * 3600.0  # a job is no longer sent this long after its end
 EVENTS_AT_ONCE = 40  # MLflow's server accepts 1000 values per request; an event has fewer than 25
-PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 100, 6000, 5000  # limits of MLflow's server
+PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 100, 6000, 5000  # most that MLflow's server accepts
 STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 STEP = {"train": "train/global_step", "validation": "validation/global_step"}
 
 
 class Job(NamedTuple):
-    """A job. phase: succeeded, failed or cancelled once `finished_s` is set. wandb: settings from its `integrations`.
-    params: hyperparameters, model, method, seed, files with their SHA-256."""
+    """A job. phase: succeeded, failed or cancelled once `finished_s` is set. wandb: W&B's settings in its
+    `integrations`. params: hyperparameters, model, method, seed, files with their SHA-256."""
 
     id: str
     name: str
@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Metrics of a step. seq: number of its event. values: by name (`train/loss`), all finite."""
+    """Metrics of a step. seq: number of the event with them. values: finite values by name, such as `train/loss`."""
 
     seq: int
     step: int
@@ -60,8 +60,8 @@ class Point(NamedTuple):
 
 @dataclass
 class Sent:
-    """What this process has sent of a job. seq: last sent event. last: last step of each kind, so that steps that a job
-    repeats after a crash are sent once. run: the tracker's run."""
+    """Progress of sending a job. seq: number of the last sent event. last: last sent step of each kind, so that steps
+    that a job repeats after a crash are sent once. run: the tracker's run."""
 
     run: Any
     seq: int = 0
@@ -70,7 +70,7 @@ class Sent:
 
 class Follower:
     """Sends new metrics to one tracker, `Mlflow` or `Wandb`. path: file with the time of the first start and the ended
-    jobs that were sent."""
+    jobs whose metrics were sent."""
 
     def __init__(self, tracker: Any, database: Path, path: Path) -> None:
         self._tracker, self._database, self._path = tracker, database, path
@@ -80,8 +80,8 @@ class Follower:
         self._refused: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Send new metrics of every job. A job that the tracker refuses starts over in the next round. Raises the
-        library's error if no job could be sent, and errors of the database."""
+        """Send new metrics of every job. A job that the tracker refuses is sent again from its start in the next round.
+        Raises the library's error if no job could be sent, and errors of the database."""
         sent, failed = 0, {}
         rows = self._rows(
             "SELECT * FROM jobs WHERE started_s IS NOT NULL AND (finished_s IS NULL OR finished_s > ?) ORDER BY seq",
@@ -150,7 +150,7 @@ class Follower:
 
 
 def point(seq: int, at_s: float, data: dict[str, Any]) -> Point:
-    """Convert an event to a point with TensorBoard's names, without metrics of the whole validation file."""
+    """Convert an event to a point with TensorBoard's names; omit metrics over the whole validation file."""
     kind: Literal["train", "validation"] = "train" if "train_loss" in data else "validation"
     prefix = "train_" if kind == "train" else "valid_"
     values = {
@@ -260,7 +260,7 @@ class Wandb:
             console="off",
             silent=True,
             host="appliance",
-            program="appliance",  # not this script's path, which may contain a person's name
+            program="appliance",  # instead of this script's path, which may contain a person's name
             disable_code=True,
             disable_git=True,
             save_code=False,
@@ -280,7 +280,7 @@ class Wandb:
             resume="allow" if self._mode == "online" else None,
             mode=self._mode,
             dir=str(self._folder),
-            reinit="create_new",  # runs of other jobs stay open
+            reinit="create_new",  # so that runs of other jobs stay open
             settings=settings,
         )
         for kind, step in STEP.items():
@@ -321,7 +321,7 @@ def main(argv: Sequence[str]) -> None:
         follow(json.loads(argv[1]))
     except Exception as error:  # noqa: BLE001 - the last line that it writes is the reason
         print(str(error) or repr(error), file=sys.stderr, flush=True)
-        os._exit(1)  # a normal exit would wait for W&B's server
+        os._exit(1)  # exit at once: a normal exit would wait for W&B's server
 
 
 if __name__ == "__main__":

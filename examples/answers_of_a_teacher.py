@@ -1,12 +1,12 @@
-"""Make a training file from a model's answers to prompts, or from its answers that the box has stored.
+"""Make a training file from a model's answers to prompts, or from the model's answers that the box has stored.
 
     export OPENAI_BASE_URL=http://box:8000/v1 OPENAI_API_KEY=sk-...
     python answers_of_a_teacher.py --teacher qwen3-32b prompts.jsonl > train.jsonl
     python answers_of_a_teacher.py --teacher qwen3-32b --kept > train.jsonl
 
 A line of prompts.jsonl is {"prompt": "..."} or {"messages": [...], "tools": [...]}; the teacher's answer replaces an
-answer at the end. Prompts are sent as a batch, which engines answer while they are idle. Tool calls are kept; refusals,
-truncated answers and duplicates are left out and counted.
+assistant's message at the end. Prompts are sent as a batch, which engines answer while they are idle. Answers with tool
+calls are used; refusals, truncated answers and duplicates are dropped and counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def questions(lines: Iterable[bytes]) -> Iterator[Json]:
 
 
 def ask(client: OpenAI, teacher: str, prompts: list[Json], poll_s: float = 5.0, **sampling: Any) -> Iterator[Answered]:
-    """Send prompts to the teacher as a batch. Raises RuntimeError if the batch does not complete."""
+    """Send prompts to the teacher as a batch; yield the answers. Raises RuntimeError if the batch does not complete."""
     url = "/v1/chat/completions"
     bodies = ({"model": teacher, **prompt, **sampling} for prompt in prompts)
     lines = ({"custom_id": str(at), "method": "POST", "url": url, "body": body} for at, body in enumerate(bodies))
@@ -57,14 +57,14 @@ def ask(client: OpenAI, teacher: str, prompts: list[Json], poll_s: float = 5.0, 
 
 
 def kept(client: OpenAI, teacher: str, metadata: dict[str, str]) -> Iterator[Answered]:
-    """Yield stored chat completions (requested with `store: true`)."""
+    """Yield requests and answers of the teacher's chat completions that were requested with `store: true`."""
     completions = client.chat.completions.list(model=teacher, metadata=metadata, extra_query={"messages": True})
     for stored in (completion.to_dict() for completion in completions):
         yield {name: stored[name] for name in ("messages", "tools") if stored.get(name)}, stored["choices"][0]
 
 
 def examples(answered: Iterable[Answered], left_out: Counter[str]) -> Iterator[Json]:
-    """Yield the rows of a training file. left_out: counts dropped answers by reason."""
+    """Yield the rows of a training file. left_out: this function counts dropped answers there, by reason."""
     seen = set[str]()
     for request, choice in answered:
         message = choice["message"]
@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--metadata", action="append", default=[], metavar="NAME=VALUE", help="Filter for --kept.")
     parser.add_argument("--n", type=int, default=1, help="Number of answers to each prompt.")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--max-tokens", type=int, default=1024, help="Longer answers are left out.")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="Limit per answer; longer answers are dropped.")
     parser.add_argument("--poll", type=float, default=5.0, help="Seconds between two requests for the batch's status.")
     options = parser.parse_args()
     if options.kept == (options.prompts is not None):

@@ -4,8 +4,8 @@
         python retrain_on_schedule.py --base qwen3-8b --name support --data /srv/support/new --eval eval_abc123
 
 Run it from cron or a systemd timer (docs/retraining.md). It trains on all `*.jsonl` files of the folder together, and
-moves them to its subfolder `trained/` once the job has succeeded. After a failure they stay, and the next run uses them
-again. The key needs the scopes `fine_tuning` and `inference`.
+moves these files to the subfolder `trained/` once the job has succeeded. After a failure the files stay, and the next
+run uses them again. The key needs the scopes `fine_tuning` and `inference`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from openai.types.fine_tuning import FineTuningJob
 
 
 def retrain(client: OpenAI, base: str, name: str, folder: Path, eval_id: str, poll_s: float = 10.0) -> str:
-    """Train and return the gate's verdict for the log. Raises RuntimeError if the job fails."""
+    """Train, then return the gate's verdict as a text for the log. Raises RuntimeError if the job fails."""
     new = sorted(folder.glob("*.jsonl"))
     if not new:
         return "no new data"

@@ -53,7 +53,7 @@ def objective(
 
 
 def keep_best(client: OpenAI, best: str, models: list[str]) -> None:
-    """Delete the models of all trials except the best."""
+    """Delete the models of all trials except the best trial's."""
     for name in models:
         if name != best:
             client.models.delete(name)

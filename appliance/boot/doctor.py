@@ -41,16 +41,16 @@ from scheduler.devices.host_reading import read_memory
 State = Literal["ok", "warn", "fail", "skip"]
 
 DAY_S = 86_400.0
-OPEN_FILES = 65_536  # each engine, rank and client connection opens some
+OPEN_FILES = 65_536  # each engine, rank and client connection opens several
 DISK_SHARE = 0.05
-MARGIN_C = 5  # warn this close to the temperature at which a device slows down
-BACKUP_LATE_S = 26 * 3600.0  # like the alert BackupOld
+MARGIN_C = 5  # warn from this many degrees below a device's slow-down temperature
+BACKUP_LATE_S = 26 * 3600.0  # the same limit as the alert BackupOld
 REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check. found, wanted: texts for people. remedy: what to do, "" if nothing."""
+    """The result of a check. found, wanted: actual and expected state, as texts. remedy: what to do, or ""."""
 
     check: str
     state: State
@@ -81,8 +81,8 @@ def exit_code(findings: list[Finding]) -> int:
 
 
 def _judged(check: str, well: bool | None, found: str, wanted: str, remedy: str, bad: State = "warn") -> Finding:
-    """Build a finding, with the remedy if it is needed. well: whether it passed, None if it could not be read. bad: the
-    state if it did not pass."""
+    """Build a finding, with the remedy if it is needed. well: whether the check passed, None if unknown. bad: the state
+    of a check that did not pass."""
     if well is None:
         return Finding(check, "skip", found or "not reported here", wanted)
     return Finding(check, "ok", found, wanted) if well else Finding(check, bad, found, wanted, remedy)
@@ -169,7 +169,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 
 def _hard_limit(name: int) -> int | None:
-    """Return the hard limit, to which the box raises its soft limit; None: unlimited."""
+    """Return the hard limit of open files, to which the box raises its soft limit; None: unlimited."""
     hard = resource.getrlimit(name)[1]
     return None if hard == resource.RLIM_INFINITY else hard
 

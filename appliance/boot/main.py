@@ -68,7 +68,7 @@ class BoxError(RuntimeError):
 
 
 class BoxState:
-    """`box.json`: the state of this process, read by the commands.
+    """The file `box.json`: the state of this process, which commands read.
 
     Fields: pid, url, controller_socket, state (starting|ready|stopping|stopped|failed|killed), message, started_s (Unix
     time), first_key_file (if this start made the first key), troubles (of supervised processes, in the form of
@@ -86,9 +86,9 @@ class BoxState:
         try:
             replace_file(self._path, json.dumps(self.fields).encode())
         except OSError as error:
-            if is_first:  # without the file commands cannot find this box
+            if is_first:  # without this file, commands cannot find the box
                 raise BoxError(f"{self._path} cannot be written: {error}") from error
-            # The disk may be full. That must not end the caller, which keeps the box's processes alive.
+            # The disk may be full. This must not end the caller, which keeps the box's processes alive.
             log.warning("%s could not be written: %s", self._path, error)
 
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
-    os.umask(0o077)  # new files are private; some libraries would create files that all can read
+    os.umask(0o077)  # makes new files private; some libraries would create files that all users can read
     configure_logging("main")
     state = BoxState(paths.state_file)
     try:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 5
     except (UnsafeFolder, BoxError, ray_head.RayStartError, InvitationError) as error:
         log.error("the box did not start: %s", error)
-        with suppress(BoxError):  # the folder itself may be the problem
+        with suppress(BoxError):  # the state's folder itself may be the problem
             state.update(state="failed", message=str(error))
         return 1
 
@@ -123,7 +123,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
 
     def ask_to_stop() -> None:
         if stop.is_set():
-            # A second signal means: do not wait. The kernel kills all child processes with this one.
+            # At a second signal, exit without waiting. The kernel kills all child processes with this one.
             state.update(state="killed", message="killed by a second signal; `appliance up` continues from here")
             os.kill(os.getpid(), signal.SIGKILL)
         stop.set()
@@ -154,13 +154,13 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
 
 
 def local_url(config: BoxConfig) -> str:
-    """The endpoint's URL for this machine."""
+    """Return the endpoint's URL for clients on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.box.host, config.box.host)
     return f"{config.scheme}://{host}:{config.box.port}"
 
 
 def port_taken(host: str, port: int) -> str:
-    """Return why this box cannot listen there and what to do; "" if it can."""
+    """Return why this box cannot listen on host:port, and what to do; "" if it can."""
     try:
         check_free(host, port)
     except OSError as error:
@@ -172,10 +172,10 @@ def port_taken(host: str, port: int) -> str:
 
 
 def make_first_key(paths: BoxPaths) -> bool:
-    """Create the first key of a box without keys and write it to its file; True if it did. Raises OSError, StoreError,
-    sqlite3.Error.
+    """Create the first key of a box without keys and write the key to its file; True if a key was created. Raises
+    OSError, StoreError, sqlite3.Error.
 
-    The key is never printed, because output may end in a journal.
+    The key is never printed, because a journal may record the output.
     """
     with Database(paths.database) as db, db.transaction():
         if keys.list_all(db):
@@ -187,8 +187,8 @@ def make_first_key(paths: BoxPaths) -> bool:
 
 
 class Box:
-    """Ray, the controller and the gateway of one box, each a supervised process. When a process fails too often, the
-    box calls `stop`, and `hopeless` has the reason."""
+    """Runs Ray, the controller and the gateway of one box, each as a supervised process. When a process fails too
+    often, the box calls `stop` and sets `hopeless` to the reason."""
 
     def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState, stop: Callable[[], None] = lambda: None):
         self._config, self._paths, self._state, self._stop = config, paths, state, stop
@@ -205,7 +205,7 @@ class Box:
         health = Probe(local_url(config), "/health")
 
         def on_ray_change(message: str) -> None:
-            # The actors died with Ray; the controller restarts from the database, as after any crash.
+            # All actors died with Ray. The controller restarts from the database, as after any crash.
             self._say(message)
             self._controller.restart()
 
@@ -251,7 +251,7 @@ class Box:
             self._background.keep(f"tracking: {tracker}", exporter)
 
     async def end(self) -> str:
-        """Stop everything in order and release shared memory. Returns what went wrong, "" if nothing did."""
+        """Stop all processes in order and release shared memory. Returns the errors as text, "" if there are none."""
         await self._background.stop()
         self._state.update(state="stopping", message="finishing requests")
         well = await self._gateway.end(self._config.gateway.shutdown_s + GATEWAY_GRACE_S)
@@ -265,7 +265,7 @@ class Box:
             shutil.rmtree(self._paths.shm_root, ignore_errors=True)
             return "" if well else "the gateway did not stop cleanly; see its log"
         shutil.rmtree(self._paths.run, ignore_errors=True)
-        if not self._controller_answered:  # shared memory is unchanged since an earlier run
+        if not self._controller_answered:  # this run has not changed shared memory
             return ""
         fault = (
             f"some data in shared memory was not saved to disk (see {self._paths.logs / 'controller.log'}): "
@@ -286,7 +286,7 @@ class Box:
         return process
 
     async def _start_controller(self) -> asyncio.subprocess.Process:
-        # A new Ray has a new address; with the old address the controller would wait for half a minute.
+        # A restarted Ray has a new address; with the old address, the controller would wait for half a minute.
         await self._ray.runs.wait()
         options = ("--config", str(self._paths.config_file), "--ray-address", self._ray_address)
         return await self._python("controller", "-P", "-m", "appliance.controller.main", *options)
@@ -319,11 +319,11 @@ class Box:
                 self._stop()
 
     async def _wait_for(self, process: Supervised) -> None:
-        """Return when the process answers with 200. Raises BoxError."""
+        """Wait until the process answers with status 200. Raises BoxError."""
         assert process.probe is not None
         timeout_s, began_s = self._config.box.start_timeout_s, time.monotonic()
         while True:
-            with suppress(httpx.HTTPError):  # not listening yet
+            with suppress(httpx.HTTPError):  # the process does not listen yet
                 if (await process.probe.ask()).status_code == 200:
                     return
             why = ""
@@ -345,7 +345,7 @@ async def run_exporter(
     tracker: Literal["mlflow", "wandb"], settings: TrackingSettings, paths: BoxPaths, environment: Mapping[str, str]
 ) -> None:
     """Run an exporter to an experiment tracker (`appliance/tracking.py`) in the interpreter that has its library.
-    Raises ProcessEnded or OSError when it ends; the caller may restart it.
+    Raises ProcessEnded or OSError when the exporter ends; the caller may restart it.
 
     Environment variables of MLflow and W&B are removed: only the configuration decides what leaves the box.
     """

@@ -3,7 +3,7 @@
     python -m appliance.boot.node --config FILE --invitation FILE
 
 The node decides nothing: the controller on the box's own machine starts engines through Ray's actors here. When this
-process ends, its child processes end too, and the box continues on its other devices.
+process ends, its child processes end too; the box continues on other nodes' devices.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
-    os.umask(0o077)  # new files are private; some libraries would create files that all can read
+    os.umask(0o077)  # makes new files private; some libraries would create files that all users can read
     configure_logging("node")
     try:
         invitation = Invitation.read(options.invitation)
         paths.create()
-        os.chdir(paths.data_dir)  # child processes search modules in the working directory first
+        os.chdir(paths.data_dir)  # child processes import modules from the working directory first
         with locked(paths):
             try:
                 invitation.accept(paths)
@@ -73,7 +73,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
     timeout_s = config.box.start_timeout_s
     environment = ray_head.box_environment(paths, timeout_s, joinable=True)
     os.environ.update(environment)
-    # Ray reads its authentication settings at import: imported earlier, it would not send the token.
+    # Ray reads its authentication settings at import; imported before they are set, it would not send the token.
     from appliance.node_config import node_config_of
     from scheduler.ray.nodes import announced_from, emptied
 
@@ -101,7 +101,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
         if ray is not None and ray.returncode is None:
             ray.terminate()
             await ray.wait()
-        clear_leftovers(paths)  # needed even if Ray did not start
+        clear_leftovers(paths)  # processes may remain even if Ray did not start
         ray_head.remove_files(paths)
         shutil.rmtree(paths.away_jobs, ignore_errors=True)
 

@@ -20,7 +20,7 @@ from runtime.background_tasks import STEADY_S, BackgroundTasks
 from runtime.processes.kernel import kill_group
 from serve.core.spec import remove_segments_below
 
-BOX_VARIABLE = "APPLIANCE_BOX"  # holds the box's id; every process of a box inherits it
+BOX_VARIABLE = "APPLIANCE_BOX"  # its value is the box's id; every process of a box inherits it
 _PAUSES_S = (0.2, 10.0)
 LOOK_EVERY_S, PATIENCE_S = 5.0, 10.0
 HUNG_S = 120.0
@@ -28,14 +28,14 @@ HUNG_S = 120.0
 
 
 class Probe(NamedTuple):
-    """Where a process answers. socket_path: its Unix socket; None: `base_url` has host and port."""
+    """A request that shows whether a process answers. socket_path: its Unix socket; None: connect to `base_url`."""
 
     base_url: str
     path: str
     socket_path: str | None = None
 
     async def ask(self) -> httpx.Response:
-        """Send the request. Raises httpx.HTTPError."""
+        """Send the request; any answer will do. Raises httpx.HTTPError."""
         # No verification: this is our own process, and its certificate is for the box's name, not for loopback.
         transport = httpx.AsyncHTTPTransport(uds=self.socket_path, verify=False)
         async with httpx.AsyncClient(transport=transport, base_url=self.base_url, timeout=PATIENCE_S) as client:
@@ -43,13 +43,13 @@ class Probe(NamedTuple):
 
 
 class ProcessEnded(RuntimeError):
-    """A process ended; the message has its name and how it ended."""
+    """A process ended; the message names the process and how it ended."""
 
 
 class Supervised:
-    """One process that must run: `background` restarts it when it ends or fails to start.
+    """A process that must run: `background` restarts it when it ends or fails to start.
 
-    say: called with a message when it ends or hangs. probe: how `look` detects that it hangs.
+    say: called with a message when the process ends or hangs. probe: `look` uses it to detect a hanging process.
     """
 
     def __init__(
@@ -64,23 +64,23 @@ class Supervised:
         self.name, self.probe = name, probe
         self._start, self._background, self._say, self._clock = start, background, say, clock
         self._process: asyncio.subprocess.Process | None = None
-        self.runs = asyncio.Event()  # set from its start until its end is noticed
+        self.runs = asyncio.Event()  # set from the process's start until its end is noticed
         self._answered: tuple[int | None, float] = (None, 0.0)
-        self.failures = 0  # restarts in a row without a steady run between them
+        self.failures = 0  # restarts in a row, without a run of STEADY_S between them
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process and self._process.returncode is None else None
 
     async def begin(self) -> None:
-        """Start it for the first time. Raises the errors of `start`."""
+        """Start the process for the first time. Raises the errors of `start`."""
         self._process = await self._start()
         self.runs.set()
         self._background.keep(self.name, self._watched, _PAUSES_S)
 
     async def end(self, timeout_s: float) -> bool:
-        """Send SIGTERM, and SIGKILL to its process group after `timeout_s` seconds; True if it exited with 0. Stop the
-        background first."""
+        """Send SIGTERM, and SIGKILL to its process group after `timeout_s` seconds; True if it exited with 0. Callers
+        must stop the background first."""
         process = self._process
         if process is None:
             return True
@@ -95,7 +95,7 @@ class Supervised:
         return await process.wait() == 0
 
     def restart(self) -> None:
-        """Kill it; the background restarts it."""
+        """Kill the process, which the background then restarts."""
         if self._process is not None:
             kill_group(self._process.pid)
 
@@ -116,7 +116,7 @@ class Supervised:
                 self.restart()
 
     async def _watched(self) -> None:
-        """Start it unless it runs, and wait until it ends. Raises ProcessEnded."""
+        """Start the process unless it runs, and wait until it ends. Raises ProcessEnded."""
         if not self.runs.is_set():
             self.failures += 1
             self._process = await self._start()
@@ -134,7 +134,7 @@ class Supervised:
 
 def clear_leftovers(paths: BoxPaths) -> list[int]:
     """Kill processes of an earlier run of this box, found by BOX_VARIABLE, and remove its shared memory and sockets;
-    return the pids. Never kills this process or its ancestors."""
+    return the killed pids. Never kills this process or its ancestors."""
     spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     killed = []
     for process in psutil.process_iter():

@@ -45,8 +45,8 @@ log = logging.getLogger("appliance.gateway")
 
 # Listeners on one port: libuv 1.45 and later accepts only one client per listener and loop turn, too slow for bursts.
 _ACCEPTED_AT_ONCE = 8
-_BACKLOG = 2048  # connections that wait in the kernel; a further client retries after a second
-_LAST_WORDS_S = 1.0  # time to send error responses as the gateway stops
+_BACKLOG = 2048  # clients that wait in the kernel for `accept`; a further client retries after a second
+_LAST_WORDS_S = 1.0  # the stopping gateway has this long to send error responses
 LINE_BYTES = 64 * 1024 * 1024
 RECONNECT_S = 0.2
 HEARTBEAT_S = 5.0
@@ -61,9 +61,9 @@ class Gateway:
         self.controller = Controller(self.state)
         self._servers: list[asyncio.Server] = []
         self._bus: asyncio.StreamWriter | None = None
-        self._sent, self._sent_s = b"", 0.0  # the last report and its time
+        self._sent, self._sent_s = b"", 0.0  # the last report that was sent, and when
         self._usage: list[dict[str, Any]] = []  # rows that the controller has not counted yet
-        self._usage_sent = False  # usage was sent on this connection
+        self._usage_sent = False  # whether `_usage` was sent on this connection
 
     async def listen(self, host: str, port: int, private: socket.socket | None = None) -> int:
         """Listen on host:port (port 0: any free port) and return the port.
@@ -95,7 +95,7 @@ class Gateway:
         state = self.state
         state.stopping = True
         for server in self._servers:
-            server.close()  # open connections stay
+            server.close()  # ends listening; open connections stay
         for connection in list(state.connections):
             connection.shutdown()
         await self._idle(deadline_s)
@@ -107,7 +107,7 @@ class Gateway:
         state.report_now()
         await state.background.stop()
         if lost := self.controller.copies:
-            log.warning("%d answered responses are not stored: the controller is unreachable", lost)
+            log.warning("%d responses were answered but not stored: the controller is unreachable", lost)
         await state.engines.close()
         await self.controller.session.close()
         if state.access_log is not None:
@@ -144,14 +144,14 @@ class Gateway:
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
             if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
-                choice = ticket.place.result()  # it was placed, but its coroutine has not run yet
+                choice = ticket.place.result()  # the request has a place, but its coroutine has not run yet
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
-                # Its replica is draining; the sender retries.
+                # The replica of this batch request is draining; the sender retries.
                 text = "This request of class batch ended because its engine is stopping. Please retry."
                 exchange.end(errors.unavailable(text, errors.GIVES_WAY, 1))
             if ticket is None:
                 continue
-            try:  # refuse if the key lost the model, the model is gone or its engines do not start
+            try:  # refuse if the key lost the model, the model is gone, or its engines do not start
                 state.callable_model(ticket.model, exchange.caller, exchange.connection.private)
                 if state.next_try_s(ticket.model) is not None:
                     raise state.not_ready(ticket.model, "its engines do not start")
@@ -165,7 +165,7 @@ class Gateway:
         admitted, session = exchange.caller, exchange.session
         caller = self.state.spending.callers.get(admitted.id)
         if not admitted.id or (exchange.route in (ROTATION, SESSIONS) and exchange.body_complete):
-            return None  # the box's own request, or one that may end its own secret or login
+            return None  # a request of the box, or a request that itself replaces its key or ends its login
         if caller is not None and caller.has_expired(time.time()):
             return errors.key_ended(caller.expires_s)
         by_key = not session and not exchange.connection.private  # the box's own requests survive a key rotation
@@ -196,7 +196,7 @@ class Gateway:
             try:
                 reader, self._bus = await asyncio.open_unix_connection(state.config.bus_socket, limit=LINE_BYTES)
                 self._usage_sent, self._sent, state.controller_away = False, b"", False
-                state.metrics.forget_arrivals()  # arrivals during the outage would look like one burst
+                state.metrics.forget_arrivals()  # all arrivals during the outage would look like one burst
                 await self._read(reader)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 if not state.controller_away:
@@ -235,7 +235,7 @@ class Gateway:
         if writer is None or writer.is_closing():
             return
         if writer.transport.get_write_buffer_size() > LINE_BYTES // 64:
-            writer.transport.abort()  # the controller does not read
+            writer.transport.abort()  # the controller does not read the connection
             return
         report = orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
         if report != self._sent or time.monotonic() - self._sent_s >= HEARTBEAT_S:
@@ -252,8 +252,8 @@ class Gateway:
 def load_report(state: State) -> dict[str, Any]:
     """Build the load report for the bus. Times are Unix seconds or durations in seconds.
 
-    It omits models without a request since this process started. waiting_prompt_tokens: prompt tokens of streams
-    without a first token; prompt_tokens: of all requests in flight or held. replicas: requests in flight by replica."""
+    The report omits models without a request since this process started. prompt_tokens: prompt tokens of all requests
+    in flight or held; waiting_prompt_tokens: those of streams without a first token. replicas: requests in flight."""
     now_s, held, certificate = time.time(), state.holds.models(), state.certificate
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
@@ -286,9 +286,9 @@ def load_report(state: State) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 after a signal, 1 failure, 2 bad settings.
-
-    Once it accepts connections, it prints one line {"event": "listening", "host", "port", …} on stdout."""
+    """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 after a signal, 1 after a failure, 2 for bad
+    settings. Once it accepts connections, the gateway prints a line {"event": "listening", "host", "port", …} on
+    stdout."""
     parser = argparse.ArgumentParser(prog="python -m appliance.gateway.main", description=__doc__)
     parser.add_argument("--config", required=True, type=Path, help="JSON file with a resolved GatewayConfig")
     arguments = parser.parse_args(argv)
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(config: GatewayConfig, private: socket.socket | None) -> None:
-    """Run from the first listen to the last response."""
+    """Listen, serve until a stop signal, then finish the open requests."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)

@@ -1,7 +1,7 @@
 """The memory of every host of the box: `memory_policy` decides; this module reads, acts and reports.
 
-It frees idle weights itself. Engines and jobs belong to the scheduler's loop, which reads limits here and is woken when
-they change. Everything runs on the controller's event loop.
+It frees idle weights itself. Engines and jobs belong to the scheduler's loop, which reads the limits here and is woken
+when the limits change. Everything runs on the controller's event loop.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Stored = Callable[..., Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """The policy's inputs and callbacks. engine_bytes: host memory of another engine of a model. job_bytes: host memory
-    of a starting job, by the numbers of devices that it may use, ascending. devices: number of devices of a node.
+    """The policy's inputs and callbacks. engine_bytes: host memory that one more engine of a model needs. job_bytes:
+    host memory that a starting job needs, by number of devices, ascending. devices: returns a node's number of devices.
     nudge: wakes the loop. on_enough: called when memory is no longer short. save: starts copying snapshots to disk."""
 
     engine_bytes: Callable[[str], int]
@@ -56,7 +56,7 @@ class Means:
 
 
 class HostMemory:
-    """Memory of one node's host. reading: its current memory. reserve: bytes, None for the default."""
+    """Memory of one node's host. reading: its current state. reserve: bytes to keep available, None for the default."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class HostMemory:
     ):
         self._db, self._stored, self._means, self._clock, self._node = db, stored, means, clock, node
         self._reading = reading
-        # Default: a twenty-fifth of the total, at least 0.5 GiB, at most 8 GiB.
+        # Default: 1/25 of the total, at least 0.5 GiB, at most 8 GiB.
         self.reserve = min(max(reading.total // 25, 2**29), 8 * 2**30) if reserve is None else reserve
         self._state = MemoryState()
-        self._waiting_engines: dict[str, tuple[int, float]] = {}  # bytes and time of the loop's last request
+        self._waiting_engines: dict[str, tuple[int, float]] = {}  # model -> bytes, time of the last request
         self._waiting_jobs: dict[str, tuple[int, float]] = {}
         self._starting: list[tuple[float, int]] = []
-        self._barren_until_s = 0.0  # no attempts to free idle weights until then
+        self._barren_until_s = 0.0  # no attempt to free idle weights before this time
         self._replicas: list[dict[str, Any]] = []
 
     # Called by the loop
@@ -101,8 +101,8 @@ class HostMemory:
         )
 
     def sizes(self, row: JobRow) -> dict[int, bool]:
-        """Map each number of devices that the job may use here to whether its memory is available now; if none fits,
-        all are True. A running job already has its ranks' memory."""
+        """Map each number of devices that the job may use here to whether the needed memory is available now; if it is
+        for none, all are True. A running job already has its ranks' memory."""
         needs = self._needs(row)
         held = max((size for size in needs if size <= len(row.devices)), default=0)
         room = self._room() + needs.get(held, 0)
@@ -110,17 +110,17 @@ class HostMemory:
         return fits if any(fits.values()) else dict.fromkeys(needs, True)
 
     def want(self, row: JobRow) -> None:
-        """Free unused memory on this node for a job that found memory on no node."""
+        """Request that this node free unused memory for a job that found memory on no node."""
         if row.id not in self._state.jobs and not self._state.short:
             self._waiting_jobs[row.id] = (min(self._needs(row).values()), self._clock())
 
     def max_asleep(self) -> int | None:
-        """Most sleeping engines that may stay as processes; None: the configured number."""
+        """Return how many sleeping engines may stay as processes; None: the configured number."""
         return self._state.sleepers
 
     def book_engine(self, model: str) -> bool:
         """Book memory for one more engine of the model, woken or new; False if there is too little. For a model without
-        an awake engine the box then frees memory, unless the engine is too large; a further engine just waits."""
+        an awake engine the box then frees memory, unless the engine is too large; any other engine just waits."""
         needed, room = self._means.engine_bytes(model), self._room()
         has_one = any(replica["model"] == model and replica["state"] in AWAKE for replica in self._replicas)
         if needed <= room and not (self._state.short and has_one):
@@ -140,7 +140,7 @@ class HostMemory:
         return "" if fits else f"an engine of {model} needs {gb(needed)}, more than {self._reading.where} has"
 
     def _needs(self, row: JobRow) -> dict[int, int]:
-        """Bytes that a job needs, by number of devices: numbers that this node has, else only the smallest."""
+        """Return the bytes that a job needs by number of devices: numbers that this node has, else the smallest."""
         needs = {size: min(needed, self._reading.total // 2) for size, needed in self._means.job_bytes(row).items()}
         most = max(self._means.devices(self._node), min(needs))
         return {size: needed for size, needed in needs.items() if size <= most}
@@ -151,7 +151,7 @@ class HostMemory:
     # One pass
 
     async def look(self, status: Mapping[str, Any], reading: MemoryReading) -> None:
-        """Decide, and take at most one action. status: the loop's status."""
+        """Run one pass: decide, and take at most one action. status: the loop's status."""
         self._replicas, now_s, self._reading = status["replicas"], self._clock(), reading
         for requests in (self._waiting_engines, self._waiting_jobs):
             for name in [name for name, (_, at_s) in requests.items() if now_s - at_s >= WANTED_FOR_S]:
@@ -193,14 +193,14 @@ class HostMemory:
         self._means.nudge()
 
     async def _holdings(self, status: Mapping[str, Any], wanted: int, now_s: float) -> Holdings:
-        """Collect what could be freed; only the demand if there is clearly enough memory."""
+        """Return the memory that could be freed and the demand; only the demand if memory is clearly enough."""
         job_wanted = next((needed for needed, _ in self._waiting_jobs.values()), 0)
         if self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + max(wanted, job_wanted):
             return Holdings(wanted=wanted)
         return Holdings(
             idle=0 if now_s < self._barren_until_s else await self._stored("idle_bytes"),
             sleepers=sum(replica["state"] == "asleep" and self._has(replica) for replica in status["replicas"]),
-            running=tuple(job["id"] for job in reversed(status["jobs"]) if self._has(job)),  # the last yields first
+            running=tuple(job["id"] for job in reversed(status["jobs"]) if self._has(job)),  # the last job yields first
             wanted=wanted,
             job_wanted=job_wanted,
         )
@@ -212,7 +212,7 @@ class HostMemory:
     # Reports for users
 
     def status(self) -> dict[str, Any]:
-        """Memory for `/admin/v1/status`, in bytes."""
+        """Return this host's memory for `/admin/v1/status`, in bytes."""
         return {
             "available_bytes": self._reading.available,
             "total_bytes": self._reading.total,
@@ -222,7 +222,7 @@ class HostMemory:
         }
 
     def notes(self) -> list[str]:
-        """Return a sentence for users if memory is short, or holds something back."""
+        """Return a sentence for users if memory is short, or jobs or engines wait for it."""
         if not self._state.holds_back and not self._waiting_engines:
             return []
         of, verb = "" if self._node == HOME_NODE else f" of {self._node}", "is" if self._state.short else "was"
@@ -235,10 +235,10 @@ class HostMemory:
 
 
 class BoxMemory:
-    """Memory of the box's own host and of joined nodes. A job may start on a node with memory for it; an engine waits
-    for memory on its node. A node without a report refuses nothing. Call `look` every `LOOK_EVERY_S`.
+    """Manages memory of the box's own host and of joined nodes. A job may start on a node with memory for it; an engine
+    waits for memory on its node. A node without a memory report refuses nothing. Call `look` every `LOOK_EVERY_S`.
 
-    reserve: bytes on each host; None: each host's default.
+    reserve: bytes to keep available on each host; None: each host's default.
     """
 
     def __init__(
@@ -256,16 +256,16 @@ class BoxMemory:
         self._hosts = {HOME_NODE: self._host(HOME_NODE, read())}
 
     def job_nodes(self, row: JobRow) -> tuple[str, ...]:
-        """Nodes on which this job can run; only those with memory for it, if there are any, so that a job leaves a node
-        that is short of memory. Jobs with rollouts run only on the box's own host."""
+        """Return nodes on which this job can run; only nodes with memory for it, if there are any, so that a job leaves
+        a node that is short of memory. Jobs with rollouts run only on the box's own host."""
         alike = self._nodes.alike()
         if method_of(row.method).rolls_out:
             return (HOME_NODE,)
         return tuple(name for name in alike if not self._lacks(name, row)) or alike
 
     def job_sizes(self, row: JobRow) -> tuple[int, ...]:
-        """Numbers of devices for which each suitable node with so many devices has memory for the job now. A node
-        without a report may have any number."""
+        """Return numbers of devices for which each suitable node with so many devices has memory for the job now. A
+        node without a memory report allows any number."""
         nodes = self.job_nodes(row)
         each = [self._hosts[name].sizes(row) for name in nodes if name in self._hosts]
         sizes = set().union(*each) if self._hosts.keys() >= set(nodes) else self._means.job_bytes(row).keys()
@@ -285,7 +285,7 @@ class BoxMemory:
         return self._hosts[name].lacks(row) if name in self._hosts else ""
 
     def max_asleep(self) -> dict[str, int]:
-        """Most sleeping engines of each node; nodes that are not listed keep the configured number."""
+        """Return the limit of sleeping engines for each node; other nodes keep the configured number."""
         return {name: bound for name, host in self._hosts.items() if (bound := host.max_asleep()) is not None}
 
     def book_engine(self, model: str, node: str) -> bool:
@@ -318,11 +318,11 @@ class BoxMemory:
         return HostMemory(self._db, stored, self._reserve, self._means, reading, self._clock, name)
 
     def status(self) -> dict[str, Any]:
-        """Memory of the box's own host for `/admin/v1/status`, see HostMemory.status."""
+        """Return the memory of the box's own host, see HostMemory.status."""
         return self._hosts[HOME_NODE].status()
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """The same for each joined node."""
+        """Return the memory of each joined node, see HostMemory.status."""
         return {name: host.status() for name, host in sorted(self._hosts.items()) if name != HOME_NODE}
 
     def notes(self) -> list[str]:

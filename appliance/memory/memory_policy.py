@@ -1,8 +1,8 @@
 """Decides what the box frees when host memory is short, and when it reverts that. Pure: takes a reading and a time, and
 returns one action at a time.
 
-Memory is short when less than the reserve is available, when engines with waiting requests need more than is available
-above it, or when processes stall on memory (PSI). The box then frees one item at a time, and checks its effect:
+Memory is short when less than the reserve plus the needs of engines with waiting requests is available, or when
+processes stall on memory (PSI). The box then frees one item at a time, and checks the effect:
 
     1. idle weights in shared memory          unused segments, and versions without a reader that a lower tier has
     2. sleeping engines                       least recently used first; their next start is cold
@@ -39,8 +39,8 @@ SUSPEND_LIMIT_S = 60.0
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """Memory that could be freed now, and demand. idle: bytes of idle weights. sleepers: sleeping engines. running:
-    jobs with ranks, in the order in which they yield. wanted: bytes for engines with waiting requests. job_wanted:
-    bytes for the first job that waits for memory."""
+    jobs with ranks, in the order in which they yield. wanted: bytes that engines with waiting requests need.
+    job_wanted: bytes that the first waiting job needs."""
 
     idle: int = 0
     sleepers: int = 0
@@ -51,7 +51,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """back: restores the item instead of freeing it. job: its id, or "". nbytes: bytes to free. why: text for users."""
+    """back: restore the item instead of freeing it. job: a job's id, or "". nbytes: to free. why: text for users."""
 
     kind: Kind
     back: bool
@@ -62,9 +62,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """State between decisions. short: why memory is short, "" if it is not. sleepers: most sleeping engines, None: no
-    limit. jobs: jobs suspended for memory, in order of suspension. next_s: earliest time of the next action.
-    calm_since_s: start of the time with enough memory."""
+    """State between decisions. short: why memory is short, "" if it is not. sleepers: limit of sleeping engines, None:
+    no limit. jobs: jobs suspended for memory, in order of suspension. next_s: earliest time of the next action.
+    calm_since_s: since when there is enough memory."""
 
     short: str = ""
     sleepers: int | None = None
@@ -75,7 +75,7 @@ class MemoryState:
 
     @property
     def holds_back(self) -> bool:
-        """Whether engines or jobs are held back for memory, or memory is short now."""
+        """Whether memory is short now, or a lack of memory still holds back engines or jobs."""
         return bool(self.short) or self.sleepers is not None or bool(self.jobs)
 
 
@@ -106,7 +106,7 @@ def decide(
         return replace(state, calm_since_s=now_s), None
     if now_s - state.calm_since_s < CALM_S:
         return state, None
-    state = replace(state, calm_since_s=now_s)  # wait for its effect before the next item
+    state = replace(state, calm_since_s=now_s)  # wait for this item's effect before the next one
     if state.jobs:
         job = state.jobs[-1]  # the last suspended job is the first in the queue
         why = f"job {job} may continue: {_have(reading)} again"
@@ -132,8 +132,8 @@ def _short(reading: MemoryReading, holdings: Holdings, reserve: int) -> str:
 def _give_up(
     holdings: Holdings, state: MemoryState, lacking: int, now_s: float, why: str
 ) -> tuple[MemoryState, Action] | None:
-    """Return the next item to free; None if nothing is left, or a job is still being suspended. Jobs are suspended only
-    while memory is short."""
+    """Return the new state and the action that frees the next item; None if no item is left, or a job is still being
+    suspended. Jobs are suspended only while memory is short."""
     if holdings.idle >= LEAST_BYTES:
         freed = min(max(LEAST_BYTES, lacking), holdings.idle)
         return state, Action("idle", False, f"idle weights leave shared memory ({gb(freed)}): {why}", nbytes=freed)

@@ -1,6 +1,6 @@
 """Reads a LoRA adapter's directory, as peft writes it, and checks that engines can serve it. Nothing is loaded.
 
-vLLM itself (vllm/lora/peft_helper.py) refuses an adapter only at the first request, as if it did not exist; these
+vLLM itself (vllm/lora/peft_helper.py) refuses a bad adapter only at the first request, as if it did not exist; these
 checks run at the import.
 """
 
@@ -24,7 +24,7 @@ from weights.format.layout import Layout, Placed
 _PICKLE, _KEPT = "adapter_model.bin", ("README.md",)
 _LAYER = re.compile(r"\^?[A-Za-z0-9_.]{1,200}")
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-# Initializations that leave the base unchanged. Others (PiSSA, OLoRA, CorDA, LoftQ) need a changed base.
+# Initializations that leave the base unchanged. Others, such as PiSSA, OLoRA, CorDA and LoftQ, need a changed base.
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _MORE_THAN_FACTORS = {
     "use_dora": "DoRA",
@@ -45,8 +45,8 @@ def is_adapter(directory: Path) -> bool:
 
 
 def names_adapter(names: Collection[str]) -> bool:
-    """Whether files of these names are an adapter and no whole model. Trainers also write the base's config.json, and
-    some the whole model."""
+    """Whether files of these names are an adapter and no whole model. Trainers also add the base's config.json; some
+    add the whole model."""
     whole = any(name.endswith((WEIGHT_SUFFIX, INDEX_SUFFIX)) and name != WEIGHTS_FILE for name in names)
     return CONFIG_FILE in names and not whole
 
@@ -66,14 +66,14 @@ def files_of(where: str, names: Collection[str]) -> set[str]:
 
 def choose_files(directory: Path) -> dict[str, Path]:
     """Return the adapter's files by name. Other files, such as a tokenizer, are left out, because engines use the
-    base's. Raises NotACheckpoint, PickleRefused, UnsafeLink."""
+    base's files. Raises NotACheckpoint, PickleRefused, UnsafeLink."""
     taken = {name: regular(directory, name) for name in sorted(files_of(str(directory), os.listdir(directory)))}
     check_header(taken[WEIGHTS_FILE], WEIGHTS_FILE)
     return taken
 
 
 def read_base(directory: Path) -> str:
-    """Return the base that the adapter's config names, "" if none. Raises NotACheckpoint, UnsafeLink."""
+    """Return the base that the adapter's config names, "" if it names none. Raises NotACheckpoint, UnsafeLink."""
     config = read_json(regular(directory, CONFIG_FILE), CONFIG_FILE)
     named = config.get("base_model_name_or_path")
     return named if isinstance(named, str) else ""
@@ -93,7 +93,7 @@ def template_note(directory: Path, base: str, base_path: Path) -> list[str]:
 
 def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, rank_limit: int) -> int:
     """Check the adapter in `directory`, whose tensors are `layout`, against its base; return its highest rank.
-    `rank_limit`: highest rank for the base's engines; 0: they take no adapters. Raises AdapterRefused,
+    `rank_limit`: highest rank that the base's engines take; 0: the engines take no adapters. Raises AdapterRefused,
     NotACheckpoint."""
     config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
     _refuse_kind(config)
@@ -151,7 +151,7 @@ def _refuse_kind(config: Mapping[str, Any]) -> None:
 
 
 def _pairs(layout: Layout, base: str, base_layout: Layout) -> list[int]:
-    """Return the rank of each pair of factors. Raises AdapterRefused with the first tensor that does not fit."""
+    """Return the ranks of all pairs of factors. Raises AdapterRefused with the first tensor that does not fit."""
     by_name, ranks = {placed.spec.name: placed for placed in layout}, []
     for name, placed in by_name.items():
         module, _, kind = name.rpartition(".lora_")
@@ -181,8 +181,8 @@ def _check_pair(module: str, down: Placed, up: Placed, base: str, base_layout: L
         if (up.spec.shape[0], down.spec.shape[1]) != (outer, inner):
             raise AdapterRefused(
                 down.spec.name,
-                f"fits a layer with {down.spec.shape[1]} inputs and {up.spec.shape[0]} outputs; that of {base} has "
-                f"{inner} and {outer}. If it is an adapter of another model, give that with --base",
+                f"fits a layer with {down.spec.shape[1]} inputs and {up.spec.shape[0]} outputs; in {base} it has "
+                f"{inner} and {outer}. If it is an adapter of another model, give that model with --base",
             )
     elif not any(placed.spec.name.startswith(f"{module}.") for placed in base_layout):  # quantised
         raise AdapterRefused(down.spec.name, f"{base} has no layer {module}: give the adapter's own base with --base")

@@ -1,4 +1,4 @@
-"""Reads a checkpoint directory: which files belong to it, and what they contain. Nothing is loaded or executed.
+"""Reads a checkpoint directory: the checkpoint's files and their contents. Nothing is loaded or executed.
 
 A checkpoint is what `transformers` writes for a text model: config.json, a tokenizer, and safetensors (one file, or
 several with an index). `weights.format.layout` validates the headers of the weight files.
@@ -40,7 +40,7 @@ from weights.format.tool_template import with_tools
 Task = Literal["generate", "embed"]
 
 WEIGHT_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-# Formats that the box's vLLM and DeepSpeed do not read.
+# Formats that the box's versions of vLLM and DeepSpeed do not read.
 OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 KEPT_TEXT = ("README.md",)
@@ -48,8 +48,8 @@ KEPT_TEXT = ("README.md",)
 PROCESSORS = ("chat_template.json", *PROCESSOR_FILES)
 MAX_TEMPLATES = 8
 # The box writes the first itself; the second would make transformers add an adapter to the model; vLLM would read the
-# third instead of config.json if weights are called consolidated*.safetensors; the last refers to an audio tokenizer,
-# another model.
+# third instead of config.json if weights are called consolidated*.safetensors; the last refers to another model, an
+# audio tokenizer.
 _NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, "params.json", "audio_tokenizer_config.json")
 _HEADS = ("Classification", "RewardModel", "QuestionAnswering")
 TRAINED_FORM = "compressed-tensors"
@@ -228,7 +228,7 @@ def examine(directory: Path, layout: Layout) -> Facts:
 
 
 def _parameters(layout: Layout, quantization: Mapping[str, Any]) -> int:
-    """Count weights without the scales of quantised tensors; compressed-tensors packs several weights into 32 bits."""
+    """Count weights, without scales of quantised tensors; compressed-tensors packs several weights into 32 bits."""
     each = 32 // (weight_bits(quantization) or 32)
     return sum(
         placed.spec.numel * (each if placed.spec.name.endswith("_packed") else 1)
@@ -257,8 +257,8 @@ def _task(arch: str) -> Task:
 
 
 def chat_templates(directory: Path) -> tuple[str | None, tuple[str, ...]]:
-    """Return the template of plain conversations, and all other templates that transformers or vLLM may use: named ones
-    (`tool_use`) and those of processors. Raises NotACheckpoint."""
+    """Return the template for plain conversations, and all other templates that transformers or vLLM may use: named
+    ones (`tool_use`) and those of processors. Raises NotACheckpoint."""
     templates: list[str] = []
     path = directory / "chat_template.jinja"
     if path.is_file():
@@ -281,7 +281,7 @@ def chat_templates(directory: Path) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _named_templates(field: Any, file: str) -> list[str]:
-    """Return one template, or several named ones, with that of plain conversations first."""
+    """Return the templates, the template for plain conversations first; `chat_template` has one, or several by name."""
     if field is None:
         return []
     if isinstance(field, str):

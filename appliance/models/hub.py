@@ -31,7 +31,7 @@ REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,200}")
 
 @dataclass(frozen=True)
 class HubSettings:
-    """The box's hub settings. `token` opens gated repositories and is sent only to `endpoint`."""
+    """The box's hub settings. `token` gives access to gated repositories and is sent only to `endpoint`."""
 
     allowed: bool = False
     endpoint: str = "https://huggingface.co"
@@ -58,7 +58,7 @@ class Listing:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the files are an adapter and no whole model."""
+        """Whether the repository's files are an adapter and no whole model."""
         return any(file.name == adapter.CONFIG_FILE for file in self.files)
 
 

@@ -34,19 +34,19 @@ from weights.tiers.copies import DirectoryCopies, seal_dir
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 CONVERT_S = 86_400.0
-KEPT_FREE_BYTES = 256 << 20  # disk space kept free for database, logs and jobs
+KEPT_FREE_BYTES = 256 << 20  # bytes of disk space that imports leave to database, logs and jobs
 
 Report = Callable[[float, float | None, str, str], None]
 """`report(done, total, unit, message)`; an exception from it cancels the import."""
 
 
 def silent(*_: Any) -> None:
-    """A Report that does nothing."""
+    """Ignore a progress report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelVersion(Facts):
-    """A version on disk. `bytes` counts tensors and described files."""
+    """A version on disk. `bytes`: size of its tensors and described files."""
 
     name: str
     version: str
@@ -57,7 +57,7 @@ class ModelVersion(Facts):
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A source's files in `folder`. name: the model's. source: text for people. ours: the files may be moved."""
+    """A source's files in `folder`. name: the model's name. source: text for people. ours: the files may be moved."""
 
     folder: Path
     name: str
@@ -66,7 +66,7 @@ class _Fetched:
 
 
 class ModelLibrary:
-    """All models below `models_dir` (created 0700). Only one process may import at a time; any number may read."""
+    """All models below `models_dir` (created 0700). Only one process may import at a time; all may read."""
 
     def __init__(self, models_dir: Path, *, hub_settings: hub.HubSettings | None = None):
         self._root = Path(models_dir)
@@ -99,7 +99,7 @@ class ModelLibrary:
         self, source: str, *, name: str | None = None, revision: str | None = None
     ) -> tuple[str, str, str | None] | None:
         """Return the name for the adapter `source`, a directory or a hub repository, its base ("": unknown) and its
-        commit on the hub; None if `source` is not an adapter. Fetches only a repository's listing and
+        commit on the hub; None if `source` is not an adapter. This function fetches only a repository's listing and
         adapter_config.json. Raises CheckpointRefused, InvalidModelName, SourceNotFound, HubError."""
         if _is_path(source, revision):
             path = Path(source).expanduser().resolve()
@@ -125,7 +125,7 @@ class ModelLibrary:
         report: Report = silent,
     ) -> ModelVersion:
         """Import the adapter `source` of peft, a directory or a hub repository at `revision`, as a version of `name`.
-        It is served with version `base_version` of `base` in `base_path`, whose engines take ranks up to `rank_limit`.
+        It is served with version `base_version` of `base` in `base_path`. `rank_limit`: highest rank that engines take.
 
         It imports adapter_config.json, adapter_model.safetensors and README.md. Raises CheckpointRefused,
         weights.format.errors.IntegrityError, NotEnoughDisk, HubError.
@@ -152,7 +152,7 @@ class ModelLibrary:
     def _fetched(self, source: str, name: str | None, revision: str | None, report: Report) -> Iterator[_Fetched]:
         """Yield a source's files on this machine. If the block fails, a download stays, so that it can be resumed."""
         staging = self._root / ".staging"
-        for entry in staging.iterdir() if staging.is_dir() else ():  # remove staging of dead processes; downloads stay
+        for entry in staging.iterdir() if staging.is_dir() else ():  # delete staging of dead processes, not downloads
             owner = re.search(r"(\d+)-[0-9a-f]{32}", entry.name)
             if owner is None or not Path(f"/proc/{owner[1]}").exists():
                 shutil.rmtree(entry, ignore_errors=True)
@@ -166,7 +166,7 @@ class ModelLibrary:
         path = Path(source).expanduser()
         if (file := _gguf(path)) is not None:
             chosen_name = check_name(name if name is not None else _name_of(file.stem))
-            self._require_space(file.stat().st_size)  # a lower bound: 4-bit weights become bfloat16
+            self._require_space(file.stat().st_size)  # a lower bound: 4-bit weights grow to bfloat16
             with self._staging() as staging:
                 _convert_gguf(file, staging / "made", report)
                 _keep_sampling(file.parent, staging / "made" / generation.FILE)
@@ -182,7 +182,7 @@ class ModelLibrary:
         yield _Fetched(path, chosen_name, str(path), ours=False)
 
     def _listed(self, source: str, name: str | None, revision: str | None) -> tuple[str, hub.Listing]:
-        """Return the name for a model of a hub, and its files there."""
+        """Return a name for the hub's model, and the listing of its files."""
         hub.check_reference(source, revision)
         return check_name(name if name is not None else source), hub.list_files(source, revision, self._hub)
 
@@ -204,7 +204,7 @@ class ModelLibrary:
 
     @contextlib.contextmanager
     def _staged(self, files: Mapping[str, Path], fetched: _Fetched, report: Report) -> Iterator[Path]:
-        """Yield a directory with the files, moved if they are ours, else copied."""
+        """Yield a directory with the files: moved there if `fetched.ours`, else copied."""
         done, nbytes = 0, sum(file.stat().st_size for file in files.values())
         if not fetched.ours:
             self._require_space(nbytes)
@@ -253,12 +253,12 @@ class ModelLibrary:
         return _described(family / f"v{number}")
 
     def _number_file(self, name: str) -> Path:
-        """Return the file with the highest version number of this model. It outlives the model without revealing its
+        """Return the file with this model's highest version number. The file outlives the model without revealing its
         name."""
         return self._private(self._root / ".numbers") / hashlib.sha256(name.encode()).hexdigest()[:32]
 
     def remove(self, name: str, version: str) -> None:
-        """Delete a version; it disappears in one step. Idempotent."""
+        """Delete a version, which disappears in one step. Idempotent."""
         DirectoryCopies(self._root).remove(Name("version", name, version))
 
     def _private(self, directory: Path) -> Path:
@@ -286,13 +286,13 @@ class ModelLibrary:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file, by reflink if the file system supports it, which takes no time and no space."""
+    """Copy a file. If the file system supports reflinks, the copy takes no time and no space."""
     with open(source, "rb") as old, open(target, "xb") as new:
         try:
             while os.copy_file_range(old.fileno(), new.fileno(), 1 << 30):
                 pass
         except OSError:
-            shutil.copyfileobj(old, new)  # not possible between these file systems: copy the rest
+            shutil.copyfileobj(old, new)  # no such copy between these file systems: copy the rest by reading
 
 
 def _described(path: Path) -> ModelVersion:
@@ -326,8 +326,8 @@ def _convert_gguf(file: Path, out: Path, report: Report) -> None:
 
 
 def _keep_sampling(folder: Path, target: Path) -> None:
-    """Copy sampling settings from a generation_config.json next to a GGUF file, which has none itself. Raises
-    NotACheckpoint, UnsafeLink."""
+    """Copy sampling settings from a generation_config.json next to a GGUF file; the file itself has no such settings.
+    Raises NotACheckpoint, UnsafeLink."""
     if not (folder / generation.FILE).exists():
         return
     source = read_json(regular(folder, generation.FILE), generation.FILE)

@@ -1,4 +1,4 @@
-"""Checks a checkpoint by the results of its trials, repairs faults in the copy, and notes every change.
+"""Checks a checkpoint by its trials' results, repairs faults in the copy, and records every change.
 
 An engine dies at each start if a checkpoint has an unknown tensor or lacks one, so such a checkpoint is refused here,
 with the name of the tensor.
@@ -42,7 +42,7 @@ _NAMED = 3
 def put_right(directory: Path, facts: Facts, tried: Tried, findings: Mapping[str, Any]) -> Facts:
     """Check the copy in `directory` and repair it; return `facts` with all warnings.
 
-    tried: the trial of its chat template. findings: the output of `checkpoint_trial`. Raises CheckpointRefused.
+    tried: result of its chat template's trial. findings: the output of `checkpoint_trial`. Raises CheckpointRefused.
     """
     tensors, tokenizer, layout = findings["tensors"], findings["tokenizer"], Layout.read(directory)
     check_tensors(tensors)
@@ -77,7 +77,7 @@ def put_right(directory: Path, facts: Facts, tried: Tried, findings: Mapping[str
 
 
 def _tokens(tokenizer: Mapping[str, Any], eos: Sequence[Any]) -> tuple[dict[str, int], set[str]]:
-    """Return the tokenizer's added tokens with their ids, and the tokens that end an answer according to the files."""
+    """Return the tokenizer's added tokens with their ids, and the tokens that by the files end an answer."""
     added = dict(tokenizer["added"])
     special = {role: token for role, (token, _) in tokenizer["special"].items()}
     if special.get("bos_token") != special.get("eos_token"):
@@ -87,7 +87,7 @@ def _tokens(tokenizer: Mapping[str, Any], eos: Sequence[Any]) -> tuple[dict[str,
 
 
 def check_tensors(trial: Mapping[str, Any]) -> None:
-    """Raise NotACheckpoint with the first tensor that the architecture does not have, or that the files lack."""
+    """Raise NotACheckpoint with the first tensor that the architecture or the files lack."""
     if trial["unchecked"]:
         return
     if lora := [name for name in trial["unknown"] if ".lora_" in name]:
@@ -123,7 +123,7 @@ def check_tensors(trial: Mapping[str, Any]) -> None:
             + (f"set vocab_size there to {stored[0]}, its rows" if rows else "use the config.json of these weights"),
         )
     for name in trial["unconvertible"]:
-        raise NotACheckpoint(name, "cannot be built from the tensors in the files; one may be missing")
+        raise NotACheckpoint(name, "cannot be built from the tensors in the files; a tensor may be missing")
 
 
 def check_numbers(directory: Path, layout: Layout) -> None:
@@ -156,8 +156,8 @@ def _and_more(names: list[str]) -> str:
 
 
 def put_tensors_right(directory: Path, trial: Mapping[str, Any], arch: str) -> list[str]:
-    """Rename tensors that wrappers renamed, and untie the head in config.json if the file has its own. Returns notes.
-    Raises NotACheckpoint."""
+    """Rename tensors that wrappers renamed, and untie the head in config.json if the tensors include a head. Returns
+    notes. Raises NotACheckpoint."""
     notes = []
     if trial["unchecked"]:
         notes.append(f"its tensors were not compared with an architecture: {trial['unchecked']}")
@@ -197,7 +197,7 @@ def _change_config(directory: Path, change: Callable[[dict[str, Any]], object]) 
 
 
 def put_tokenizer_right(directory: Path, trial: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:
-    """Make transformers read tokenizer.json unchanged, and remove roles of tokens without an embedding row. Returns
+    """Make transformers use tokenizer.json as it is, and remove roles of tokens without an embedding row. Returns
     notes. Raises TokenizerRefused."""
     notes = []
     if trial["differs"] and trial["mended"]:

@@ -23,7 +23,7 @@ CPU_S, MEMORY_BYTES, MAX_OUTPUT_CHARACTERS = 2, 1 << 30, 1_000_000
 
 @dataclass(frozen=True)
 class Tried:
-    """A template's result. warning: its error for a plain conversation with two user turns. rendered: the probes."""
+    """A template's result. warning: its error for a plain conversation with two user turns. rendered: its probes."""
 
     warning: str | None = None
     rendered: Mapping[str, str | None] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def try_here(template: str, special: Mapping[str, str]) -> dict[str, Any]:
-    """Render the probes; return the fields of `Tried`, or {"refused": why}."""
+    """Render the probes; return the fields of `Tried`, or {"refused": reason}."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

@@ -68,7 +68,7 @@ def run_trial(
         limit.start()
         try:
             with suppress(BrokenPipeError), process.stdin as stdin:
-                stdin.write(stdin_text)  # the end of input declines questions to run a model's own code
+                stdin.write(stdin_text)  # end of input answers no to questions whether to run a model's code
             for line in process.stdout:
                 if last:
                     on_event(json.loads(last))
@@ -102,7 +102,7 @@ def compare(directory: Path, arch: str) -> Mapping[str, Any]:
             f"transformers cannot read its tokenizer, or compare its architecture with the tensors: {reason}",
         ) from error
     if "unfit" in result:
-        raise NotACheckpoint("config.json", result["unfit"].replace(f"{directory}/", ""))  # a temporary directory
+        raise NotACheckpoint("config.json", result["unfit"].replace(f"{directory}/", ""))  # it is temporary
     return result
 
 
@@ -115,7 +115,7 @@ def try_folder(directory: Path) -> Tried:
     special = {role: text for role, text in texts.items() if role in ROLES and isinstance(text, str)}
     if template is not None:
         tried = try_template(template, special)
-        if (rendered := with_tools(template)) != template:  # engines and ranks use this form
+        if (rendered := with_tools(template)) != template:  # engines and ranks use this form of the template
             tried = Tried(tried.warning, try_template(str(rendered), special).rendered)
     for other in others:
         try_template(other, special)

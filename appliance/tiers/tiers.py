@@ -1,5 +1,5 @@
-"""The tiers of the box: their contents at the last pass, restoring from them, their status, and the flow that copies
-versions and snapshots from shared memory to the disk and to the remote store.
+"""The tiers of the box: contents at the last pass, status, restoring, and the flow that copies versions and snapshots
+from shared memory to the disk and to the remote store.
 
 The flow is level-triggered: a pass reads the contents of each tier, computes missing and surplus copies, and copies or
 removes them one by one. After a crash the next pass finds the remaining work. Each tier has its own thread, so a
@@ -54,10 +54,10 @@ def _yield_to_others() -> None:
 
 @dataclass
 class Tier:
-    """A place for copies, the one thread that writes them, and their last known state.
+    """A place for copies, with the one thread that writes them and the copies' last known state.
 
     `here`: creation time (Unix seconds) of each copy at the last pass; replaced, never changed, because other threads
-    read it. `backlog`: bytes of each missing copy. `busy`: the copy that is being written, and its bytes so far.
+    read it. `backlog`: bytes of each missing copy. `busy`: the copy that is being written, and its written bytes.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Tier:
 class Tiers:
     """The disk and, if configured, the remote store, both in `all`; shared memory is the tier above them.
 
-    Any thread may call it, except `nudge`. Raises TierUnavailable if the settings of an S3 store are unusable.
+    Any thread may call any method except `nudge`. Raises TierUnavailable if the settings of an S3 store are unusable.
     """
 
     def __init__(self, store: WeightStore, config: WeightsConfig, paths: BoxPaths) -> None:
@@ -95,7 +95,7 @@ class Tiers:
             self.all.append(Tier("remote", copies, remote.versions, remote.snapshots))
 
     def nudge(self) -> None:
-        """Wake the flow after something was added or must be removed. Call it on the loop's thread."""
+        """Wake the flow after a copy was added or must be removed. Call it on the loop's thread."""
         for tier in self.all:
             tier.changed.set()
 
@@ -109,7 +109,7 @@ class Tiers:
         return WeightStore(self._jobs_dir / job_id / "snapshots", budget_bytes=None)
 
     def in_memory(self) -> dict[Name, StoredVersion]:
-        """List the contents of shared memory, and of the stores of jobs that found it full."""
+        """Return the versions and snapshots in shared memory, and in the stores of jobs that found it full."""
         jobs = [path.parent.parent.name for path in self._jobs_dir.glob("*/snapshots/snapshots")]
         versions = {}
         for store in (*map(self.beside_job, jobs), self.store):
@@ -165,11 +165,11 @@ class Tiers:
         self.note(tier, f"removed the damaged copy of {name} to write it again; the {whole_in} tier has a good one")
 
     def snapshots_of(self, job_id: str) -> list[Name]:
-        """Return the job's snapshots in all tiers, highest step first."""
+        """Return the names of the job's snapshots in all tiers, highest step first."""
         names: set[Name] = set()
         for tier in self.all:
             try:
-                known = [*tier.copies.manifests()]  # copied at once, because the tier's thread changes it
+                known = [*tier.copies.manifests()]  # a copy of the list, which the tier's thread changes
                 names |= {name for name in known if name[:2] == ("snapshot", job_id)}
             except (TierUnavailable, OSError) as error:
                 self.note(tier, str(error))
@@ -197,7 +197,7 @@ class Tiers:
     # Status
 
     def tiers_of(self, name: Name) -> list[str]:
-        """Return the names of the tiers that have `name`; for disk and remote, at the last pass."""
+        """Return the names of the tiers that have `name`; for disk and remote, by the last pass."""
         memory = ["memory"] if (self.store.root / name.key).is_dir() else []
         return memory + [tier.name for tier in self.all if name in tier.here]
 
@@ -238,7 +238,7 @@ def _counts(kinds: list[str]) -> dict[str, int]:
 
 
 def name_of(row: VersionRow) -> Name:
-    """Return a version's name in all tiers."""
+    """Return the name that a version has in all tiers."""
     return Name("adapter" if row.meta.get("adapter") else "version", row.model, row.version)
 
 
@@ -250,10 +250,10 @@ class TransferStopped(Exception):
 
 
 class TierFlow:
-    """Copies to the tiers: `run` works until cancelled. Call other methods on the loop's thread.
+    """Copies versions and snapshots to the tiers: `run` works until cancelled. Call other methods on the loop's thread.
 
-    `owner`: the box's id, because a remote store belongs to one box. `is_held(name)`: whether the box serves a version
-    now, called on the tiers' threads.
+    `owner`: the box's id, because a remote store belongs to one box. `is_held(name)`: returns whether the box serves a
+    version now; called on the tiers' threads.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class TierFlow:
         self._db, self._tiers, self._owner, self._is_held = db, tiers, owner, is_held
         self._stopping = threading.Event()
         self._collected: set[str] = set()
-        self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): earliest time of the next snapshot's copy
+        self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job) -> when its next snapshot may be copied
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -270,7 +270,7 @@ class TierFlow:
                 group.create_task(self._work(tier), name=f"tier: {tier.name}")
 
     async def finish(self) -> bool:
-        """Stop the flow and copy to disk what is only in memory. Returns False if something is not saved."""
+        """Stop the flow and copy to disk what is only in memory. Returns False if any copy is missing."""
         self._stopping.set()
         for tier in self._tiers.all:
             await asyncio.wait([asyncio.wrap_future(tier.pool.submit(lambda: None))], timeout=END_WAIT_S)
@@ -324,14 +324,14 @@ class TierFlow:
         tier.used_bytes = sum(manifest.nbytes for manifest in copies.manifests().values())
 
     def _push_all(self, tier: Tier, push: list[Name], stored: dict[Name, StoredVersion], everything: bool) -> bool:
-        """Copy to a tier; return whether it is full. everything: include jobs with a recently copied snapshot."""
+        """Copy `push` to a tier; return whether it is full. everything: include recently copied jobs."""
         for name in push:
             job, began_s = (tier.name, name.model), self._tiers.clock()
             if everything or name.kind != "snapshot" or began_s >= self._not_before_s.get(job, 0.0):
                 try:
                     self._push(tier, name, stored.get(name))
                 except (VersionNotFound, StoreError, FileNotFoundError) as error:
-                    log.info("%s was not copied to the %s tier: %s", name, tier.name, error)  # removed meanwhile
+                    log.info("%s was not copied to the %s tier: %s", name, tier.name, error)  # it was removed meanwhile
                 except TierFull as error:
                     self._tiers.note(tier, str(error))
                     return True
@@ -347,7 +347,7 @@ class TierFlow:
         return False
 
     def _push(self, tier: Tier, name: Name, stored: StoredVersion | None) -> None:
-        """Copy one item to a tier, from memory or, if it left memory, from disk."""
+        """Copy one item to a tier, from memory or, if memory no longer has it, from disk."""
 
         def moved(nbytes: int) -> None:
             if self._stopping.is_set():
@@ -367,7 +367,7 @@ class TierFlow:
         tier.here = {**tier.here, name: self._tiers.clock()}
 
     def _after_disk(self, facts: Facts, stored: dict[Name, StoredVersion], push: list[Name]) -> None:
-        """Record in the database what is on disk, and unpin in memory what is on disk or what no rule keeps."""
+        """Record in the database what is on disk; unpin in memory all items that are on disk or that no rule keeps."""
         disk = self._tiers.disk
         for row in facts.rows:
             path = str(disk.copies.path(name_of(row))) if name_of(row) in disk.here else None
@@ -379,7 +379,7 @@ class TierFlow:
                     unpin(version)
 
     def forget(self, name: Name) -> None:
-        """Remove `name`, which was deleted, from every tier; from an unreachable tier later."""
+        """Remove the deleted item `name` from every tier; from an unreachable tier once it is reachable."""
         for tier in self._tiers.all:
             TIER_REMOVALS.put(self._db, TierRemovalRow(tier.name, *name, created_s=time.time()))
         self._tiers.nudge()
@@ -397,16 +397,16 @@ def _plan(tier: Tier, facts: Facts, above: set[Name]) -> tuple[list[Name], list[
 
 
 def _spare_newest(drop: list[Name], here: dict[Name, float], facts: Facts) -> list[Name]:
-    """Return what a full tier may drop before the replacement arrives: not its newest copy of a model or of an
-    unfinished job."""
+    """Return the copies that a full tier may drop before their replacements arrive: all of `drop` but its newest copy
+    of each model and of each unfinished job."""
     newest = {(name.kind, name.model): name for name in sorted(here, key=lambda name: here[name])}
     return [name for name in drop if name in facts.over or newest[name.kind, name.model] != name]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One version or snapshot for retention. `family`: its model or job; rules apply to each family separately.
-    `valid_loss`: None if never measured. `protected`: kept regardless of the rules."""
+    """A version or snapshot to which rules of retention apply. `family`: its model or job; rules apply to each family
+    separately. `valid_loss`: None if never measured. `protected`: to be kept regardless of the rules."""
 
     key: Name
     family: str
@@ -417,10 +417,10 @@ class Kept:
 
 def keep(records: Iterable[Kept], rules: KeepRules) -> list[Name]:
     """Return the keys to keep, newest first: of each family the newest `keep_last`, the `keep_best` with the lowest
-    validation loss, and all protected ones; without rules everything."""
+    validation loss, and all protected items; without rules all keys."""
     newest_first = sorted(records, key=lambda record: record.created_s, reverse=True)
     measured = [record for record in newest_first if record.valid_loss is not None]
-    best_first = sorted(measured, key=lambda record: record.valid_loss or 0.0)  # stable: the newest of equal ones first
+    best_first = sorted(measured, key=lambda record: record.valid_loss or 0.0)  # stable: at equal loss, newest first
     kept = {record.key for record in newest_first if record.protected or rules == KeepRules()}
     for family in {record.family for record in newest_first}:
         for ranked, count in ((newest_first, rules.keep_last), (best_first, rules.keep_best)):
@@ -430,8 +430,8 @@ def keep(records: Iterable[Kept], rules: KeepRules) -> list[Name]:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts from the database for retention. `kept`: versions and snapshots to which rules apply. `over`: snapshots of
-    ended jobs."""
+    """Facts from the database for retention. `kept`: `Kept` of versions and snapshots by name. `over`: names of
+    snapshots of ended jobs."""
 
     kept: dict[Name, Kept]
     over: frozenset[Name]
@@ -439,7 +439,7 @@ class Facts:
 
 
 def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[Name], bool]) -> Facts:
-    """Read facts for retention. `created`: creation time of everything in any tier. Rules skip items without a row."""
+    """Read facts for retention. `created`: creation time of each item in any tier. Rules skip items without a row."""
     unfinished = {row.id: row for row in jobs.list_unfinished(db)}
     known = models.list_all(db)
     rows = tuple(version for model in known for version in models.list_versions(db, model.id))

@@ -1,7 +1,7 @@
-"""The web page's files, held in memory.
+"""Holds the web page's files in memory.
 
-`/ui` is the document, which browsers always revalidate. Its files are below `/ui/HASH/`, a hash of all files, and
-browsers cache them forever. So files of two releases never mix.
+`/ui` is the document, which browsers always revalidate. The document's files are below `/ui/HASH/` (HASH: of all
+files), and browsers cache them forever. So files of two releases never mix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 STATIC: Final = Path(__file__).parent / "static"
 ROOT: Final = b"/ui"
 DOCUMENT: Final = "index.html"
-# Placeholder in the document for the hash of all files.
+# The document has this placeholder for the hash of all files.
 HASH_MARK: Final = b"{{hash}}"
 CONTENT_TYPES: Final = {
     ".html": b"text/html; charset=utf-8",
@@ -46,7 +46,7 @@ _FOR_EVER: Final = b"public, max-age=31536000, immutable"
 
 @dataclass(frozen=True, slots=True)
 class SiteFile:
-    """A file as it is sent to browsers."""
+    """A file in the form that browsers get."""
 
     content_type: bytes
     body: bytes
@@ -60,12 +60,12 @@ TO_THE_PAGE: Final = SiteFile(
 
 @cache
 def site() -> Mapping[bytes, SiteFile]:
-    """Return the files of this release by URL path."""
+    """Return the page's files of this release by URL path."""
     return read_site(STATIC)
 
 
 def read_site(folder: Path) -> Mapping[bytes, SiteFile]:
-    """Read the files below `folder`, by URL path. Raises KeyError for a suffix that is not in CONTENT_TYPES."""
+    """Read files below `folder`; return them by URL path. Raises KeyError for a suffix that is not in CONTENT_TYPES."""
     contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     total = hashlib.sha256()
     for name, content in sorted(contents.items()):

@@ -15,13 +15,13 @@ from appliance.gateway.core.errors import ConfigInvalid
 MIB = 1 << 20
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
-# The form that browsers send: lower case, without a path.
+# An origin in the form that browsers send: lower case, without a path.
 Origin = Annotated[str, Meta(pattern=r"^([a-z][a-z0-9+.-]*://[a-z0-9._\-\[\]:]+|null|\*)$")]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the work that one client can cause, in bytes and seconds; the reference shows these texts."""
+    """Limits on the work that one client can cause, in bytes and seconds; docs/ prints the fields' docstrings."""
 
     max_connections: Count = 8192
     head_bytes: Count = 32 * 1024
@@ -67,7 +67,7 @@ class HoldLimits:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Everything the gateway process needs to know.
+    """Resolved settings of the gateway process.
 
     private_socket: Unix socket for requests of the box itself, which name a key by its id. controller_socket: the
     controller's socket for gateways. token_path: file with the token that authenticates the gateway to it."""
@@ -81,7 +81,7 @@ class GatewayConfig:
     log_path: str | None = None
     access_log: bool = True
     otlp_endpoint: Annotated[str, Meta(pattern="^https?://")] | None = None
-    # Origins of pages whose scripts may read answers, such as "https://chat.example.org"; "*": any. Empty: none.
+    # Origins of pages whose scripts may read answers, such as "https://chat.example.org"; "*" allows any page.
     cors_origins: tuple[Origin, ...] = ()
     stores_responses: bool = True
     # False: prefix cache entries serve only requests of the owner that created them.
@@ -99,7 +99,7 @@ class GatewayConfig:
         """Validate the settings. Raises ConfigInvalid with the key and the expected value."""
         try:
             config = msgspec.convert(data, cls)
-        except msgspec.ValidationError as error:  # such as "Expected … - at `$.limits.n`"
+        except msgspec.ValidationError as error:  # its text is like "Expected … - at `$.limits.n`"
             expected, _, path = str(error).removesuffix("`").partition(" - at `$.")
             value: Any = data
             for part in re.findall(r"\w+", path):

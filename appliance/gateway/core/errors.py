@@ -1,4 +1,4 @@
-"""Errors of the gateway and their form for clients, OpenAI's error object.
+"""Errors of the gateway, which clients get as OpenAI's error objects.
 
 They follow https://platform.openai.com/docs/guides/error-codes and the `openai` client, which retries 408, 409, 429
 and 5xx and obeys `x-should-retry` and a Retry-After of at most 120 s."""
@@ -19,7 +19,7 @@ MAX_RETRY_AFTER_S = 120
 ERROR_EVENT: Final = b'data: {"error"'
 GIVES_WAY: Final = "batch_gives_way"
 ENGINE_FAILED: Final = "engine_failed"
-ENGINES_DIED: Final = "engines_died"  # two engines died while they served the same request; no third engine gets it
+ENGINES_DIED: Final = "engines_died"  # a request during which two engines died; no third engine gets the request
 
 
 class ConfigInvalid(Exception):
@@ -75,7 +75,7 @@ def unknown_url(method: str, path: str) -> HttpError:
 
 
 def key_ended(expires_s: float | None) -> HttpError:
-    """The error for a running request whose key expired or was revoked. expires_s: expiry of the key, if any."""
+    """The error for a running request whose key expired or was revoked. expires_s: Unix time of expiry, or None."""
     how = "was revoked" if expires_s is None or expires_s > time.time() else f"expired at {minute(expires_s)}"
     return HttpError(401, f"The API key of this request {how} while it ran.", code="invalid_api_key", close=True)
 
@@ -95,15 +95,15 @@ def engine_failed(status: int = 502) -> HttpError:
 
 
 def over_limit(message: str, kind: str, retry_after_s: float) -> HttpError:
-    """Return a 429. kind: "requests" or "tokens"."""
+    """Return the error 429 for a reached limit. kind: what the limit counts, "requests" or "tokens"."""
     return HttpError(429, message, kind=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> HttpError:
     """Convert an error response of an engine or of the controller. Known bodies: OpenAI's object; vLLM's with an
-    integer `code`; {"error": "text"}; FastAPI's {"detail": "text"}. Of any other body only the status is kept.
+    integer `code`; {"error": "text"}; FastAPI's {"detail": "text"}. Any other body leaves only the status.
 
-    prompt_field: the request field with the prompt, named in the error when the prompt is too long."""
+    prompt_field: the request field with the prompt, which the error names when the prompt is too long."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -113,7 +113,7 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
     texts = {name: value for name, value in fields.items() if isinstance(value, str)}
     message = texts.get("message", f"The request failed with status {status}.")
     kind, param, code = texts.get("type", ""), texts.get("param"), texts.get("code")
-    if code is None:  # an engine's error
+    if code is None:  # only an engine's error has no text as `code`
         if status == 404 and "does not exist" in message:
             code = "model_not_found"
         elif "maximum context length" in message or "max_model_len" in message:

@@ -22,21 +22,21 @@ from appliance.gateway.core.table import OPEN, Model, Replica
 
 # A prompt token that is still to be computed weighs as much as this many other tokens.
 PENDING_TO_TOTAL: Final = 16
-# How far the preferred replica's load may exceed the lowest load: a factor, plus a slack in tokens, because at low load
-# a cache hit is worth more than balance.
+# The preferred replica's load may be this factor times the lowest load plus this many tokens, because at low load a
+# cache hit is worth more than balance.
 AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 PAUSE_FIRST_S = 0.25
 PAUSE_MAX_S = 4.0
-# Added to the priority of class batch: more milliseconds than any machine's uptime.
+# Added to the priority of class batch, which so comes last: more milliseconds than any machine's uptime.
 BATCH_BEHIND: Final = 1 << 50
 
 
 @dataclass
 class Work:
     """Work of one request for a replica. tokens: estimated tokens of prompt and completion. sequences: engine slots
-    that it takes, 0 if it only counts tokens. beginning: hash of the system prompt and first question, whatever their
-    JSON form. batch: it is of class batch."""
+    that the request takes, 0 for a request that only counts tokens. beginning: hash of the system prompt and first
+    question, independent of JSON spelling. batch: whether the request is of class batch."""
 
     owner: str = ""
     tokens: int = 1
@@ -48,9 +48,9 @@ class Work:
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """Outstanding work on one replica. pending: prompt tokens of requests without a first token (without streaming: of
-    requests without an answer). batch_sequences: sequences of class batch. owners: tokens by owner. failures:
-    consecutive failures. paused_until_s: time until which it gets no requests."""
+    """Outstanding work on one replica. pending: prompt tokens of streams that wait for their first token, and of other
+    requests that wait for their answer. batch_sequences: sequences of class batch. owners: tokens by owner. failures:
+    consecutive failures. paused_until_s: the replica gets no requests before this time."""
 
     inflight: int = 0
     tokens: int = 0
@@ -66,7 +66,7 @@ class ReplicaLoad:
         return self.pending + self.tokens // PENDING_TO_TOTAL
 
     def add(self, work: Work, sign: int = 1) -> None:
-        """Add work. sign: -1 subtracts work that has ended."""
+        """Add a request's work, or subtract it (sign -1) when the request ends."""
         self.inflight += sign
         self.tokens += sign * work.tokens
         self.sequences += sign * work.sequences
@@ -79,9 +79,9 @@ class ReplicaLoad:
 @dataclass(slots=True, eq=False)
 class Choice:
     """A request placed on a replica; pass it to `Router.end` exactly once. model: the model's name, or the canary's if
-    the canary took it. priority: key of the engine's own queue, smallest first: the arrival time plus a millisecond for
-    each token that the owner has on the replica. So an owner with many requests does not block others when the engine's
-    memory is full. pending: its prompt tokens until its first token."""
+    the canary took the request. priority: sort key of the engine's queue, smallest first: the arrival time plus a
+    millisecond for each token that the owner has on the replica. So an owner with many requests does not block others
+    when the engine's memory is full. pending: the request's prompt tokens, 0 after its first token."""
 
     model: str
     replica: Replica
@@ -94,7 +94,7 @@ class Choice:
 class Router:
     """Routing table plus outstanding work. A replica may serve several models (adapters on one base), so load is
     counted by replica id. The load of a replica that left the table is kept until its last request ends, because the
-    controller waits for zero. max_inflight: most sequences on a replica with an unknown number of slots."""
+    controller waits for zero. max_inflight: limit of sequences on a replica whose number of slots is unknown."""
 
     def __init__(self, *, max_inflight: int) -> None:
         self.max_inflight = max_inflight
@@ -138,8 +138,8 @@ class Router:
         return None
 
     def _has_room(self, model: Model, load: ReplicaLoad, work: Work) -> bool:
-        """Whether a replica may take more work. 1.25 x its slots keep an engine busy; all other requests wait here in
-        fair order of owners. Class batch gets at most half of the slots, and none above the slots."""
+        """Whether a replica may take more work. 1.25 x its slots keep an engine busy; further requests wait here, in
+        fair order of owners. Class batch gets at most half of the slots, and nothing while all are in use."""
         slots = model.slots or self.max_inflight
         if work.batch and work.sequences:
             return load.sequences < slots and load.batch_sequences < max(1, slots // 2)
@@ -155,7 +155,7 @@ class Router:
         return (canary.name,) if _score(f"{model.name} {caller}", conversation) < canary.share * 2**32 else ()
 
     def started(self, choice: Choice) -> None:
-        """Note the first token: the prompt no longer delays other requests."""
+        """Record the first token, after which the prompt no longer delays other requests."""
         choice.load.pending -= choice.pending
         choice.pending = 0
 
@@ -166,7 +166,7 @@ class Router:
         return not choice.load.inflight and not self.is_open(choice)
 
     def is_open(self, choice: Choice) -> bool:
-        """Whether the replica still takes requests."""
+        """Whether the request's replica still takes requests."""
         return choice.replica.id in self._open
 
     def fail(self, choice: Choice, now_s: float) -> None:
@@ -178,8 +178,8 @@ class Router:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request that waits. queue: the model whose engines it needs, and whether it is of class batch. names, avoided:
-    arguments for `Router.choose`. place: resolves to its replica, or to an error. number: arrival order."""
+    """A waiting request. queue: model whose engines the request needs, and whether its class is batch. names, avoided:
+    arguments for `Router.choose`. place: future of the request's replica. number: arrival order."""
 
     model: str
     queue: tuple[str, bool]
@@ -193,9 +193,9 @@ class Ticket:
 class FairQueue:
     """Requests that wait for the same engines, in start-time fair order (Goyal, Vin and Cheng, SIGCOMM 1996).
 
-    A request's virtual start, in tokens, is the virtual end of its owner's previous request, but not before the start
-    of the last served one. So an owner's backlog does not delay other owners' first requests, idle time earns no
-    credit, and a request that leaves unserved costs nothing. tickets: by owner, oldest first."""
+    A request's virtual start, in tokens, is the virtual end of its owner's previous request, but at least the virtual
+    start of the request that was served last. So an owner's backlog does not delay other owners' first requests, idle
+    time earns no credit, and an unserved request costs nothing. tickets: by owner, each owner's oldest first."""
 
     def __init__(self) -> None:
         self.tickets: defaultdict[str, dict[Ticket, None]] = defaultdict(dict)
@@ -217,7 +217,7 @@ class FairQueue:
             start += ticket.work.tokens
 
     def remove(self, ticket: Ticket, *, served: bool) -> bool:
-        """Remove a request; False if it is not queued. served: it got a replica, so charge its tokens to its owner."""
+        """Remove a request; False if it is not queued. served: it got a replica, so charge its owner for its tokens."""
         owner = ticket.work.owner
         if ticket not in self.tickets.get(owner, ()):
             return False
@@ -232,7 +232,7 @@ class FairQueue:
 
 class Holds:
     """All waiting requests: one fair queue for each class and each model with its own engines, shared by the adapters
-    and versions on these engines. Empty queues are removed. most: most waiting requests of one class."""
+    and versions on these engines. Empty queues are removed. most: limit of waiting requests of each class."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -252,7 +252,7 @@ class Holds:
             with_room = {ticket.names for tickets in queue.tickets.values() for ticket in tickets}
             for ticket in queue:
                 if not with_room:
-                    break  # saves time: thousands may wait, and this runs whenever a request ends
+                    break  # thousands may wait, and `place` runs whenever a request ends
                 if ticket.names not in with_room:
                     continue
                 if (choice := router.choose(ticket.names, ticket.work, now_s, ticket.avoided)) is None:
@@ -274,11 +274,11 @@ class Holds:
         return removed
 
     def models(self) -> Counter[str]:
-        """Count waiting requests by model, without class batch."""
+        """Return the number of waiting requests by model, without class batch."""
         waiting = (queue for (_, batch), queue in self.queues.items() if not batch)
         return Counter(ticket.model for queue in waiting for tickets in queue.tickets.values() for ticket in tickets)
 
 
 def _score(name: str, beginning: int) -> int:
-    # CRC is linear: alone, only a few bits of the text would decide the order of replicas. The product mixes all bits.
+    # CRC is linear: used alone, it would order replicas by a few bits of the text. The multiplication mixes all bits.
     return zlib.crc32(name.encode(), zlib.crc32(beginning.to_bytes(4, "little"))) * 0x9E3779B1 & 0xFFFFFFFF

@@ -18,10 +18,10 @@ Kind = Literal["inference", "control", "health", "metrics", "page", "login", "un
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the allowlist. scopes: any one of them, or admin, suffices; empty: no key is needed; the controller
+    """One row of the allowlist. scopes: the key needs one of these or admin; empty: no key is needed. The controller
     may require other scopes. task: the task that the model must have. prompt: the body field with the prompt.
-    converses: the model needs a chat template. body: the field of `Limits` with the largest request body, empty without
-    bodies."""
+    converses: the model needs a chat template. body: the field of `Limits` that bounds the request body, empty if there
+    is no body."""
 
     name: str
     kind: Kind
@@ -41,8 +41,8 @@ _NOBODY = frozenset[str]()
 
 
 def _route(kind: Kind, methods: str, url: str, scopes: frozenset[str], name: str, **more: Any) -> Route:
-    """Build a row. url: `/a` matches itself, `/a/*` all URLs below it, `/a/**` both, and `/a/*/b` URLs below `/a` that
-    end in `/b`. more: further fields of `Route`."""
+    """Build a row. url: `/a` matches itself, `/a/*` all URLs below `/a`, `/a/**` both, and `/a/*/b` URLs below `/a`
+    that end in `/b`. more: further fields of `Route`."""
     pattern = url.replace("/**", "(?:/.+)?").replace("/*", "/.+").encode()
     return Route(name, kind, frozenset(methods.encode().split()), scopes, re.compile(pattern, re.DOTALL), **more)
 
@@ -57,9 +57,9 @@ def _control(url: str, name: str, body: str = "control_body_bytes") -> Route:
     return _route("control", "GET POST PUT PATCH DELETE", url, _ANY, name, body=body)
 
 
-# The route of a request that is not resolved yet.
+# The route of a request until `resolve` has found the actual route.
 UNKNOWN = _route("unknown", "", "", _NOBODY, "unknown")
-# Redirects browsers to the page; for programs it is an unknown URL.
+# This path redirects browsers to the page; for programs it is an unknown URL.
 FRONT_DOOR = b"/"
 ROTATION = _control("/admin/v1/keys/*/rotate", "admin")
 SESSIONS = _control("/admin/v1/sessions/**", "admin")
@@ -78,11 +78,11 @@ ROUTES: tuple[Route, ...] = (
     # The page's files need no key; the page's requests do.
     _route("page", "GET", "/ui/**", _NOBODY, "page"),
     _route("page", "GET", "/", _NOBODY, "page"),
-    # The page's redirects to a login provider and back, without a key or a login.
+    # Redirects from the page to a login provider and back need neither a key nor a login.
     _route("login", "GET", "/admin/v1/oidc", _NOBODY, "login"),
     _route("login", "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login", body="login_body_bytes"),
 )
-# Used if no row above matches; the first match counts, and the controller checks the full URL, method and scopes.
+# Rows that apply if no row above matches, first match first; the controller checks the full URL, method and scopes.
 CONTROL: tuple[Route, ...] = (
     _control("/v1/files/**", "files", "upload_body_bytes"),
     _control("/v1/uploads/**", "uploads", "upload_body_bytes"),
@@ -101,13 +101,13 @@ _UNSAFE_PATH = re.compile(
 
 
 def is_anthropic(path: bytes) -> bool:
-    """Whether a URL belongs to Anthropic's API; its responses then have Anthropic's format and headers."""
+    """Whether a URL belongs to Anthropic's API; whose responses have Anthropic's format and headers."""
     return path.startswith(b"/v1/messages")
 
 
 def plain_target(target: bytes) -> bytes:
-    """Remove empty segments and the trailing slash from a request's path; clients add them when their base URL has an
-    extra slash. The gateway and the controller both route the result."""
+    """Remove empty segments and the trailing slash from a request's path; an extra slash in a client's base URL adds
+    them. The gateway and the controller both route the shortened path."""
     path, mark, query = target.partition(b"?")
     path = _SLASHES.sub(b"/", path) if b"//" in path else path
     return (path.removesuffix(b"/") or b"/") + mark + query

@@ -30,7 +30,7 @@ class Bucket:
 
 
 class OwnerUse:
-    """Open work of one class, summed over all keys of one owner, so that more keys allow no more work."""
+    """Open work of one class, summed over all keys of one owner, so that an owner gains nothing from more keys."""
 
     requests: int = 0
     body_bytes: int = 0
@@ -38,7 +38,7 @@ class OwnerUse:
 
 class KeyUse:
     """Spending of one key in one class. under_way: estimated tokens of open requests. A request takes its
-    estimate from the buckets at its start; its real usage corrects them at its end."""
+    estimate from the buckets at its start; at its end the buckets are corrected to its real usage."""
 
     def __init__(self, owner: OwnerUse, batch: bool = False) -> None:
         self.owner, self.batch, self.under_way = owner, batch, 0
@@ -53,7 +53,7 @@ class KeyUse:
                 self.buckets[name] = before[name] if same else Bucket(limit, now_s)
 
     def take(self, requests: int, tokens: int) -> None:
-        """Spend both amounts, or neither and raise HttpError 429. A negative bucket refuses even an amount of 0."""
+        """Spend both amounts; if one is missing, spend none and raise HttpError 429. A negative level refuses 0 too."""
         for name, bucket in self.buckets.items():
             if wait_s := bucket.wait_s(requests if name == "requests" else tokens, time.monotonic()):
                 message = f"Rate limit reached: {bucket.limit} {name} per minute. Please try again in {wait_s:.3g}s."
@@ -66,7 +66,7 @@ class KeyUse:
             bucket.level = min(bucket.limit, bucket.level - (requests if name == "requests" else tokens))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers of https://platform.openai.com/docs/guides/rate-limits."""
+        """Return the rate-limit headers of https://platform.openai.com/docs/guides/rate-limits."""
         return [
             (f"x-ratelimit-{field}-{name}".encode(), b"%d" % value)
             for name, bucket in self.buckets.items()
@@ -75,7 +75,7 @@ class KeyUse:
 
 
 class UsageLimits:
-    """Spending of all keys, with its limits. callers: rows of the table by key id."""
+    """Spending and limits of all keys. callers: the table's rows by key id."""
 
     def __init__(self) -> None:
         self.callers: dict[str, Caller] = {}
@@ -83,7 +83,7 @@ class UsageLimits:
         # its own limits.
         self._uses: dict[tuple[str, str, bool], KeyUse] = {}
         self._owners: defaultdict[tuple[str, bool], OwnerUse] = defaultdict(OwnerUse)
-        # By key, model and version.
+        # Usage sums by key, model and version.
         self._sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
 
     def apply(self, callers: Iterable[Caller]) -> None:
@@ -128,7 +128,7 @@ class UsageLimits:
         return errors.over_limit(message, "requests", 1)
 
     def count(self, key: str, model: str, version: str, counts: dict[str, int]) -> None:
-        """Add to the usage sums that go to the controller."""
+        """Add counts of a key's request to the usage sums that go to the controller."""
         self._sums[key, model, version].update(counts)
 
     def take_sums(self) -> list[dict[str, Any]]:

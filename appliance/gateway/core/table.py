@@ -1,6 +1,6 @@
 """The routing table that the controller sends over the bus, and the histogram buckets for times.
 
-Four buckets per doubling give a 95th percentile to within 19 %; the controller's bounds are far wider (1.5 x)."""
+Four buckets per doubling give a 95th percentile to within 19 %; the controller only compares with a factor of 1.5."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Replica(Struct, frozen=True):
 
 
 class Canary(Struct, frozen=True):
-    """A version that takes a share of another model's requests. name: its own row in the table. since_s: Unix time of
-    the canary's start, which identifies it."""
+    """A version that takes a share of another model's requests. name: the canary's own row in the table. since_s: Unix
+    time of the canary's start, which identifies it."""
 
     name: str
     share: float
@@ -43,8 +43,8 @@ class Canary(Struct, frozen=True):
 
 
 class StartFailure(Struct, frozen=True):
-    """Why no replica of a model starts. next_try_s: Unix time. hold_before_s: requests wait for the next try if it is
-    at most this many seconds away."""
+    """Why no replica of a model starts. next_try_s: Unix time of the next try. hold_before_s: requests wait for the
+    next try if it is at most this many seconds away."""
 
     reason: str
     next_try_s: float
@@ -82,11 +82,11 @@ class Login(Struct, frozen=True):
 
 
 class Caller(Struct, frozen=True):
-    """The row of a key. owner: the same for all keys of a person. models: models that it may call, None: all.
-    spent_until_s: Unix time at which its used-up quota renews, None while quota is left; spent_quota: that quota's
-    name; quota: tokens of its smallest quota, None without a quota. expires_s: Unix time of its expiry, None: never;
-    the row of an expired key has no other fields. sessions: its logins by the SHA-256 of their tokens. secret: SHA-256
-    of the key itself, which changes with a rotation."""
+    """The row of a key. owner: id shared by all keys of a person. models: models that the key may call, None: all.
+    spent_until_s: Unix time at which the used-up quota renews, None while quota is left; spent_quota: that quota's
+    name; quota: tokens of the key's smallest quota, None without a quota. expires_s: Unix time of the key's expiry,
+    None: never; the row of an expired key has no other fields. sessions: the key's logins by the SHA-256 of their
+    tokens. secret: SHA-256 of the key itself, which changes with a rotation."""
 
     id: str
     scopes: frozenset[str] = frozenset()
@@ -105,7 +105,7 @@ class Caller(Struct, frozen=True):
         return self.expires_s is not None and self.expires_s <= now_s
 
     def sees(self, model: Model) -> bool:
-        """Whether this key sees the model; if not, the error is the same as for a nonexistent model."""
+        """Whether this key sees the model; a hidden model causes the same error as a nonexistent model."""
         return model.owners is None or self.owner in model.owners or ADMIN in self.scopes
 
     def may_use(self, model: str) -> bool:
@@ -113,13 +113,13 @@ class Caller(Struct, frozen=True):
         return self.models is None or model in self.models or model.partition("@")[0] in self.models
 
 
-NOBODY: Final = Caller("")  # caller of requests without a key
-THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")  # caller of the box's own requests without a key
+NOBODY: Final = Caller("")  # the caller of a request without a key
+THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")  # the caller of the box's own request without a key
 
 
 class Table(Struct, tag_field="type", tag="table"):
-    """One generation of the routing table. models: by name. keys: by the key's SHA-256 in hex. degraded: failing parts
-    of the box that are being retried."""
+    """One generation of the routing table. models: rows by name. keys: rows by the key's SHA-256 in hex. degraded:
+    failing parts of the box that are being retried."""
 
     generation: int
     models: dict[str, Model] = {}
@@ -131,7 +131,7 @@ _TABLE: Final = msgspec.json.Decoder(Table)
 
 
 def read_table(line: bytes) -> Table:
-    """Parse a table. Raises msgspec.DecodeError for invalid JSON, its subclass ValidationError for another object."""
+    """Parse a table. Raises msgspec.DecodeError for invalid JSON, its subclass ValidationError for another value."""
     table = _TABLE.decode(line)
     for name, model in table.models.items():
         table.models[name] = replace(model, name=name)
@@ -147,7 +147,7 @@ def bucket(value: float, least: float = SHORTEST_S) -> int:
 
 @lru_cache(1024)
 def cache_salt(owner: str, own: str = "") -> str:
-    """Return the `cache_salt` of an owner's requests. own: the request's own salt, added to the owner's."""
+    """Return the `cache_salt` of an owner's requests. own: the salt in the request, added to the owner's salt."""
     return f"{_digest(owner)}.{_digest(own)}" if own else _digest(owner)
 
 

@@ -6,8 +6,8 @@ Engines do not store responses, so `store` and `previous_response_id` are set he
 Greedy decoding depends only on the tokens so far, so another engine that gets the prompt and the emitted tokens
 generates the same next tokens. The gateway requests token ids and removes them from the client's stream. Sampled
 streams cannot be continued, because the sampler's state is lost, nor can streams whose next token depends on more than
-the tokens: grammars, tools, partly matched stop strings, counts of emitted tokens. Nor can a chat before the first text
-of its answer: its rest is requested as a completion, which would return reasoning as the answer."""
+the tokens: grammars, tools, partly matched stop strings, counts of emitted tokens. A chat cannot be continued before
+the first text of its answer: the rest is requested as a completion, which would return reasoning as the answer."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
 
 
 class Tokens:
-    """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
-    last. cached: prompt tokens found in the prefix cache."""
+    """Usage of one request. A later number replaces an earlier one: Anthropic's streams report the prompt first, the
+    completion last. cached: prompt tokens found in the prefix cache."""
 
     prompt: int = 0
     cached: int = 0
@@ -43,7 +43,7 @@ class Tokens:
             return
         counts: dict[bytes, int] = {}
         for name, digits in _COUNTS.findall(body, starts[-1].end()):
-            counts.setdefault(_NAMES.get(name, name), int(digits))  # only the first of each name is the engine's
+            counts.setdefault(_NAMES.get(name, name), int(digits))  # only the first of a name is the engine's own
         self.cached = counts.get(b"cached", self.cached)
         if b"prompt" in counts:
             # Anthropic's `input_tokens` leave out cached tokens.
@@ -56,23 +56,23 @@ class Tokens:
 _FINAL: Final = frozenset({b"completed", b"incomplete", b"failed"})
 # Names of `response.…` events that carry the whole response object.
 _WHOLE: Final = _FINAL | {b"created", b"queued", b"in_progress"}
-# Fields of a chat request that are stored with its messages, like OpenAI's stored objects.
+# Fields of a chat request that are stored with its messages, as OpenAI stores them.
 OPTIONS: Final = tuple(
     "tools tool_choice parallel_tool_calls response_format temperature top_p presence_penalty frequency_penalty "
     "seed".split()
 )
 _REQUEST: Final = ("messages", "metadata", *OPTIONS, "user", "service_tier")
 _ENVELOPE: Final = ("id", "created", "model", "system_fingerprint", "service_tier", "usage", "choices")
-# Text fields of a delta that arrive in pieces; other fields arrive whole.
+# Text fields of a delta that arrive in pieces; other fields arrive complete.
 _IN_PIECES: Final = frozenset({"content", "reasoning", "reasoning_content", "refusal", "arguments"})
 
 
 class Transcript:
     """One response of /v1/responses.
 
-    input: its own `input` as JSON. previous_id: the response that it continues, empty without one. stores: whether a
-    copy goes to the controller, as `store` says. final: the object that the client got, empty until then. usage: the
-    usage of the final object; earlier events repeat the request, whose tool schemas may contain usage-like text.
+    input: the request's own `input` as JSON. previous_id: id of the response that it continues, or empty. stores:
+    whether `store` requests a copy for the controller. final: the object that the client got, empty until then. usage:
+    the usage of the final object; earlier events repeat the request, whose tool schemas may contain usage-like text.
     held: bytes of gathered events."""
 
     final: bytes = b""
@@ -99,7 +99,7 @@ class Transcript:
         data = object_in(text) if kind in _WHOLE else None
         if data is None or not isinstance(data.get("response"), dict):
             return event
-        if kind == b"completed" and data["response"].get("status") == "incomplete":  # engines send `completed` for both
+        if kind == b"completed" and data["response"].get("status") == "incomplete":  # engines send `completed`
             kind, data["type"] = b"incomplete", "response.incomplete"
         self._describe(data["response"], is_final=kind in _FINAL)
         return b"event: response.%b\ndata: %b" % (kind, orjson.dumps(data))
@@ -189,12 +189,12 @@ _NEUTRAL = frozenset(
     "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
     "safety_identifier prompt_cache_key chat_template_kwargs cache_salt".split()
 )
-# An engine's own fields (quotes as above). They never come first in their object, so each is removed with its comma.
+# An engine's own fields (quotes as above). None is the first of its object, so it is removed with the comma before it.
 _TOKEN_IDS = re.compile(rb',"(?:prompt_token_ids|token_ids)":\[[0-9, ]*\]')
 
 
 def continuation_of(route: str, data: dict[str, Any]) -> Continuation | None:
-    """Return a continuation for a checked request body, None if it cannot be continued."""
+    """Return a continuation for a checked request body, None if its stream cannot be continued."""
     fields = {name: value for name, value in data.items() if value is not None}
     if fields.get("temperature") != 0 or not fields.get("stream") or route not in (CHAT, COMPLETIONS):
         return None
@@ -204,7 +204,7 @@ def continuation_of(route: str, data: dict[str, Any]) -> Continuation | None:
         return None
     if fields.get("stream_options", {}).get("continuous_usage_stats"):
         return None
-    default = 16 if route == COMPLETIONS else None  # the API's default
+    default = 16 if route == COMPLETIONS else None  # the API's default limit in tokens
     limit = fields.get("max_completion_tokens", fields.get("max_tokens", default))
     return Continuation(route, {name: fields[name] for name in _SAMPLING & fields.keys()}, limit)
 
@@ -219,13 +219,13 @@ class Continuation:
         self._max_tokens = max_tokens
         self._prompt: list[int] = []
         self._tokens: list[int] = []
-        self._unseen = 0  # number of last tokens whose text is not sent yet, such as the first bytes of a character
+        self._unseen = 0  # number of last tokens without sent text, such as the first bytes of a character
         self._envelope: dict[str, Any] = {}
         self._resumed = self._finished = False
-        self._answers = route != CHAT  # the last text that the client got belongs to the answer, not to reasoning
+        self._answers = route != CHAT  # True: the last text that the client got is part of the answer, not of reasoning
 
     def resume_body(self, max_model_len: int | None) -> bytes | None:
-        """Return the request to RESUME_PATH for the rest; None if it is not continuable or has all its tokens.
+        """Return the request to RESUME_PATH for the stream's rest; None if no rest can be continued or is missing.
 
         max_model_len: the model's context in tokens, the limit of a chat without a token limit."""
         # An engine that starts in the middle of a character could not send the character's first bytes.
@@ -267,7 +267,7 @@ class Continuation:
         if not data.get("usage"):
             return b""
         prompt, emitted = len(self._prompt), len(self._tokens)
-        # In an engine's order of fields. The dead engine's number of cached tokens is unknown.
+        # Fields in an engine's order. The dead engine's number of cached tokens is unknown.
         counts = {"prompt_tokens": prompt, "total_tokens": prompt + emitted, "completion_tokens": emitted}
         usage = {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
         return b"data: %b" % orjson.dumps({**self._envelope, "choices": [], "usage": usage})

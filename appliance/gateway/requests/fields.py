@@ -15,18 +15,18 @@ from msgspec import Meta, Struct, ValidationError, convert, defstruct
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 
-_MESSAGES: Final = 2048  # most messages of a conversation, and most parts of a message
+_MESSAGES: Final = 2048  # limit of messages in a conversation, and of parts in a message
 _MAX_TOKENS: Final = 1 << 20
 _INT64: Final = (1 << 63) - 1
 
 
 def _in(kind: Any, low: float, high: float) -> Any:
-    """The type of a number within these bounds."""
+    """Return the type of a number from `low` to `high`."""
     return Annotated[kind, Meta(ge=low, le=high)]
 
 
 def _upto(kind: Any, most: int, least: int = 0) -> Any:
-    """The type of a text, list or object with `least` to `most` items."""
+    """Return the type of a text, list or object with `least` to `most` items."""
     return Annotated[kind, Meta(min_length=least, max_length=most)]
 
 
@@ -35,14 +35,14 @@ def _array(item: Any, most: int, least: int = 0) -> Any:
 
 
 class _Part(Struct):
-    """A content part. Checked here, because an engine's error would list every type that did not match."""
+    """A content part, checked here because an engine's error would list every type that did not match."""
 
     type: str
 
 
 _CONTENT: Final = str | _array(_Part, _MESSAGES)
 _CHAT_CONTENT: Final = str | _array(_Part | list[_Part], _MESSAGES)
-# Role -> type and default of the message's content.
+# Role -> type and default of the content of a message with this role.
 _CONTENTS: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("system", "developer", "user"), (_CHAT_CONTENT,)),
     **{"assistant": (_CHAT_CONTENT | None, None), "tool": (Any, None), "function": (Any, None)},
@@ -81,16 +81,16 @@ _TYPES: Final[dict[str, Any]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), _in(float, -2, 2)),
     "repetition_penalty": _in(float, 0, 10),
     "length_penalty": _in(float, -10, 10),
-    "seed": _in(int, -_INT64 - 1, _INT64 - 64),  # further answers use the next seeds
+    "seed": _in(int, -_INT64 - 1, _INT64 - 64),  # answers after the first use the next seeds
     "priority": _in(int, 0, 0),
     **dict.fromkeys(("top_logprobs", "prompt_logprobs"), _in(int, 0, 20)),
     "logprob_token_ids": _array(Any, 20),
     "logit_bias": _upto(dict[str, Any], 1024),
     "allowed_token_ids": _array(Any, 1024),
-    "stop": _upto(str, 256) | _array(_upto(str, 256), 4),  # OpenAI's limit
+    "stop": _upto(str, 256) | _array(_upto(str, 256), 4),  # OpenAI allows at most 4 texts
     "stop_sequences": _array(_upto(str, 256), 4),
     "stop_token_ids": _array(Any, 64),
-    "bad_words": _array(_upto(str, 256), 64),  # limited, because an engine searches for each at every step
+    "bad_words": _array(_upto(str, 256), 64),  # limited, because an engine searches for each word at every step
     "suffix": _upto(str, 0),
     "messages": _array(_MESSAGE, _MESSAGES, 1),
     **dict.fromkeys(("tools", "functions"), _array(dict[str, Any], 128)),
@@ -147,7 +147,7 @@ FIELDS: Final[dict[str, dict[str, Any]]] = {
         parallel_tool_calls functions function_call reasoning_effort include_reasoning add_generation_prompt
         continue_final_message documents audio modalities prediction verbosity web_search_options"""
     ),
-    # 0 tokens, for use with `echo`.
+    # With `echo`, 0 new tokens are useful.
     "completions": _fields(
         f"{_TOKENWISE} prompt suffix", max_tokens=_in(int, 0, _MAX_TOKENS), logprobs=_in(int, 0, 20)
     ),
@@ -175,8 +175,8 @@ REFUSED: Final = {
     "mcp_servers": "this server does not connect to other servers",
     "conversation": "it does not store conversations: continue a response with `previous_response_id`",
 }
-# Arguments of the render function that engines read from `chat_template_kwargs`: with `tokenize`, `padding` and
-# `max_length`, 200 bytes would be padded to a whole context.
+# Refused variables: engines pass them from `chat_template_kwargs` to the render function. With `tokenize`, `padding`
+# and `max_length`, 200 bytes would be padded to a whole context.
 _NO_VARIABLES: Final = frozenset(
     "chat_template max_length padding return_dict return_tensors tokenize tokenizer_kwargs truncation".split()
 )
@@ -193,7 +193,7 @@ _STRUCTS: Final = {
     for route, fields in FIELDS.items()
 }
 _TOKENS: Final = _array(_in(int, 0, (1 << 32) - 1), 1 << 23)
-# Type of a prompt's first element -> type of the prompt.
+# Type of a prompt's first element -> type of the whole prompt.
 _PROMPTS: Final = {int: _TOKENS, str: _array(str, 2048), list: _array(_TOKENS, 2048)}
 
 

@@ -2,7 +2,7 @@
 
 Clients send tool calls without ids, reasoning that only OpenAI can decrypt, and items of tools that only OpenAI's
 server runs. vLLM reads only the first part of an earlier answer, and refuses encrypted reasoning and unknown items. So
-parts are joined, and the others are left out and named in a header."""
+parts are joined, and what vLLM refuses is left out and named in a header."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": F
 
 
 def normalize(route: str, fields: Object) -> tuple[Object, list[tuple[bytes, bytes]]]:
-    """Return the request for the engine, and response headers that name what is left out. fields: checked fields,
+    """Return the request for the engine, and response headers that name the omitted items. fields: checked fields,
     without nulls. Raises HttpError 400."""
     route = route.removesuffix(".input_tokens").removesuffix(".count_tokens")
     data, items = dict(fields), list[str]()
@@ -56,13 +56,13 @@ def normalize(route: str, fields: Object) -> tuple[Object, list[tuple[bytes, byt
             ]
     except legacy.LegacyRefused as error:
         raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
-    if data.get("top_p") == 0:  # means greedy, but engines refuse a `top_p` of 0
+    if data.get("top_p") == 0:  # a `top_p` of 0 means greedy, but engines refuse it
         data["temperature"], data["top_p"] = 0, 1
-    if data.get("temperature") == 0 and data.get("n", 1) != 1:  # refused by engines; top_k 1 is greedy too
+    if data.get("temperature") == 0 and data.get("n", 1) != 1:  # engines refuse this pair; top_k 1 is greedy too
         data["temperature"], data["top_k"] = 1, 1
     _set_format(data)
     if route == "responses":
-        data.pop("client_metadata", None)  # Codex sends it
+        data.pop("client_metadata", None)  # Codex sends this field
         if isinstance(data.get("input"), list):
             data["input"] = normalize_items(data["input"], items)
         if "include" in data:
@@ -77,7 +77,7 @@ def _header(name: bytes, left_out: list[str]) -> list[tuple[bytes, bytes]]:
 
 
 def _set_format(data: Object) -> None:
-    """Move a schema into the field where engines expect it, from whatever field the client used."""
+    """Move a schema from the field that the client used to the field that engines read."""
     for older, newer in GUIDED.items():
         if older in data:
             data["structured_outputs"] = {newer: data.pop(older), **data.get("structured_outputs", {})}
@@ -90,8 +90,8 @@ def _set_format(data: Object) -> None:
 
 
 def _format(requested: Object) -> Object:
-    """Return a format with its schema in the field `schema`, as in /v1/responses, wherever the client put it; the
-    argument itself if it has no schema."""
+    """Return a format with its schema moved to the field `schema`, as in /v1/responses; a format without a schema is
+    returned unchanged."""
     inner = _object(requested.get("json_schema"))
     schema = requested.get("schema") or inner.get("schema") or ({} if "name" in inner else inner)
     if requested.get("type") not in ("json_object", "json_schema") or not isinstance(schema, dict) or not schema:
@@ -101,7 +101,7 @@ def _format(requested: Object) -> Object:
     return result | {key: value for key, value in labels.items() if value is not None}
 
 
-# -- tools: those that only their vendor's server runs are left out if functions remain
+# -- tools: tools that only their vendor's server runs are left out if functions remain
 
 
 def _set_tools(route: str, data: Object) -> list[str]:
@@ -221,7 +221,7 @@ def _cannot_run(param: str, asks: str, name: str) -> HttpError:
 def _chat_messages(messages: list[Object]) -> list[Object]:
     """Rewrite chat messages. Raises LegacyRefused for a message with both the older and the newer form of a call."""
     normalized: list[Object] = []
-    unnamed: list[str] = []  # generated ids, for calls and results without ids
+    unnamed: list[str] = []  # ids generated for calls without ids; results without ids take them
     for place, message in enumerate(messages):
         message = legacy.with_tool_call(place, message)
         if calls := message.get("tool_calls"):
@@ -238,7 +238,7 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
             message = {**message, "content": _result_as_text(message.get("content"))}
             if unnamed and not message.get("tool_call_id"):
                 message["tool_call_id"] = unnamed.pop(0)
-        elif isinstance(parts := message.get("content"), list):  # lists within it are flattened
+        elif isinstance(parts := message.get("content"), list):  # lists within the content are flattened
             flat = chain.from_iterable(part if isinstance(part, list) else [part] for part in parts)
             message = {**message, "content": [*flat]}
         normalized.append(message)
@@ -254,8 +254,8 @@ def _result_as_text(content: Any) -> Any:
 
 
 def _blocks(blocks: str | list[Any], where: str, left_out: list[str]) -> Any:
-    """Turn documents and search results into text, and remove blocks of Anthropic's own tools. left_out: gets the types
-    of removed blocks. Raises HttpError 400 for a document that is not text."""
+    """Turn documents and search results into text, and remove blocks of Anthropic's own tools. left_out: this function
+    adds the removed blocks' types. Raises HttpError 400 for a document that is not text."""
     if isinstance(blocks, str):
         return blocks
     normalized: list[Any] = []
@@ -291,13 +291,13 @@ def _document(block: Object, where: str) -> str:
 
 
 def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
-    """Return the items that an engine can read. left_out: gets the types of the other items. Raises HttpError 400 for
-    an object that is not an item, and for types that no engine supports."""
+    """Return the items that an engine can read. left_out: this function adds the other items' types. Raises HttpError
+    400 for an object that is not an item, and for types that no engine supports."""
     kept: list[Object] = []
     for place, item in enumerate(items):
         item = {name: value for name, value in item.items() if value is not None}  # some clients send nulls
         kind = item.get("type", "message")
-        if kind == "message" and "role" not in item:  # an engine's error would list all thirty types
+        if kind == "message" and "role" not in item:  # refused here: an engine's error would list all thirty types
             text = f"Invalid type for `input[{place}]`: expected an object with a `role` or a `type`."
             raise errors.bad_request(text, param=f"input[{place}]", code="invalid_type")
         if kind in _REFUSED:

@@ -25,9 +25,9 @@ from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
 from serve.core.keywords import counted, defined, nodes, unenforced
 
-_COMPLETION_TOKENS: Final = 256  # assumed for a request without a token limit
+_COMPLETION_TOKENS: Final = 256  # estimate for a request without a token limit
 _PREFIX_CHARS: Final = 512
-_MOST_NESTED: Final = 1 << 16  # lists and objects in one body, enough for 1,024 tools with fifty properties each
+_MOST_NESTED: Final = 1 << 16  # limit of lists and objects in a body, enough for 1,024 tools with fifty properties each
 # Limits on all schemas and grammars of a request together. llguidance takes 0.5 s to compile this many bytes.
 _MOST: Final = (
     ("bytes of schemas, expressions and choices", lambda form: len(orjson.dumps(form)), 256 * 1024),
@@ -36,19 +36,19 @@ _MOST: Final = (
 )
 # Fields that contain schemas, regular expressions or choices.
 _FORMS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
-_OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")  # refused: they expose engine internals
-# Fields of a message that may contain a URL, in OpenAI's or vLLM's short form, or a replacement for a URL.
+_OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")  # refused: these expose engine internals
+# Fields of a message with a URL (in OpenAI's form or vLLM's short form), or with media in place of a URL.
 _URLS: Final = frozenset("image_url video_url audio_url file_url image_embeds audio_embeds image_pil".split())
 _INLINE: Final = re.compile(r"data:(image|audio)/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
 _IMAGE_TOKENS: Final = 1_024
-_SOUND_CHARS: Final = 1_700  # base64 characters per token: a second of speech is 32,000 bytes and 25 tokens
+_SOUND_CHARS: Final = 1_700  # base64 characters of sound per token: a second of speech is 32,000 bytes and 25 tokens
 
 
 @dataclass(kw_only=True)
 class Checked(Work):
     """A checked request.
 
-    data: the body for the engine. ignored: headers that name what is left out. conversation: a hash of the first
+    data: the body for the engine. ignored: headers that name the omitted items. conversation: a hash of the first
     question and the client's ids, so that all turns of a conversation share it."""
 
     model: str
@@ -160,7 +160,7 @@ def _hash(*texts: str) -> int:
 
 
 def with_fields(body: bytes, **fields: Any) -> bytes:
-    """Append fields to a JSON object; of duplicate names engines use the last."""
+    """Append fields to a JSON object; engines use the last field of duplicate names."""
     return b"%b,%b" % (body[:-1], orjson.dumps(fields)[1:]) if fields else body
 
 
@@ -190,7 +190,7 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
         if path := next(unenforced(form), ""):
             text = f"`{place}.{path}`: this keyword is not enforced here. Remove it, and check answers yourself."
             raise errors.bad_request(text, param=f"{place}.{path}", code="unsupported_schema_keyword")
-    # Strict tools, wherever they are; normalize.py marks a tool strict if the request demands a call.
+    # Strict tools, also in messages; normalize.py marks a tool strict if the request demands a call.
     tools = ((name, path, tool) for name in ("tools", "messages") for path, tool in nodes(data.get(name)))
     forms += [(f"{name}[{path.partition('.')[0]}]", tool) for name, path, tool in tools if tool.get("strict")]
     for unit, measure, most in _MOST:
@@ -206,7 +206,7 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
     for place in ("response_format", "text.format", "output_config.format", "structured_outputs"):
         field, _, inner = place.partition(".")
         form = data.get(field, {}).get(inner) if inner else data.get(field)
-        if not isinstance(form, dict):  # the engine reports the type error
+        if not isinstance(form, dict):  # the engine will report the wrong type
             continue
         for other in _OTHER_FORMS:
             if form.get("type") == other or form.get(other) is not None:
@@ -233,7 +233,7 @@ def media_in(prompts: Any) -> tuple[int, int]:
             for kind, data in _media(node):
                 chars += len(data)
                 tokens += _IMAGE_TOKENS if kind == "image" else len(data) // _SOUND_CHARS
-            if node.get("type") == "tool_use":  # its arguments may use any field names
+            if node.get("type") == "tool_use":  # arguments of a call may have any field names
                 continue
         values = node.values() if isinstance(node, dict) else node
         stack += [value for value in values if isinstance(value, (dict, list))]
@@ -256,9 +256,9 @@ def _media(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
         raise refused("uuid", "send the image or sound itself")
     data, media_type = part.get("data"), part.get("media_type")
     if isinstance(data, str) and isinstance(media_type, str) and media_type[:6] in ("image/", "audio/"):
-        yield media_type[:5], data  # a `source` of Anthropic's API
+        yield media_type[:5], data  # `part` is a `source` of Anthropic's API
     elif isinstance(data, str) and isinstance(part.get("format"), str) and "type" not in part:
-        yield "audio", data  # an `input_audio` of OpenAI's API
+        yield "audio", data  # `part` is an `input_audio` of OpenAI's API
 
 
 def _remote(param: str) -> HttpError:

@@ -1,8 +1,8 @@
 """Answers every request: authenticates it and relays it to an engine or the controller, in one coroutine each.
 
-A login of the page is a token of two halves. The first is a cookie that scripts cannot read; browsers send it to every
-port of a host, even with requests of other pages on that host. The page stores the second for its origin and sends it
-in a header that forms, images and links cannot set. A request needs both, so only the page itself can use a login."""
+A login of the page is a token of two halves. The first is a cookie that scripts cannot read; browsers send a cookie to
+every port of a host, even with requests of other pages on that host. The page stores the second half and sends it in a
+header that forms, images and links cannot set. A request needs both, so only the page itself can use a login."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class App:
                 log.error("a request failed with an internal error", exc_info=failure, extra=exchange.ids)
                 await exchange.fail(HttpError(500, "The gateway failed.", code="internal_error"))
         except asyncio.CancelledError:
-            exchange.connection.transport.abort()  # the client is gone, or does not read its error
+            exchange.connection.transport.abort()  # the client has gone, or does not read the error
         finally:
             state.exchanges.discard(exchange)
             if not exchange.response_complete:
@@ -139,17 +139,17 @@ class App:
     async def _serve(self, exchange: Exchange) -> None:
         state, kind = self._state, exchange.route.kind
         if kind == "inference":
-            inference = await self._inference(exchange)  # a separate call, so that its local variables are freed
+            inference = await self._inference(exchange)  # a separate call, so that its variables are freed
             if inference is not None:
                 await inference.answer()
-        elif kind in ("control", "login"):  # no slow client without a key may hold a connection to the controller
+        elif kind in ("control", "login"):  # a login's body is read before a connection to the controller opens
             login = b"".join([piece async for piece in exchange.pieces()]) if kind == "login" else None
             await self._controller.relay(exchange, login)
         elif kind == "metrics":
             controllers = await self._controller.metrics(exchange)
             current = [*state.metrics.registry.collect(), *gauges(state, bool(controllers))]
             collected: Any = SimpleNamespace(collect=lambda: current)
-            text = await asyncio.to_thread(generate_latest, collected)  # takes up to 0.3 s
+            text = await asyncio.to_thread(generate_latest, collected)  # in a thread, because it takes up to 0.3 s
             await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), text + controllers)
         elif kind == "page":
             file = site().get(exchange.path, TO_THE_PAGE)
@@ -166,7 +166,7 @@ class App:
         state, route = self._state, exchange.route
         pieces: list[bytes] = []
         while piece := await exchange.read():
-            state.take_body(exchange, len(piece))  # raises if bodies need too much memory
+            state.take_body(exchange, len(piece))  # raises HttpError if bodies need too much memory
             pieces.append(piece)
         body, exchange.received_s = b"".join(pieces), time.monotonic()
         caller, private = exchange.caller, exchange.connection.private
@@ -180,7 +180,7 @@ class App:
         unfit = "" if model.task == route.task else f"does not support {route.name}"
         if route.converses and not model.chats:
             unfit = unfit or "has no chat template. Call /v1/completions, or deploy it with --chat-template"
-        if unfit:  # refused before it can start an engine
+        if unfit:  # refuse the request before it can start an engine
             raise HttpError(400, f"The model `{name}` {unfit}.", param="model", code="model_not_supported")
         checked = check_object(route, data, len(body), state.limits)
         transcript = checked.transcript
@@ -190,11 +190,11 @@ class App:
             if transcript.stores and self._controller.copies_bytes >= state.limits.response_copies_bytes:
                 transcript.stores = False
                 state.metrics.events["responses_not_stored"] += 1
-            state.take_body(exchange, len(transcript.input))  # a second copy of the input stays until the answer
+            state.take_body(exchange, len(transcript.input))  # memory has a second copy until the answer
             if transcript.previous_id and not background:
                 checked = await self._controller.with_previous(exchange, data, checked)
         exchange.extra += checked.ignored
-        if background:  # the controller stores it and later sends it as its own request
+        if background:  # the controller stores the request and later sends it as its own
             await self._controller.relay(exchange, body)
             return None
         state.spending.opened(caller, exchange.use, checked.tokens, state.limits.owner_requests)
@@ -206,8 +206,8 @@ class App:
 
 
 def key_digest(headers: Headers) -> str:
-    """Return the SHA-256 of the request's key, as in the table; empty if it has only the page's header. Raises
-    HttpError 401 without both."""
+    """Return the SHA-256 of the request's key, as in the table; empty for a request with only the page's header. Raises
+    HttpError 401 if it has neither."""
     value, key = headers.get(b"authorization"), headers.get(b"x-api-key", b"")
     if value is not None:
         scheme, _, rest = value.partition(b" ")
@@ -250,8 +250,8 @@ def check_same_origin(exchange: Exchange) -> None:
 
 
 def cors_headers(exchange: Exchange, origins: Collection[str]) -> list[tuple[bytes, bytes]]:
-    """Headers that let pages of these origins call every route and read answers from a browser. Credentials (cookies)
-    stay excluded, so a page needs a key."""
+    """Return headers that let pages of these origins call every route and read answers from a browser. Credentials
+    (cookies) stay excluded, so a page needs a key."""
     origin, every = exchange.headers.get(b"origin", b""), "*" in origins
     if not origin or not (every or origin.decode("latin-1") in origins):
         return [(b"vary", b"Origin")]

@@ -16,7 +16,7 @@ WARN_BEFORE_S = 14 * 86400.0
 
 class Certificate:
     """The endpoint's certificate. context: TLS context for listening. expires_s: its expiry in Unix time. fault: why
-    the files are not in use, "" if they are. Raises ConfigInvalid."""
+    the current files are not in use, "" if they are in use. Raises ConfigInvalid."""
 
     def __init__(self, cert_path: str, key_path: str) -> None:
         self._paths, self._seen, self.expires_s = (cert_path, key_path), [0], 0.0
@@ -34,7 +34,7 @@ class Certificate:
         stamps = [os.stat(path).st_mtime_ns if os.path.exists(path) else 0 for path in self._paths]
         if stamps == self._seen:
             return
-        from cryptography import x509  # here: it takes 0.1 s, and most gateways have no certificate
+        from cryptography import x509  # imported here: it takes 0.1 s, and most gateways have no certificate
 
         self._seen, self.fault = stamps, ""
         try:

@@ -26,7 +26,7 @@ from appliance.gateway.server.state import State, read_up_to
 
 METRICS_WAIT_S: Final = 2.0
 RETRY_S: Final = 0.5
-# Waiting copies are sent together up to TOGETHER_BYTES, and again at most MOST_FAILURES times after a 5xx.
+# Waiting copies are sent together, up to TOGETHER_BYTES. After a 5xx they are sent again, at most MOST_FAILURES times.
 TOGETHER_BYTES: Final = 1 << 20
 MOST_FAILURES: Final = 3
 _POLL_S: Final = 0.05
@@ -45,7 +45,7 @@ log = logging.getLogger("appliance.gateway")
 class Controller:
     """Client of the controller, and queue of copies of responses and chat completions for its store. A client's answer
     does not wait for its copy. While the controller is unreachable, copies wait here up to `response_copies_bytes`;
-    later answers are not stored and say so in their `store` field. The controller stores a repeated copy once."""
+    later answers are not stored, and their `store` field is false. The controller ignores a repeated copy."""
 
     def __init__(self, state: State) -> None:
         self._state, self._copies = state, asyncio.Queue[bytes]()
@@ -91,7 +91,7 @@ class Controller:
             if b"content-length" in received and response.status not in (204, 304):
                 sent.append((b"content-length", received[b"content-length"]))
             await exchange.begin(response.status, sent)
-            if not exchange.head_only:  # HEAD on an endless stream must not wait for its body
+            if not exchange.head_only:  # an answer to HEAD must not wait for the body of an endless stream
                 async for piece in response.content.iter_any():
                     await exchange.write(piece)
             await exchange.finish()
@@ -105,9 +105,9 @@ class Controller:
         data: bytes | AsyncIterator[bytes] | None = None,
         wait_s: float = 0.0,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request. Raises HttpError 503 if the controller is unreachable, 502 if it breaks off, 504 if silent.
+        """Send a request. Raises HttpError 503 for an unreachable controller, 502 for half an answer, 504 on timeout.
 
-        wait_s: how long an unsent request, or a GET, waits for a controller that restarts."""
+        wait_s: seconds that an unsent request, or a GET, waits for a controller that restarts."""
         state = self._state
         url = URL(f"http://appliance{target.decode('ascii', 'replace')}", encoded=True)
         options: Any = {"headers": headers, "data": data, "allow_redirects": False}
@@ -122,7 +122,7 @@ class Controller:
                 raise HttpError(504, "The controller did not answer in time.", code="timeout") from None
             except (aiohttp.ClientError, OSError) as error:
                 if isinstance(error.__cause__, HttpError):
-                    raise error.__cause__ from None  # the client's body failed
+                    raise error.__cause__ from None  # reading the client's body failed
                 may_retry = not answered and (isinstance(error, aiohttp.ClientConnectorError) or method == b"GET")
                 if may_retry and time.monotonic() < until_s:
                     await asyncio.sleep(_POLL_S)
@@ -169,7 +169,7 @@ class Controller:
 
     @property
     def delivering(self) -> bool:
-        """Whether copies wait and the controller took the last ones."""
+        """Whether copies are waiting, and the controller answered when copies were last sent."""
         return self.copies > 0 and not self._away
 
     def keep(self, copy: bytes) -> None:
@@ -188,7 +188,7 @@ class Controller:
                 await asyncio.sleep(RETRY_S)
             self._away = False
             if status >= 300:  # a retry would get the same answer
-                log.error("%d answered responses are not stored: the controller answered %d", len(copies), status)
+                log.error("%d responses were answered but not stored: the controller returned %d", len(copies), status)
                 self._state.metrics.events["responses_not_stored"] += len(copies)
             self.copies -= len(copies)
             self.copies_bytes -= sum(map(len, copies))
@@ -204,10 +204,10 @@ class Controller:
 
 
 def identity(request_id: bytes, token: bytes, exchange: Exchange | None = None) -> list[tuple[str, str]]:
-    """Headers with a request's key, and the token that authenticates the gateway (controller.interfaces.principal).
-    exchange: None for requests of the gateway itself."""
+    """Return headers with the id of a request's key, and the token that authenticates the gateway
+    (controller.interfaces.principal). exchange: None for requests of the gateway itself."""
     names = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway")]
-    if exchange is not None and exchange.route.kind != "login":  # logins have no key yet
+    if exchange is not None and exchange.route.kind != "login":  # a request to log in has no key yet
         caller = exchange.caller
         names = [("x-appliance-key-id", caller.id), ("x-appliance-scopes", ",".join(sorted(caller.scopes)))]
         names += [("x-appliance-session", exchange.session)] if exchange.session else []

@@ -33,7 +33,7 @@ from appliance.gateway.requests.request_check import Checked
 Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
 
-# How long the rest of a refused request's body is received and dropped.
+# The rest of a refused request's body is received and dropped for this long.
 LINGER_S: Final = 2.0
 # Engines send the same header (serve/vllm/answers.py).
 VERSION: Final = b"x-appliance-model-version"
@@ -52,20 +52,20 @@ _NO_USE: Final = KeyUse(OwnerUse())
 
 
 class Exchange:
-    """One request and its answer. Times by the monotonic clock. target: path and query. head_only: the answer has no
-    body. session: id of the page's login, empty for a key. received_s: end of the head, for inference end of the body.
-    sent_s: last time of sending to an engine. trace: W3C traceparent, if any. span: OpenTelemetry's, if exported.
+    """One request and its answer. Times are of the monotonic clock. target: path and query. head_only: the answer has
+    no body. session: id of the page's login, empty for a key. received_s: end of its head, for inference of its body.
+    sent_s: when it was last sent to an engine. trace: W3C traceparent, if any. span: OpenTelemetry's, if exported.
 
     model: the requested name without version, once the model is known to exist. checked: the checked body, while the
-    request counts as open. ticket: set while it is held. choice: its place on a replica. routed_model: the model or
-    canary on which it was placed. replica: the current or last replica. model_version: the version that the engine
+    request counts as open. ticket: set while it waits for a replica. choice: its place on a replica. routed_model: the
+    model or canary of this place. replica: the current or last replica. model_version: the version that the engine
     reported. extra: further headers of the answer. tokens: usage that the engine reported.
 
     head_sent: the answer's head was sent. sse: the answer is a stream of events, to which an error can be appended.
     stream_events: relayed events. body_complete: the request's body was read. ended: the error with which `end`
-    cancelled it. broke_off: a server error followed the answer's head. The other fields are those of uvicorn's request
-    cycle: body: received, unread bytes; more_body: the body is not complete; message_event: set when more arrives;
-    keep_alive: the connection stays open; response_complete: the answer was sent."""
+    cancelled it. broke_off: a server error occurred after the answer's head. The other fields are those of uvicorn's
+    request cycle: body: received, unread bytes; more_body: the body is not complete; message_event: set when more
+    arrives; keep_alive: the connection stays open; response_complete: the answer was sent."""
 
     route: Route = UNKNOWN
     caller: Caller = NOBODY
@@ -125,12 +125,12 @@ class Exchange:
         if self._expects:
             self._expects = False
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self.more_body and not self.body:  # a small body arrives with its head
+        if self.more_body and not self.body:  # a small body arrived with its head
             try:
                 async with asyncio.timeout(connection.state.limits.body_grace_s):
                     while self.more_body and not self.body and connection.refusal is None:
                         self.message_event.clear()
-                        connection.flow.resume_reading()  # uvicorn pauses reading when much of the body is unread
+                        connection.flow.resume_reading()  # uvicorn paused reading because much of the body was unread
                         await self.message_event.wait()
             except TimeoutError:
                 text = "The request body came too slowly."
@@ -142,7 +142,7 @@ class Exchange:
         if self.body_bytes > (limit := getattr(connection.state.limits, self.route.body)):
             raise errors.body_too_large(limit)
         if self.body_complete and not connection.pipeline:
-            connection.flow.resume_reading()  # to notice when the client disconnects
+            connection.flow.resume_reading()  # a client's disconnect is only noticed while reading
         return data
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -158,7 +158,7 @@ class Exchange:
             fields += self.use.headers()
         if is_anthropic(self.path):
             fields.append((b"request-id", self.request_id))
-        self.keep_alive &= not self._expects  # the client may or may not send its body now
+        self.keep_alive &= not self._expects  # after `Expect`, the client may or may not send its body now
         if not self.keep_alive:
             fields.append((b"connection", b"close"))
         self._chunked = all(name != b"content-length" for name, _ in headers) and status not in (204, 304)
@@ -168,7 +168,7 @@ class Exchange:
         self.head_sent, self.status = True, status
 
     async def events(self, data: bytes, version: bytes = b"") -> None:
-        """Send events; the first call sends the head too. version: the model's, once an engine has answered."""
+        """Send events; the first call sends the head too. version: the model's version, once an engine has answered."""
         if self.head_sent:
             return await self.write(data)
         headers = [(VERSION, version)] if version else []
@@ -195,7 +195,7 @@ class Exchange:
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
         length = (b"content-length", b"%d" % len(body))
         await self.begin(status, [(b"content-type", content_type), *headers, length], body)
-        await self._drained()  # do not close on a client that reads slowly
+        await self._drained()  # a client that reads slowly gets its answer before the connection closes
         await self.finish()
 
     async def fail(self, error: HttpError) -> None:
@@ -251,7 +251,7 @@ class Connection(HttpToolsProtocol):
         self.state, self.private = state, private
         self.running: Exchange | None = None
         self.refusal: HttpError | None = None
-        self._awaits_since_s: float | None = time.monotonic()  # since when it waits for a head
+        self._awaits_since_s: float | None = time.monotonic()  # since when the connection waits for a head
         self._unparsed_bytes = 0
         self._in_head, self._offers_upgrade = True, False
 
@@ -288,7 +288,7 @@ class Connection(HttpToolsProtocol):
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self._awaits_since_s = time.monotonic()
-        if not self.pipeline:  # read on only once no pipelined request waits
+        if not self.pipeline:  # resume reading only once no pipelined request waits
             self.flow.resume_reading()
 
     def data_received(self, data: bytes) -> None:
@@ -333,7 +333,7 @@ class Connection(HttpToolsProtocol):
         self.url, self.headers, self._in_head = b"", [], True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # a trailer is dropped
+        if self._in_head:  # a header after the body, a trailer, is dropped
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -396,8 +396,8 @@ class Connection(HttpToolsProtocol):
         self.linger()
 
     def linger(self) -> None:
-        """Close after the client had time to read its answer. Closing with unread bytes resets the connection, which
-        can destroy the answer on its way."""
+        """Close the connection after the client had time to read its answer. Closing with unread bytes resets the
+        connection, which can destroy the answer on its way."""
         self.parser = None  # type: ignore[assignment]
         self.flow.resume_reading()
         if self.transport.can_write_eof():
@@ -412,7 +412,7 @@ class Connection(HttpToolsProtocol):
             return
         self._awaits_since_s = None
         if not self._unparsed_bytes:
-            self.close()  # no byte of a head arrived
+            self.close()  # idle: no byte of a head arrived
         else:
             self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
 

@@ -39,7 +39,7 @@ from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
 
-# Largest answer of an engine to a request that only counts tokens.
+# Limit on an engine's answer to a request that only counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
 _HEAD: Final = (
     b"POST %b HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -55,7 +55,7 @@ _LAST: Final = (
     b"event: response.incomplete",
     b"event: response.failed",
 )
-# Longer than the usage object of an answer.
+# No answer's usage object is longer than this.
 _USAGE_BYTES: Final = 1024
 TOO_LATE: Final = "no replica became ready in time"
 MAX_FAILURES: Final = 3
@@ -63,8 +63,8 @@ MAX_DEATHS: Final = 2
 
 
 class EngineFailure(enum.Enum):
-    """Why an engine gave no answer, as text for the log. UNREACHED: it got no byte of the request. BROKEN: its answer
-    is not HTTP or is truncated; it may still serve other requests."""
+    """Why an engine gave no answer, as text for the log. UNREACHED: the engine got no byte of the request. BROKEN: the
+    answer is not HTTP or is truncated; the engine may still serve other requests."""
 
     UNREACHED = "cannot reach the engine"
     DIED = "the engine ended the answer early"
@@ -81,11 +81,11 @@ class AttemptFailed(Exception):
 
 
 class Inference:
-    """One inference request. model: the name that its client used. body: the body for engines.
+    """One inference request. model: the name that the client used. body: the body for engines.
 
     failures: the last failure of each replica. failed: attempts that count towards MAX_FAILURES. waiting_since_s: start
-    of the wait for an engine, 0.0 if it does not wait. answer_begun: the client has a byte of an answer. continues:
-    another engine continues the stream. stream_ended: the last event arrived; without it, a complete HTTP message is a
+    of the wait for an engine, 0.0 without a wait. answer_begun: the client has a byte of an answer. continues: another
+    engine continues the stream. stream_ended: the last event arrived; without it, a complete HTTP message is a
     truncated stream. has_error: the engine reported an error in the stream."""
 
     def __init__(self, state: State, controller: Controller, exchange: Exchange, checked: Checked) -> None:
@@ -101,7 +101,7 @@ class Inference:
         usage = {"stream_options": {"include_usage": True}} if self.hides_usage else {}
         token_ids = {"return_token_ids": True} if checked.continuation else {}
         self.body = orjson.dumps({**checked.data, **self.salt, **usage, **token_ids})
-        checked.data = {}  # it may be large, and the request may wait long
+        checked.data = {}  # frees a large object, because the request may wait long
         checked.owner, checked.batch = caller.owner, exchange.use.batch
         checked.beginning = zlib.crc32(salt.encode(), checked.beginning)
         self.failures: dict[str, EngineFailure] = {}
@@ -114,7 +114,7 @@ class Inference:
         """Answer the request, with retries. Raises HttpError."""
         exchange = self.exchange
         while True:
-            choice, failed = await self._place(), None  # failed is None: not counted for the canary
+            choice, failed = await self._place(), None  # None: the attempt does not count for the canary
             try:
                 await self._attempt(choice)
                 failed = self.has_error
@@ -138,7 +138,7 @@ class Inference:
         state, work, exchange, model = self.state, self.checked, self.exchange, self.state.router.models.get(self.model)
         if model is None:
             raise state.unknown_model(self.model, exchange.caller)  # the model was removed during the wait
-        # The canary takes its share; the model takes requests that failed there or for which the canary is full.
+        # The canary takes its share; the model takes requests that failed on the canary or found it full.
         is_retry, caller = self.continues or self.failures, exchange.caller.id
         canary = () if is_retry else state.router.canary_for(model, caller, work.conversation)
         names = (*canary, exchange.routed_model if self.continues else self.model)
@@ -156,7 +156,7 @@ class Inference:
         return choice
 
     async def _wait(self, queue: tuple[str, bool], names: tuple[str, ...]) -> Choice:
-        """Wait for a place. Raises HttpError 503 if the request may not wait, or wait longer."""
+        """Wait for a place. Raises HttpError 503 if the request may not wait, or has waited too long."""
         state, exchange = self.state, self.exchange
         self.waiting_since_s = self.waiting_since_s or time.monotonic()
         if state.next_try_s(self.model) is not None:
@@ -169,7 +169,7 @@ class Inference:
         exchange.routed_model, exchange.ticket = self.model, ticket
         state.metrics.events["held"] += 1
         if is_first:
-            state.report_now()  # wakes a sleeping model
+            state.report_now()  # the report wakes a sleeping model
         pause_s = state.config.holds.sse_grace_s
         try:
             state.holds.place(state.router, time.monotonic())
@@ -186,7 +186,7 @@ class Inference:
                 raise state.not_ready(self.model, TOO_LATE)
         except BaseException:
             if not state.holds.remove(ticket) and place.done() and place.exception() is None:
-                state.ended(place.result())  # it got a place and was cancelled in the same loop turn
+                state.ended(place.result())  # it was cancelled in the loop turn in which it got a place
             raise
         finally:
             exchange.ticket = None
@@ -206,10 +206,10 @@ class Inference:
         HttpError. An early exit closes the engine's connection, which makes vLLM abort the request."""
         state, exchange, replica = self.state, self.exchange, choice.replica
         model = state.router.models.get(choice.model)
-        # The model's name in the engine.
+        # The name by which the engine knows the model.
         name = choice.model if model is None else model.adapter or model.pins or choice.model
         body = self.body if name == self.model else with_fields(self.body, model=name)
-        if exchange.route.task == "embed":  # vLLM ignores the priority header here
+        if exchange.route.task == "embed":  # vLLM ignores the priority header for embeddings
             body = with_fields(body, priority=choice.priority)
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
@@ -228,7 +228,7 @@ class Inference:
                 await self._relay(*await state.engines.send(connection, request, patient=patient), choice, model)
                 connection.release()
             except aiohttp.SocketTimeoutError as error:
-                raise errors.engine_failed(504) from error  # a retry would be as slow
+                raise errors.engine_failed(504) from error  # a retry would be just as slow
             except HttpProcessingError as error:
                 raise AttemptFailed(EngineFailure.BROKEN) from error
             except (aiohttp.ClientError, OSError) as error:
@@ -246,7 +246,7 @@ class Inference:
             raise self._moved(f"`{choice.model}` is no longer served.")
         if engine_version is not None and not self._may_be_adapter():
             exchange.model_version = engine_version
-        if status >= 400:  # an error; its body is not relayed as it is
+        if status >= 400:  # an error, whose body is rewritten before it is relayed
             body = await read_up_to(content)
             error = errors.from_upstream(status, body, exchange.route.prompt)
             if status == 404:
@@ -279,10 +279,10 @@ class Inference:
                     self._begun(choice)
                     state.router.started(choice)
                     version = exchange.model_version.encode("latin-1")
-                    if exchange.head_sent:  # the request was held, or its stream continues
+                    if exchange.head_sent:  # because the request was held, or its stream continues
                         relayed.append(b": version %b\n\n" % version)
                 relayed.append(self._rewrite(event))
-            self._keep_copy()  # before the last event, because the client may then disconnect
+            self._keep_copy()  # before the last event, after which the client may disconnect
             if began:
                 await exchange.events(b"".join(relayed), version)
         if not self.stream_ended:
@@ -293,8 +293,8 @@ class Inference:
     def _rewrite(self, event: bytes) -> bytes:
         """Rewrite an engine's event for the client; empty to drop it.
 
-        Events of a stored answer are recorded, usage is read, and removed if the client did not request it, and errors
-        get the API's format. All other events pass unchanged."""
+        It records events of a stored answer, reads usage, removes usage that the client did not request, and gives
+        errors the API's format. All other events pass unchanged."""
         exchange, transcript, continuation = self.exchange, self.checked.transcript, self.checked.continuation
         if continuation is not None:
             event = continuation.event(event)
@@ -360,7 +360,7 @@ class Inference:
             self.exchange.tokens.read(body)
 
     def _begun(self, choice: Choice) -> None:
-        """Record the first bytes of an engine's answer."""
+        """Record that an engine's answer has begun."""
         now_s, exchange, metrics = time.monotonic(), self.exchange, self.state.metrics
         self.answer_begun, choice.load.failures = True, 0
         if self.continues:
@@ -377,7 +377,7 @@ class Inference:
         transcript = self.checked.transcript
         if transcript is not None and transcript.final and transcript.stores:
             self.controller.keep(transcript.copy(self.exchange.caller.id))
-            transcript.final = b""  # once
+            transcript.final = b""  # so that the copy is queued only once
 
     # -- failures
 

@@ -22,23 +22,23 @@ from appliance.gateway.server.exchange import Exchange
 
 prometheus.disable_created_metrics()
 
-# Most triples of model, version and key class; one more resets all their series. Rendering a triple takes 2 ms.
+# Limit of triples of model, version and key class; one more resets all series. Rendering a triple takes 2 ms.
 MOST_SERIES: Final = 128
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ADDED: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
 _LONG: Final = (*_SECONDS[3:], 120.0, 300.0, 600.0)
 
-# For the load report.
+# Bounds on the samples of the load report.
 RECENT_S: Final = 60.0
-_COMPUTED_TOKENS: Final = 1e6  # prompt tokens after which earlier ones count half
-_STREAMS: Final = 48  # latest streams, for the prefill rate
+_COMPUTED_TOKENS: Final = 1e6  # after this many prompt tokens, earlier tokens count half
+_STREAMS: Final = 48  # the prefill rate uses this many of the latest streams
 LEAST_SAMPLES: Final = 12
-_TELLING: Final = 1.2  # least ratio of the times of long and short prompts for a rate
+_TELLING: Final = 1.2  # long prompts must take at least this many times as long as short ones
 
 
 class Metrics:
-    """All counts. events: events of requests, by kind. loads: by model of the routing table. series: triples of model,
-    version and key class that have series. Other fields: Prometheus metrics, called with label values."""
+    """All counts. events: numbers of request events by kind. loads: loads by model of the table. series: triples of
+    model, version and key class that have series. Other fields: Prometheus metrics, called with label values."""
 
     def __init__(self) -> None:
         self.events = Counter[str]()
@@ -68,7 +68,7 @@ class Metrics:
         self.token = by_series(prometheus.Histogram, "time_per_output_token_seconds", text, buckets=_SECONDS)
 
     def finished(self, exchange: Exchange, now_s: float, checked: Checked | None) -> None:
-        """Count a request that ended, by client or server. checked: the body, if it was for an engine."""
+        """Count a request that ended, by client or server. checked: the body of a request for an engine."""
         self.requests(exchange.route.name, exchange.status).inc()
         if checked is None:
             return
@@ -81,7 +81,7 @@ class Metrics:
         load = self.loads[exchange.routed_model]
         if tokens.prompt and checked.prompt_tokens:
             load.computed(checked.prompt_tokens, max(tokens.prompt - tokens.cached, 0))
-        # An event may have several tokens, so prefer the number that the engine reported.
+        # An event may have several tokens, so prefer the number of tokens that the engine reported.
         written = tokens.completion or exchange.stream_events
         if exchange.stream_events and written > 1:
             token_s = (now_s - exchange.first_byte_s) / (written - 1)
@@ -131,16 +131,16 @@ class ModelLoad:
         self.arrived_prompts[bucket(prompt_tokens, 1.0)] += 1
 
     def computed(self, estimated: int, tokens: int) -> None:
-        """Count a prompt's tokens that an engine computed, without cached ones. estimated: the router's estimate."""
+        """Count a prompt's tokens that an engine computed, without cached ones. estimated: by the router."""
         fade = 1.0 if self._estimated < _COMPUTED_TOKENS else 0.5
         self._estimated = self._estimated * fade + estimated
         self._computed = self._computed * fade + tokens
 
     def report(self, now_s: float) -> dict[str, Any]:
-        """Return the model's part of the load report; unknown values are None. tpot_p95_s: over streams of the last
-        minute. computed_part: computed prompt tokens per estimated one (fewer if prompts share a cached prefix).
-        prefill_tokens_per_s: of one replica. arrived_prompts: requests since the last sent report, by `bucket` of their
-        prompt tokens (from 1)."""
+        """Return the model's part of the load report; unknown values are None. tpot_p95_s: 95th percentile over streams
+        that ended in the last minute. computed_part: computed prompt tokens per estimated one (fewer if prompts share a
+        cached prefix). prefill_tokens_per_s: rate of one replica. arrived_prompts: number of requests since the last
+        sent report, by `bucket` of their prompt tokens (from 1)."""
         recent = sorted(seconds for at_s, seconds in self.tpot if at_s >= now_s - RECENT_S)
         return {
             "last_request_s": self._last_request_s,
@@ -156,7 +156,7 @@ def prefill_tokens_per_s(samples: Sequence[tuple[int, float]]) -> float | None:
 
     It is the slope of the resistant line through the outer thirds (Tukey 1977, "Exploratory Data Analysis", chapter 5):
     constant time cancels out, and single slow requests do not move a median. Tokens are the router's estimates, so the
-    rate is right for estimated tokens whatever their bias."""
+    rate fits estimated tokens even if the estimates are biased."""
     if len(samples) < LEAST_SAMPLES:
         return None
     ordered, third = sorted(samples), len(samples) // 3
@@ -171,13 +171,13 @@ class Comparison:
     """Compares the versions of models with a canary. Each attempt counts for the version that got it, so a request that
     fails on the canary and succeeds elsewhere is an error of the canary, and so is a refusal. Disconnected clients do
     not count. canaries, as in the load report: {model: {"since_s", "versions": {version: {"requests", "errors",
-    "first_byte", "duration"}}}}; the last two count successful requests by bucket of their time since sending."""
+    "first_byte", "duration"}}}}; the last two count successful requests by `bucket` of their seconds since sending."""
 
     def __init__(self) -> None:
         self.canaries: dict[str, dict[str, Any]] = {}
 
     def apply(self, models: Iterable[Model]) -> None:
-        """Apply a table: start counts of new canaries at zero, drop counts of removed ones."""
+        """Apply a table: start counts of new canaries at zero, drop counts of removed canaries."""
         before, self.canaries = self.canaries, {}
         for model in models:
             if model.canary is not None:
@@ -186,25 +186,25 @@ class Comparison:
                 self.canaries[model.name] = known if known["since_s"] == new["since_s"] else new
 
     def add(self, model: str, version: str, exchange: Exchange, *, failed: bool) -> None:
-        """Count a finished attempt."""
+        """Count a finished attempt at a request for `model`."""
         if model not in self.canaries:
             return
         new = {"requests": 0, "errors": 0, "first_byte": Counter[int](), "duration": Counter[int]()}
         counts = self.canaries[model]["versions"].setdefault(version, new)
         counts["requests"] += 1
         counts["errors"] += failed
-        if not failed and exchange.first_byte_s >= exchange.sent_s:  # not if another engine began its stream
+        if not failed and exchange.first_byte_s >= exchange.sent_s:  # false if another engine began the stream
             counts["first_byte"][bucket(exchange.first_byte_s - exchange.sent_s)] += 1
             counts["duration"][bucket(time.monotonic() - exchange.sent_s)] += 1
 
 
-# Names of keys, often of persons, which must not remain in a log. Ids of keys are kept.
+# A key's name is often a person's, and must not remain in a log; a key's id may remain.
 _NAMED: Final = re.compile(rb"(/keys/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")
 
 
 def access_line(exchange: Exchange, now_s: float) -> bytes:
-    """Return a line of JSON for a request whose response ended at `now_s` (monotonic clock). ttft_s, duration_s: from
-    the complete request to the first body byte and to the end."""
+    """Return a line of JSON for a request whose response ended at `now_s` (monotonic clock). ttft_s: seconds from the
+    complete request to the first body byte; duration_s: to the end."""
     received_s, first_byte_s = exchange.received_s or now_s, exchange.first_byte_s
     path = _NAMED.sub(rb"\1*", exchange.path) if b"/keys/" in exchange.path else exchange.path
     fields = {

@@ -1,4 +1,4 @@
-"""State of one gateway process that every handler may use; it needs no locks, because all runs on one event loop."""
+"""State of one gateway process that every handler may use; it needs no locks, as all handlers run on one event loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _HEALTH_S: Final = 2.0
 class State:
     """State of one process. report_now: sends a load report at once. generation: generation of the current table, -1
     before the first. buffered_bytes: request bodies in memory. token: authenticates the gateway to the controller.
-    sessions: logins of the page by the SHA-256 of their tokens. box_troubles: failing parts of the box in the last
+    sessions: logins to the page by the SHA-256 of their tokens. box_troubles: failing parts of the box in the last
     table. access_lines: log lines that the sweep will write."""
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -92,8 +92,8 @@ class State:
         return b"req_%b%06x" % (self._id_prefix, next(self._id_numbers))
 
     def take_body(self, exchange: Exchange, nbytes: int) -> None:
-        """Count body bytes in memory. Raises HttpError 503 if all bodies together are too large, 429 for those of one
-        owner. Class batch may use half of the memory."""
+        """Count body bytes in memory. Raises HttpError 503 if all bodies together are too large, 429 if those of one
+        owner are. Class batch may use half of the memory."""
         most = self.limits.buffered_body_bytes // (2 if exchange.use.batch else 1)
         if self.buffered_bytes + nbytes > most:
             text = "The server is busy with other large requests. Please retry."
@@ -132,7 +132,7 @@ class State:
         return HttpError(404, message, param="model", code="model_version_not_served")
 
     def next_try_s(self, name: str) -> float | None:
-        """Seconds until the next start of a model's engines, if requests may not wait that long."""
+        """Return the seconds until the next start of a model's engines; None if requests may wait that long."""
         model = self.router.models.get(name)
         if model is None or model.trouble is None or any(replica.state == OPEN for replica in model.replicas):
             return None
@@ -140,7 +140,7 @@ class State:
         return left_s if left_s > model.trouble.hold_before_s else None
 
     def not_ready(self, name: str, why: str) -> HttpError:
-        """The error for a request that may not wait, or wait longer, for a replica of this model."""
+        """The error for a request that may not wait, or has waited too long, for a replica of this model."""
         model, retry_s = self.router.models.get(name), self.config.holds.retry_after_s
         message = f"The model `{name}` is not ready: {why}. Please retry."
         if model is not None and model.trouble is not None:
@@ -166,10 +166,10 @@ class State:
             use.owner.requests -= 1
         if checked is not None and use.batch and status == 503:
             use.spend(-1, -checked.tokens)
-            checked = None  # it is retried, and counts once, when it is answered
+            checked = None  # the sender retries it; it counts once, when it is answered
         if exchange.broke_off:
             self.metrics.events["broke_off"] += 1
-        self.metrics.finished(exchange, now_s, checked)  # before the next lines replace missing usage by estimates
+        self.metrics.finished(exchange, now_s, checked)  # before estimates replace missing usage below
         if checked is not None:
             if not tokens.completion and exchange.sent_s and status in (200, 401, 499):
                 # No usage arrived: the client left, its key was revoked, or the engine died in mid-stream.
@@ -196,8 +196,8 @@ class State:
 
 class Engines:
     """Connections to engines by address: path of a Unix socket, or https://HOST:PORT on another machine. It uses
-    aiohttp's connectors without its sessions, which took a fifth of a request's time. silence_s: longest pause within
-    an answer."""
+    aiohttp's connectors without its sessions, because sessions took a fifth of a request's time. silence_s: longest
+    pause within an answer."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
@@ -221,7 +221,7 @@ class Engines:
     async def send(
         self, connection: Connection, request: bytes, *, patient: bool = False
     ) -> tuple[RawResponseMessage, aiohttp.StreamReader]:
-        """Send a request; return the answer's head and a reader for its body. patient: no limit on pauses. Raises
+        """Send a request; return the answer's head and a reader for its body. patient: pauses have no limit. Raises
         aiohttp.SocketTimeoutError, ClientError, OSError, and HttpProcessingError if the answer is not HTTP."""
         protocol, transport = connection.protocol, connection.transport
         if protocol is None or transport is None:
@@ -253,7 +253,7 @@ class Engines:
 
 
 async def read_up_to(content: aiohttp.StreamReader, most: int = 64 * 1024) -> bytes:
-    """Read a body up to `most` bytes (enough for an error), because a single `read` returns only a part."""
+    """Read a body up to `most` bytes (enough for an error), because a single `read` may return only a part."""
     body = b""
     while len(body) < most and not content.at_eof():
         body += await content.read(most - len(body))
@@ -261,7 +261,7 @@ async def read_up_to(content: aiohttp.StreamReader, most: int = 64 * 1024) -> by
 
 
 def gauges(state: State, controller_up: bool) -> Iterator[Metric]:
-    """Prometheus series of the current state."""
+    """Return Prometheus series of the current state."""
     held = dict.fromkeys((model for model, _, _ in state.metrics.series), 0) | state.holds.models()
     loads = {name: load.inflight for name, load in state.router.loads.items()}
     failing = dict.fromkeys(state.background.names(), 1)

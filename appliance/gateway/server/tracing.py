@@ -81,7 +81,7 @@ class Tracing:
         span.end()
 
     def close(self) -> None:
-        """Send remaining spans, for at most EXPORT_TIMEOUT_S; the SDK alone would take that long for each batch."""
+        """Send remaining spans, for at most EXPORT_TIMEOUT_S in all; the SDK would allow that time for each batch."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(EXPORT_TIMEOUT_S)
