@@ -202,8 +202,7 @@ class Database(AbstractContextManager["Database"]):
             return connection.execute(sql, parameters)
 
     def delete(self, table: str, where: str, parameters: Sequence[Any] = ()) -> None:
-        """Delete rows in short transactions, so that other writers get their turn. Call it on a thread if the rows may
-        be many."""
+        """Delete rows in short transactions, so that other writers get their turn. Many rows need a thread."""
         chosen = f"SELECT rowid FROM {table} WHERE {where} LIMIT {DELETED_AT_ONCE}"
         while self.execute(f"DELETE FROM {table} WHERE rowid IN ({chosen})", parameters).rowcount == DELETED_AT_ONCE:
             time.sleep(0.001)  # a waiting thread gets the lock only if this thread pauses
@@ -233,8 +232,7 @@ class Database(AbstractContextManager["Database"]):
 
 
 def owned_by(viewer: str | None) -> dict[str, str]:
-    """Return the `scope` that lists only this owner's rows; for None (an admin or the box itself) it lists every
-    row."""
+    """Return the `scope` of the viewer's own rows; of all rows for None (an admin or the box itself)."""
     return {} if viewer is None else {"owner": viewer}
 
 

@@ -1,5 +1,4 @@
-"""Fine-tuning jobs. The API writes the wanted state, the scheduler the actual one; a finished job never changes its
-phase."""
+"""Fine-tuning jobs. The API writes the wanted state, the scheduler the phase; a finished job never changes phase."""
 
 from __future__ import annotations
 

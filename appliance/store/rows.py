@@ -389,7 +389,7 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class WindowRow:
-    """A mode window, see scheduler.loop.mode_schedule. serving_floor: None: the box's setting."""
+    """A mode window, see scheduler.loop.mode_schedule. serving_floor None means the box's setting."""
 
     id: str
     cron: str
