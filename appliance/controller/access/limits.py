@@ -2,10 +2,11 @@
 admitted. Tracks quotas and usage of keys: writes the gateways' sums to the store and sends used-up quotas back.
 
 Limits apply to the owner, not to the key: ten keys do not allow ten times as much. Admins and the box itself are not
-limited. A file is checked once it has arrived, in the transaction that keeps it; an upload when it is announced.
+limited. A file is checked once it has arrived, in the transaction that stores it; an upload is checked when it is
+announced.
 
-A full disk stops everything, including what would free space: SQLite cannot revoke a key, a job cannot save its state.
-So the last bytes are reserved for the box itself.
+A full disk also stops work that would free space: SQLite cannot revoke a key, a job cannot save its state. So the last
+bytes are reserved for the box itself.
 """
 
 from __future__ import annotations
@@ -46,8 +47,7 @@ _STORED = (
 
 
 class Disk:
-    """The volume of `path`. floor_bytes: bytes reserved for the box; None: 2 % of the volume, but 2 to 20 GiB and at
-    most a tenth of it."""
+    """The volume of `path`. floor_bytes: reserve of the box; None: 2 % of the volume, 2 to 20 GiB, at most a tenth."""
 
     def __init__(self, path: Path, floor_bytes: int | None, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs):
         self._path, self._floor_bytes, self._statvfs = path, floor_bytes, statvfs
@@ -87,8 +87,7 @@ def _no_room(why: str) -> ApiError:
 
 
 class Quotas:
-    """Checks of limits. They raise ApiError: 429 for too many objects, 413 for too many bytes, 507 if the disk is
-    short."""
+    """Checks limits. Raises ApiError: 429 for too many objects, 413 for too many bytes, 507 for a short disk."""
 
     def __init__(self, db: Database, config: ControllerConfig, disk: Disk):
         self._db, self._config, self.disk = db, config, disk
@@ -145,8 +144,7 @@ _NAMED_BY = ("key", "model", "version")
 class Spending:
     """Adds up the "usage" messages of the bus, and publishes the keys.
 
-    The gateways restart their counts from zero after sending: sums that cannot be written now (a full disk) are kept
-    here until they can."""
+    Gateways reset their counts after sending them, so sums that cannot be written yet (full disk) are held here."""
 
     def __init__(self, db: Database, bus: Bus):
         self._db, self._bus = db, bus
@@ -198,8 +196,8 @@ def spent_quota(db: Database, row: KeyRow, now_s: float) -> tuple[float | None, 
 
 
 def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
-    """Return the gateways' table {SHA-256: live key}, each with its page logins and without limits that do not apply;
-    and {SHA-256: time of expiry} of expired keys."""
+    """Return the gateways' table of keys by SHA-256: live keys with their page logins and the limits that apply, and
+    expired keys with their time of expiry."""
     logins: dict[str, dict[str, Any]] = {}
     for login in keys.list_sessions(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}

@@ -1,5 +1,5 @@
-"""Names of models: which are valid, how fine-tuned models are named, and which version a name means; and which models
-exist for a key: what its owner made or is shared with, narrowed by the key's list if any.
+"""Names of models: valid names, names of fine-tuned models, the version that a name means. And models visible to a key:
+made by its owner or shared with the owner, limited to the key's list if it has one.
 
 The gateways apply the same rule to the table (`gateway.table.Principal`): a request finds the same models in both.
 """
@@ -62,8 +62,7 @@ def checkpoint_name(job: JobRow, step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The meaning of a public name: the version that a checkpoint, `MODEL@VERSION` or a model (its active version)
-    names."""
+    """The version that a public name means: a checkpoint, `MODEL@VERSION`, or the model's active version."""
 
     name: str
     model: ModelRow
@@ -129,7 +128,7 @@ def unknown_model(name: str, param: str = "model") -> NotFound:
 
 
 def stored_version(db: Database, model: str, version: str) -> VersionRow:
-    """Return a version of a model that the caller may see. Raises NotFound."""
+    """Return a model's version, without checking access. Raises NotFound."""
     if (row := models.find_version(db, model, version)) is not None:
         return row
     message = f"{model} has no version {shown(version)}; `appliance model show {model}` lists them."
@@ -137,7 +136,7 @@ def stored_version(db: Database, model: str, version: str) -> VersionRow:
 
 
 def known_model(db: Database, name: str) -> Resolved:
-    """Return the row of a model that the caller may see. Raises NotFound."""
+    """Return the version that a public name means, without checking access. Raises NotFound."""
     if (resolved := resolve(db, name)) is None:
         raise unknown_model(name)
     return resolved
@@ -151,7 +150,7 @@ def usable_model(db: Database, caller: Principal, name: str) -> Resolved:
 
 
 def stored_model(db: Database, name: str) -> ModelRow:
-    """Return the row of a model, whoever may see it. Raises NotFound."""
+    """Return a model's row, without checking access. Raises NotFound."""
     if (row := models.find(db, name)) is None:
         raise unknown_model(name)
     return row

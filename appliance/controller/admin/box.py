@@ -82,8 +82,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     @needs(READ, METRICS)
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
-        """Return the controller's series in Prometheus' text format; the gateway's /metrics adds the gateway's
-        series."""
+        """Return the controller's series in Prometheus' text format; the gateway's /metrics adds its own."""
         collector = ControllerCollector(context, now, await read_engines(context.routing.open_engines()))
         return await answer(lambda: PlainTextResponse(generate_latest(collector), media_type=CONTENT_TYPE_LATEST))
 
@@ -152,8 +151,7 @@ def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | No
 
 
 def _handover(row: HandoverRow) -> dict[str, Any]:
-    """Return the view. `bytes`: sum over all steps; `asked_by`: a key's name, "box" (a local command), "window ID" or
-    "scheduler"."""
+    """`bytes`: sum over all steps; `asked_by`: a key's name, "box" (a local command), "window ID" or "scheduler"."""
     steps = [step_view(StepRecord(**step)) for step in row.steps]
     return {
         "id": str(row.id),
@@ -166,10 +164,9 @@ def _handover(row: HandoverRow) -> dict[str, Any]:
 
 
 def step_view(row: StepRecord) -> dict[str, Any]:
-    """Return a step as the API shows it. `seconds`: duration of the step. `bytes`: bytes moved, and `moved_s`: seconds
-    spent moving them (None while processes start, which is mostly not copying). `path`: how weights were loaded ("in
-    place", "layerwise"), or that weights or a snapshot are in shared memory. The last three are None for steps that
-    move nothing."""
+    """`seconds`: duration of the step. `bytes`: bytes moved in `moved_s` seconds (None for starts of processes, which
+    mostly do not copy). `path`: how weights were loaded ("in place", "layerwise"), or where they are ("shared memory").
+    These three are None for a step that moves nothing."""
     detail, parts = row.detail, row.detail.get("seconds")
     count = sum(detail.get("bytes_read") or ()) or detail.get("bytes")
     moved_s = detail.get("load_s", parts.get("snapshot") if isinstance(parts, dict) else None)
