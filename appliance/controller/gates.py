@@ -83,9 +83,7 @@ class Gates:
         try:
             runs = [self._run(job.id, judged) for judged in versions]
         except ApiError as error:
-            return (
-                None if error.status_code in (429, 507) else (_UNDECIDED, error.message)
-            )  # because of a bound or a full disk
+            return None if error.status_code in (429, 507) else (_UNDECIDED, error.message)  # a bound or a full disk
         for run in runs:
             if run.status in ("failed", "canceled"):
                 return _UNDECIDED, f"{run.id} {run.status}: {(run.error or {}).get('message', '')}"

@@ -289,8 +289,7 @@ class BusRouting:
 
 
 def _answers(served: _Served, name: str, row: _Callable) -> bool:
-    """Return whether a replica can take requests for `name`. An adapter fits only the weights that it was trained
-    on."""
+    """Return whether a replica can take requests for `name`. An adapter fits only its training's base weights."""
     adapter = row.adapter
     if adapter is not None:
         if policy_of(name) is not None and not served.socket.startswith("/"):

@@ -268,8 +268,7 @@ class EngineSizes:
         return base, models.find_version(self._db, base.id, adapter["base_version"])
 
     def _shape(self, model: ModelRow, version: VersionRow | None) -> ServedShape:
-        """Return the model's shape from the version's config.json; without that file, from the model's row in the
-        store."""
+        """Return the model's shape from the version's config.json, or else from the model's row in the store."""
         bare = ServedShape(model.bytes, model.params, context=model.max_model_len)
         if version is None:
             return bare
@@ -293,8 +292,7 @@ class SettingsCheck:
         self._one = asyncio.Lock()
 
     async def refused(self, model: ModelRow, version: VersionRow, devices: int, settings: ModelSettings) -> str:
-        """Return why vLLM would not start an engine, "" if it would. Raises OperationFailed if the check cannot run
-        now."""
+        """Return why vLLM would not start an engine, "" if it would. Raises OperationFailed if it cannot be asked."""
         folder = next(
             (f for f in (version.shm_path, version.disk_path) if f and Path(f, "config.json").is_file()), None
         )

@@ -94,8 +94,7 @@ def sampling_request(
 
 
 def samples_of(body: Any, n: int) -> list[Sampled]:
-    """Return the n answers of a response. Raises ValueError, with a readable text, if an answer is missing or
-    incomplete."""
+    """Return the n answers of a response. Raises ValueError if an answer is missing or incomplete."""
     try:
         choices = sorted(body["choices"], key=lambda choice: choice["index"])
         samples = [Sampled(list(c["token_ids"]), c["logprobs"]["token_logprobs"], c["text"]) for c in choices]
@@ -108,8 +107,7 @@ def samples_of(body: Any, n: int) -> list[Sampled]:
 
 
 def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
-    """Return the log-probability of each of the last tokens, given all before it. Raises ValueError with a readable
-    text."""
+    """Return the log-probability of each of the `last` tokens, given all tokens before it. Raises ValueError."""
     try:
         places = body["choices"][0]["prompt_logprobs"][-last:]
         scores = [place[str(token)]["logprob"] for token, place in zip(tokens[-last:], places, strict=True)]
@@ -201,9 +199,7 @@ class Grading:
             raise CannotGoOn(f"the API key of the job {how}, and its answers are judged on behalf of it")
         if teacher := judge_row.judge.get("teacher"):
             return await self._teach(row, teacher, prompt, answers)
-        grader = await asyncio.to_thread(
-            parse, judge_row.judge["grader"]
-        )  # on a thread: a grader of 2 MB takes seconds
+        grader = await asyncio.to_thread(parse, judge_row.judge["grader"])  # 2 MB take seconds
         return await self._reward(row, grader, prompt, answers)
 
     async def _reward(self, row: JobRow, grader: Grader, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
@@ -291,8 +287,7 @@ def grader_of(context: ControllerContext, definition: Any, caller: Principal, pa
 
 
 async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, param: str) -> None:
-    """Check the code of python graders. Raises BadRequest if it cannot grade, ApiError if the box could not check
-    it."""
+    """Check python graders' code. Raises BadRequest if it cannot grade, ApiError if the box could not check it."""
     if not (code := graders.sources(grader)):
         return
     try:

@@ -217,8 +217,7 @@ def eval_object(row: EvalRow) -> dict[str, Any]:
 
 
 def run_object(row: EvalRunRow, url: str, waits_for: str = "") -> dict[str, Any]:
-    """Return OpenAI's object of a run, plus `waits_for` (why it does not proceed) and the mean reward of each
-    criterion."""
+    """Return OpenAI's object of a run, plus `waits_for` (why it does not proceed) and each criterion's mean reward."""
     counts = {"passed": "pass", "failed": "fail", "errored": "error"}
     return object_of(
         row,
