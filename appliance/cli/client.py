@@ -15,12 +15,12 @@ import httpx
 from appliance.cli import output
 from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Conflict, Unreachable, of_answer
 
-TIMEOUT_S, _UPLOAD_TIMEOUT_S = 60.0, 900.0  # the box reads a whole file before it answers
-_RESUMES = 6  # a minute in all, in which a box may start anew
+TIMEOUT_S, _UPLOAD_TIMEOUT_S = 60.0, 900.0  # covers one upload: the box reads the whole file before it answers
+_RESUMES = 6  # their waits sum to a minute, in which a box may restart
 
 
 def box_url(text: str) -> httpx.URL:
-    """`http(s)://host[:port]`, given with or without `/v1` behind it. Raises BadUsage."""
+    """Return the URL as `http(s)://host[:port]`; `text` may end in `/v1`. Raises BadUsage."""
     try:
         url = httpx.URL(text if "//" in text else f"http://{text}")
         if url.scheme in ("http", "https") and url.host and url.path.rstrip("/") in ("", "/v1"):
@@ -33,7 +33,7 @@ def box_url(text: str) -> httpx.URL:
 
 
 class Client:
-    """One box. Every method raises the errors of `appliance.cli.errors`, with the box's own message."""
+    """A client of one box. Methods raise errors of `appliance.cli.errors` with the box's own message."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Client:
         socket_path: str | None = None,
         why_silent: Callable[[], str] = lambda: "",
     ):
-        """socket_path: replaces the URL. why_silent: returns why a box refuses connections now, "" if unknown."""
+        """socket_path: used instead of `url`. why_silent: returns why a box refuses connections now, "" if unknown."""
         known = box_url(url)
         self.address, self._why_silent = socket_path or str(known).rstrip("/"), why_silent
         self.is_local = socket_path is not None or known.host in ("127.0.0.1", "localhost", "::1")
@@ -62,7 +62,7 @@ class Client:
         return self.send("GET", path, query=query)
 
     def listed(self, path: str, most: int | None = None, **query: Any) -> Any:
-        """A list with the rows of all pages, or the first `most` rows: a page may hold fewer than its limit."""
+        """Return a list with the rows of all pages, or the first `most` rows. Pages may be shorter than their limit."""
         query = {"limit": most, **query}
         answer = self.get(path, **query)
         while answer.get("has_more") and answer["data"] and (most is None or len(answer["data"]) < most):
@@ -79,21 +79,21 @@ class Client:
     def send(
         self, method: str, path: str, body: Any = None, query: Any = None, timeout_s: float = TIMEOUT_S, **more: Any
     ) -> Any:
-        """Send a request and return the JSON of its answer, without `query` values that are None. more: for httpx."""
+        """Send a request and return the JSON of its answer, omitting `query` values that are None. more: for httpx."""
         params = {name: value for name, value in (query or {}).items() if value is not None}
         with self._answer(method, path, timeout_s, json=body, params=params or None, **more) as response:
             return _json(response.read())
 
     def stream_events(self, path: str, body: Any, timeout_s: float) -> Iterator[Any]:
-        """The `data:` objects of a server-sent event stream, up to its `[DONE]`.
+        """Yield the `data:` objects of a server-sent event stream up to its `[DONE]`.
 
-        Raises CommandFailed for an error event and for a stream that ends without `[DONE]`: an answer that was cut off
-        must not pass for a short one.
+        Raises CommandFailed for an error event and for a stream that ends without `[DONE]`: an interrupted answer must
+        not look like a short one.
         """
         with self._answer("POST", path, timeout_s, json=body) as response:
             rest = b""
             for piece in response.iter_bytes():
-                *lines, rest = (rest + piece).split(b"\n")  # at no other ends of lines, which JSON may have inside
+                *lines, rest = (rest + piece).split(b"\n")  # only at LF: JSON may contain other line separators
                 for data in (line[5:].strip() for line in lines if line.startswith(b"data:")):
                     if data == b"[DONE]":
                         return
@@ -115,14 +115,14 @@ class Client:
 
     def parts(self, path: str) -> Iterator[bytes]:
         """Yield the body of an answer as it arrives. An interrupted answer with an ETag is resumed; after `_RESUMES`
-        failures in a row, the last one is raised."""
+        failures in a row, the last error is raised."""
         tag, at, failures = None, 0, 0
         while True:
             resumed = {"range": f"bytes={at}-", "if-range": tag} if tag else {}
             try:
                 with self._answer("GET", path, TIMEOUT_S, headers=resumed) as response:
                     if resumed and response.status_code != 206:
-                        raise Conflict("what was downloaded has changed meanwhile: begin again")
+                        raise Conflict("the file changed during its download; download it again")
                     tag = response.headers.get("etag")
                     for part in response.iter_bytes():
                         at, failures = at + len(part), 0
@@ -146,7 +146,7 @@ class Client:
         except httpx.TimeoutException as error:
             raise Unreachable(
                 f"the box at {self.address} did not answer within {timeout_s:.0f} s: it is busy or hangs; `appliance "
-                "status` shows what it does, and what was asked may still be done"
+                "status` shows its state, and the request may still be done"
             ) from error
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
@@ -169,11 +169,11 @@ def _json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise CommandFailed(f"this is not an appliance: it answered {content[:80]!r}, expected JSON") from error
+        raise CommandFailed(f"the URL is not an appliance's: it answered {content[:80]!r}, expected JSON") from error
 
 
 def _error_fields(content: bytes) -> tuple[str | None, str | None]:
-    """Message and code of OpenAI's error object; None for a missing one."""
+    """Return message and code of OpenAI's error object, each None if missing."""
     try:
         error = json.loads(content)["error"]
         return error["message"], error.get("code")

@@ -1,5 +1,5 @@
-"""A command as data: its name, help, options and function; its parser, its session with a box, and waiting for the work
-that it has started."""
+"""Commands as data (name, help, options, function), their parser, their session with a box, and waiting for the work
+that they start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHARED = {
         OUTPUT,
         opt("--url URL", "A box elsewhere [APPLIANCE_URL]."),
         opt("--api-key KEY", "For --url [APPLIANCE_API_KEY].", env="APPLIANCE_API_KEY"),
-        replace(DATA_DIR, env=""),  # a URL that was typed wins over the variable
+        replace(DATA_DIR, env=""),  # --url has no `env` here: a typed --data-dir wins over the URL's variable
     ),
     "here": (OUTPUT, DATA_DIR),
     "": (),
@@ -39,9 +39,9 @@ _SHARED = {
 
 @dataclass(frozen=True)
 class Session:
-    """The box that a command talks to, and the form of its answer.
+    """A command's connection to a box, and the form of its output.
 
-    client: a Client; None where the command needs no box. box_file: None for a box named by URL.
+    client: a Client; None if the command needs no box. box_file: None for a box named by URL.
     """
 
     client: Any
@@ -49,7 +49,7 @@ class Session:
     box_file: BoxFile | None = None
 
     def show(self, answer: Any, render: Callable[[Any], Any] = output.view) -> None:
-        """Print an answer of the box, as it is or drawn."""
+        """Print an answer of the box, as JSON or drawn."""
         output.print_json(answer) if self.as_json else output.draw(render(answer))
 
 
@@ -58,8 +58,8 @@ Function = Callable[[Session, Namespace], None]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """help: text, and after "Examples:" lines to paste. needs: key of `_SHARED` for its shared options; with "box" its
-    session has a client. without_box: whether it needs no box with these arguments."""
+    """One command. help: its text, then examples after "Examples:". needs: key of `_SHARED` for its shared options;
+    "box" gives its session a client. without_box: returns whether given arguments need no box."""
 
     name: str
     help: str
@@ -73,7 +73,7 @@ class Command:
         return (*self.options, *_SHARED[self.needs])
 
     def call(self, words: list[str]) -> None:
-        """Raises CliError, and SystemExit for a wrong argument."""
+        """Run the command. Raises CliError, and SystemExit for a wrong argument."""
         args = Parser(self).parse_intermixed_args(words)
         if self.needs != "box" or self.without_box(args):
             session = Session(None, getattr(args, "output", "") == "json")
@@ -97,7 +97,7 @@ def command(name: str, *options: Option, **more: Any) -> Callable[[Function], Fu
 
 
 class Parser(argparse.ArgumentParser):
-    """Of one command."""
+    """Parser of the arguments of one command."""
 
     def __init__(self, entry: Command):
         text, _, examples = entry.help.partition("\n\nExamples:\n")
@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width),
         )
         for option in entry.all_options:
-            default = os.environ.get(option.env)  # a text, which argparse gives to the option's type
+            default = os.environ.get(option.env)  # argparse converts this text by the option's type
             self.add_argument(*option.flags, **option.settings, **({"default": default} if default else {}))
 
     def error(self, message: str) -> NoReturn:
@@ -120,9 +120,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def open_session(args: Namespace) -> Session:
-    """Open the box that the options name, else the one of the environment, where the URL comes first. Raises BadUsage,
-    and Unreachable when none runs on this machine."""
-    from appliance.cli.client import Client  # late: httpx takes longer than the rest of `--help`
+    """Open the box that the options name, else the environment's, whose URL comes before its data directory. Raises
+    BadUsage, and Unreachable if no box runs on this machine."""
+    from appliance.cli.client import Client  # imported here because httpx takes longer than the rest of `--help`
 
     if args.url and args.data_dir:
         raise BadUsage("--url and --data-dir name two boxes; give one of them")
@@ -134,7 +134,7 @@ def open_session(args: Namespace) -> Session:
     return Session(client, as_json, box_file)
 
 
-# Waiting for work that a command has started: across restarts of the box, with a line of progress
+# Waiting for work that a command started: survives restarts of the box, and shows progress
 
 WAIT = either("--wait", "--no-wait", "Return when it is done (the default).", True)
 TIMEOUT = opt("--timeout SECONDS", "Give up waiting, exit code 124; the box goes on.", type=number(float, 0))
@@ -143,8 +143,8 @@ PATIENCE_S = 120.0
 
 
 def patient(fetch: Callable[[], Any]) -> Callable[[], Any | None]:
-    """`fetch` for commands that follow a box: while the box restarts it returns None. It raises CliError, and
-    Unreachable once the box was away for PATIENCE_S."""
+    """Wrap `fetch` so that it returns None while the box restarts. The wrapper raises CliError, and Unreachable if the
+    box is away for longer than PATIENCE_S."""
     gone_s = math.inf
 
     def call() -> Any | None:
@@ -175,7 +175,7 @@ def until(
     timeout_s: float | None,
     name: str,
 ) -> Any:
-    """Repeat `fetch` until its answer has `ended`, with a line of progress; return it. Raises WaitTimedOut."""
+    """Repeat `fetch`, showing progress, until `ended` holds for its answer; return that. Raises WaitTimedOut."""
     look, began_s = patient(fetch), time.monotonic()
     with output.progress(name) as meter:
         while True:
@@ -184,12 +184,12 @@ def until(
                     return now
                 meter(*doing(now))
             if timeout_s is not None and time.monotonic() - began_s >= timeout_s:
-                raise WaitTimedOut(f"{name} is not done after {timeout_s:g} s; it goes on")
+                raise WaitTimedOut(f"{name} is not done after {timeout_s:g} s; the box continues it")
             time.sleep(POLL_S)
 
 
 def finish(session: Session, started: dict[str, Any], args: Namespace) -> dict[str, Any]:
-    """Wait for the end of the operation, unless with --no-wait; return it. Raises CommandFailed if it failed."""
+    """Wait for the operation's end, except with --no-wait; return the operation. Raises CommandFailed if it failed."""
 
     def doing(operation: dict[str, Any]) -> Doing:
         progress = operation.get("progress") or {}

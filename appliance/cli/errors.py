@@ -1,20 +1,20 @@
 """How a command can fail; the exit codes are part of the interface (docs/operations.md).
 
 CliError              1, as CommandFailed
-├── CommandFailed     1   the box did not do it, or what was waited for ended badly
+├── CommandFailed     1   the box did not do it, or the awaited work failed
 ├── BadUsage          2   the request makes no sense: a wrong argument, file or setting
 ├── NotFound          3   no such job, model, file, key
 ├── AuthFailed        4   no key, a wrong one, or one without the scope
-├── Conflict          5   the state of the thing forbids it
+├── Conflict          5   the state of the object forbids it
 ├── Unreachable       6   no box answers
-└── WaitTimedOut    124   what was waited for goes on (124 as timeout(1) has it)
+└── WaitTimedOut    124   the awaited work continues (124 as in timeout(1))
 """
 
 from __future__ import annotations
 
 
 class CliError(Exception):
-    """Base: the message is for people and says what to do."""
+    """Base class. The message is for people and tells what to do."""
 
     exit_code = 1
 
@@ -48,7 +48,7 @@ class WaitTimedOut(CliError):
 
 
 class Ended(Exception):
-    """Ends a command whose output has said why."""
+    """Ends a command that has already printed the reason."""
 
     def __init__(self, exit_code: int):
         self.exit_code = exit_code
@@ -64,6 +64,6 @@ _OF_STATUS: dict[int, type[CliError]] = {
 
 
 def of_answer(status: int, message: str, code: str | None) -> CliError:
-    """The error for an HTTP answer of `status` >= 400 with the message and code of OpenAI's error object."""
+    """Return the error for an HTTP answer with `status` >= 400, and message and code of OpenAI's error object."""
     kind = WaitTimedOut if code == "wait_timeout" else _OF_STATUS.get(status, CommandFailed)
     return kind(message)

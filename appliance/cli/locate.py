@@ -1,4 +1,4 @@
-"""The box of a data directory on this machine: its state, its configuration, and commands that run our modules."""
+"""The box of a data directory on this machine: its state and configuration, and commands that run our modules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BoxFile:
-    """Content of `box.json` in a data directory; see appliance.boot.main.BoxState."""
+    """Content of `box.json` in a data directory, as appliance.boot.main.BoxState writes it."""
 
     data_dir: Path
     fields: dict[str, Any]
 
     @classmethod
     def read(cls, data_dir: str | Path | None) -> BoxFile:
-        """An absent file reads as a box that never ran."""
+        """Read the file; an absent file means a box that never ran."""
         folder = Path(data_dir or DEFAULT_DATA_DIR).expanduser().resolve()
         try:
             fields = json.loads((folder / "box.json").read_text())
@@ -49,13 +49,13 @@ class BoxFile:
 
     @property
     def troubles(self) -> list[dict[str, Any]]:
-        """Troubles of the processes that the main process supervises, as `BackgroundTasks.degraded` has them."""
+        """Return troubles of supervised processes, in the form of `BackgroundTasks.degraded`."""
         return list(self.fields.get("troubles", []))
 
     @property
     def pid(self) -> int | None:
-        """The main process's pid, None if it does not run. A pid from before a reboot may be another process's now. It
-        may even be another box's main process: in a copy of the directory, or in containers, which count from 1."""
+        """The main process's pid, None if it does not run. After a reboot the stored pid may be another process's. In a
+        copy of the directory, or in containers, which count from 1, it may even be another box's main process."""
         pid = self.fields.get("pid")
         try:
             arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -65,7 +65,7 @@ class BoxFile:
         return pid if b"appliance.boot.main" in arguments and config.parent.resolve() == self.data_dir else None
 
     def controller_socket(self) -> str:
-        """Raises Unreachable with the state of the box if it does not answer."""
+        """Return the controller's socket path. Raises Unreachable with the box's state if the box does not answer."""
         if self.pid is None:
             raise Unreachable(self.why_silent())
         socket_path = str(self.fields["controller_socket"])
@@ -74,7 +74,7 @@ class BoxFile:
         return socket_path
 
     def why_silent(self) -> str:
-        """Why the box does not answer now, "" if it should answer."""
+        """Return why the box does not answer now; "" if it should answer."""
         now = BoxFile.read(self.data_dir)
         box, start = f"the box on {self.data_dir}", f"`appliance up{data_dir_option(self.data_dir)}` starts it"
         if now.pid is not None:
@@ -95,16 +95,15 @@ class BoxFile:
 
 
 def data_dir_option(data_dir: Path) -> str:
-    """The option by which a command names this directory; "" for the default one."""
+    """Return the option by which a command names this directory; "" for the default directory."""
     default = Path(DEFAULT_DATA_DIR).expanduser().resolve()
     return "" if data_dir == default else f" --data-dir {shlex.quote(str(data_dir))}"
 
 
 def resolved(config: Path | None, devices: str | None = None, **box: Any) -> BoxConfig:
-    """The configuration, with these [box] settings from the command line. devices: auto or a number. Raises
-    BadUsage."""
+    """Load the configuration with [box] settings from the command line. devices: auto or a number. Raises BadUsage."""
     look_for_all()
-    from appliance.config import ConfigError, load_config  # late: pydantic doubles the time of `--help`
+    from appliance.config import ConfigError, load_config  # imported here because pydantic doubles the time of `--help`
 
     number = int(devices) if devices and devices.isascii() and devices.isdigit() else devices
     try:
@@ -114,16 +113,16 @@ def resolved(config: Path | None, devices: str | None = None, **box: Any) -> Box
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of ours in a separate process, because its import takes long."""
+    """Return a command line that runs a module of this software, whose import takes long, as a process."""
     look_for_all()
-    # -P: a local folder called `train` or `serve` must not hide our package.
+    # -P: a local folder called `train` or `serve` must not hide the installed package.
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def look_for_all() -> None:
-    """Raises BadUsage where the command alone is installed (the extra `client`)."""
+    """Raise BadUsage if only the client is installed (the extra `client`)."""
     if importlib.util.find_spec("ray") is None:
         raise BadUsage(
-            "this command is for a box on this machine, and here is the client alone (appliance[client]); --url names "
-            "a box elsewhere, for the commands that take it"
+            "this command is for a box on this machine, but only the client is installed (appliance[client]); commands "
+            "with --url can use a box elsewhere"
         )

@@ -35,7 +35,7 @@ Examples:
 
 
 def below(group: str) -> list[tuple[str, str]]:
-    """The words that may follow a group ("" for all), each with the first line of its help."""
+    """Return the words that may follow a group ("": all words), each with the first line of its help."""
     begin = f"{group} " if group else ""
     words = {name.removeprefix(begin).partition(" ")[0] for name in (*GROUPS, *COMMANDS) if name.startswith(begin)}
     known = {name: command.help for name, command in COMMANDS.items()} | GROUPS
@@ -44,7 +44,7 @@ def below(group: str) -> list[tuple[str, str]]:
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:
-    """The name of a command or group, and its arguments; options of the box may come before the command."""
+    """Split words into a command's or group's name and arguments; options of the box may precede the name."""
     leading: list[str] = []
     while words and words[0].partition("=")[0] in BOX_OPTIONS:
         width = 1 if "=" in words[0] else 2
@@ -56,7 +56,7 @@ def split(words: list[str]) -> tuple[str, list[str]]:
 
 
 def call(words: list[str]) -> int:
-    """One command; its exit code. Raises CliError, and SystemExit for a wrong argument."""
+    """Run one command; return its exit code. Raises CliError, and SystemExit for a wrong argument."""
     name, rest = split(words)
     if name in COMMANDS:
         COMMANDS[name].call(rest)
@@ -76,7 +76,7 @@ def call(words: list[str]) -> int:
 
 
 def main(words: list[str]) -> int:
-    """The exit code of a command: see appliance.cli.errors, and 130 for Ctrl-C."""
+    """Run the command line; return its exit code: see appliance.cli.errors, and 130 for Ctrl-C."""
     try:
         return call(words)
     except SystemExit as end:
@@ -91,7 +91,7 @@ def main(words: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone, and Python flushes once more
         return 1
-    except OSError as error:  # of a file or folder that was named
+    except OSError as error:  # error of a file or folder that the user named
         named = f"{error.filename}: " if error.filename else ""
         output.say(f"error: {named}{error.strerror or error}")
         return 1

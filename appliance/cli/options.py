@@ -1,4 +1,4 @@
-"""Arguments of commands as data: how they are declared, the types of their values, and those that commands share."""
+"""Arguments of commands as data: their declaration, the types of their values, and the shared arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.cli import output
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An argument of a command. settings: of `ArgumentParser.add_argument`. env: the variable that stands for it."""
+    """An argument of a command. settings: for `ArgumentParser.add_argument`. env: variable with its default."""
 
     flags: tuple[str, ...]
     settings: dict[str, Any]
@@ -29,7 +29,7 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """In a line of usage."""
+        """The argument as a usage line shows it."""
         name = self.settings.get("metavar") or self.flags[0]
         return name if self.is_positional else f"{self.flags[0]} {name}"
 
@@ -39,7 +39,7 @@ class Option:
 
 
 def opt(words: str, help: str = "", env: str = "", **settings: Any) -> Option:
-    """An option or a positional argument. words: its flags or its name, and what help calls its value ("--limit N")."""
+    """Declare an option or positional argument. words: flags or a name, then the value's name ("--limit N")."""
     *flags, last = words.split(" ")
     if last.startswith("-") and last != "-" or not flags:
         flags = [*flags, last]
@@ -56,7 +56,7 @@ def flag(words: str, help: str) -> Option:
 
 
 def either(yes: str, no: str, help: str, default: bool | None = None, dest: str = "") -> tuple[Option, Option]:
-    """Two options for one choice."""
+    """Declare two opposite options that set one value."""
     dest = dest or yes.lstrip("-").replace("-", "_")
     return (
         opt(yes, help, dest=dest, action="store_const", const=True, default=default),
@@ -64,11 +64,11 @@ def either(yes: str, no: str, help: str, default: bool | None = None, dest: str 
     )
 
 
-# Types of options: what they raise is shown with the option's name.
+# Types of options: argparse shows their errors with the option's name.
 
 
 def number(kind: type = int, least: float = -math.inf, most: float = math.inf) -> Callable[[str], Any]:
-    """A number within bounds."""
+    """Return an option type: a number within bounds."""
 
     def parsed(text: str) -> Any:
         try:
@@ -92,12 +92,12 @@ NULL = object()
 
 
 def or_null(kind: Callable[[str], Any], word: str = "none") -> Callable[[str], Any]:
-    """A value of this kind, or a word for null."""
+    """Return an option type: a value of this kind, or a word for null."""
     return lambda text: NULL if text == word else kind(text)
 
 
 def named(kind: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """NAME=VALUE, whose value is of this kind."""
+    """Return an option type: NAME=VALUE with a value of this kind."""
 
     def parsed(text: str) -> Any:
         name, equals, value = text.partition("=")
@@ -115,8 +115,8 @@ def seconds(text: str) -> float:
 
 
 def future(text: str) -> float:
-    """Seconds since 1970 of a time from now (8h), of a date with a time, or of the end of a date alone; local unless it
-    says otherwise."""
+    """Parse a time from now (8h), a date with a time, or a date (its end) to seconds since 1970. A date without a zone
+    is local."""
     try:
         is_date_alone = len(text) <= len("2026-11-22")
         moment = (datetime.fromisoformat(text) + timedelta(days=is_date_alone)).timestamp()
@@ -131,7 +131,7 @@ def future(text: str) -> float:
 
 
 def part(text: str) -> float:
-    """A part of a whole, 0 to 1."""
+    """Parse a share such as 1% or 0.1 to a number from 0 to 1."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -149,7 +149,7 @@ def existing_file(text: str) -> Path:
 
 
 def text_file(text: str) -> str:
-    """The content of a file."""
+    """Return the content of the file at this path."""
     try:
         return Path(text).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -163,7 +163,7 @@ def json_file(text: str) -> Any:
         raise ArgumentTypeError(f"{text} is not JSON: {error}") from None
 
 
-# Options that commands share
+# Options that several commands share
 
 DATA_DIR = opt("--data-dir DIR", "The box on this machine [APPLIANCE_DATA_DIR].", env="APPLIANCE_DATA_DIR")
 OUTPUT = opt("-o --output FORMAT", "table, or json for scripts.", choices=("table", "json"), default="table")
@@ -178,12 +178,12 @@ WATCH = flag("-w --watch", "Refresh every two seconds until Ctrl-C.")
 
 
 def picked(args: Namespace, of: str | Iterable[Option]) -> dict[str, Any]:
-    """The arguments that were given, as fields of a request. of: their names, separated by spaces, or options."""
+    """Return the given arguments as fields of a request. of: argument names separated by spaces, or options."""
     names = of.split() if isinstance(of, str) else [one.dest for one in of]
     found = {name: getattr(args, name) for name in names}
     return {name: None if value is NULL else value for name, value in found.items() if value is not None}
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """Fields of a request that are not None."""
+    """Return the fields of a request that are not None."""
     return {name: value for name, value in fields.items() if value is not None}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-# Rich is imported inside the functions that draw, because it would double the time of `--help`.
+# Rich is imported inside the functions that draw, because importing it would double the time of `--help`.
 _CONTROLS = {number: f"\\u{number:04x}" for number in (0x7F, *range(0x80, 0xA0))}
 """`json.dumps` escapes none of these: U+009B begins a command to a terminal, as ESC [ does."""
 
@@ -27,16 +27,16 @@ def print_json(value: Any) -> None:
 
 
 def say(message: str) -> None:
-    """Print a remark for a person, which is never part of a result."""
+    """Print a remark for a person to stderr; it is never part of a result."""
     print(printable(message), file=sys.stderr, flush=True)
 
 
 def column(spec: str) -> tuple[str, Callable[[Any], str]]:
-    """The title and the cell of a row, by "[>][?]TITLE=path|path:format".
+    """Return a column's title and its cell function, from "[>][?]TITLE=path|path:format".
 
-    path: names with dots between; of several the first that has something. format: of `FORMATS`, else by the
-    path's name. >: aligned to the right. ?: left out where no row has something. TITLE: with underscores for spaces;
-    without it the path's last name.
+    path: field names joined by dots; the first path with a value counts. format: key of `FORMATS`, else chosen by the
+    path's name. >: aligned to the right. ?: omitted if no row has a value. TITLE: with underscores for spaces; the
+    path's last name by default.
     """
     title, _, source = spec.rpartition("=")
     if not title:
@@ -63,12 +63,11 @@ def column(spec: str) -> tuple[str, Callable[[Any], str]]:
 NOTHING = (None, "", [], {})
 LINE_EVERY_S = 30.0
 REFRESH_EVERY_S = 2.0
-_ONE_LINE_CHARACTERS = 100  # a part of an object that needs more is shown below it
+_ONE_LINE_CHARACTERS = 100  # a longer part of an object is shown below its fields
 
 
 def listing(columns: str, rows: Sequence[Any], *, empty: str = "") -> RenderableType:
-    """A table with a line for each row. columns: as `column` has them, with spaces between; "": all that the rows
-    have."""
+    """Return a table with a line for each row. columns: specs as in `column`, separated by spaces; "": all fields."""
     if not columns:
         names = dict.fromkeys(name for row in rows for name in row if name != "object")
         columns = " ".join(f"?{name}" for name in names)
@@ -81,12 +80,12 @@ def listing(columns: str, rows: Sequence[Any], *, empty: str = "") -> Renderable
 
 
 def view(answer: Mapping[str, Any], named: Callable[[str], str] | None = None) -> RenderableType:
-    """Any object of the box: its fields in their order, each in the unit of its name, and below them its lists and
-    larger parts. What has no value is left out. named: how a field's name is shown."""
+    """Show any object of the box: its fields in order, each in the unit of its name, then its lists and larger parts.
+    Fields without a value are omitted. named: returns the shown form of a field's name."""
     shown = named or label
     pairs, parts, remarks = [], [], []
     for name, value in answer.items():
-        twin = f"{name.removesuffix('_at')}_s"  # the same time, with fractions
+        twin = f"{name.removesuffix('_at')}_s"  # the same time as another field, with fractions
         if value in NOTHING or name == "object" or (twin in answer and name.endswith("_at")):
             continue
         if name in ("notes", "warnings"):
@@ -102,7 +101,7 @@ def view(answer: Mapping[str, Any], named: Callable[[str], str] | None = None) -
 
 
 def _rows(value: Any) -> list[Any]:
-    """The rows of a list of objects, or of objects by their names."""
+    """Return the rows of a list of objects, or of a mapping from names to objects."""
     if isinstance(value, dict) and "data" in value:
         value = value["data"]
     if isinstance(value, dict) and len(value) > 1 and all(isinstance(row, dict) for row in value.values()):
@@ -111,7 +110,7 @@ def _rows(value: Any) -> list[Any]:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str = "") -> RenderableType:
-    """A table. Columns whose name begins with ">" are aligned to the right; without names there is no header."""
+    """Return a table. A column with ">" before its name is aligned right; without names there is no header."""
     from rich.table import Table
     from rich.text import Text
 
@@ -125,7 +124,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: st
 
 
 def stack(*parts: RenderableType | None, gap: bool = True) -> RenderableType:
-    """Parts below each other; None is left out. gap: with a blank line in between."""
+    """Stack parts below each other, omitting None. gap: put a blank line between parts."""
     from rich.console import Group
     from rich.text import Text
 
@@ -143,7 +142,7 @@ def draw(renderable: RenderableType) -> None:
     if sys.stdout.isatty():
         _console().print(renderable)
         return
-    # In a pipe there is no width to fold to, and no padding trails.
+    # Output to a pipe has no width to fold to and no trailing padding.
     console = _console(width=10_000)
     with console.capture() as captured:
         console.print(renderable)
@@ -151,10 +150,9 @@ def draw(renderable: RenderableType) -> None:
 
 
 def watch(answer: Any, fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, as_json: bool) -> None:
-    """Show an answer, then fetch and show again and again until Ctrl-C: in place on a terminal, else one after the
-    other.
+    """Show an answer, then fetch and show new ones until Ctrl-C: in place on a terminal, else one below another.
 
-    fetch: None while the box is away; what was shown last stays.
+    fetch: returns the next answer; None while the box is away, which leaves the last answer on screen.
     """
     from rich.live import Live
 
@@ -171,8 +169,8 @@ def watch(answer: Any, fetch: Callable[[], Any], render: Callable[[Any], Rendera
 
 @contextmanager
 def progress(message: str) -> Iterator[Callable[..., None]]:
-    """A bar on stderr that lives while the work does; off a terminal a line every LINE_EVERY_S, for logs. What it
-    yields is called with the message, how much is done, and of how much, as far as they are known."""
+    """Show a bar on stderr during the block; off a terminal, for logs, print a line every LINE_EVERY_S seconds. Yields
+    a function of the message, the amount done and the total amount, each None if unknown."""
     if not sys.stderr.isatty():
         yield _lines(message)
         return
@@ -203,14 +201,14 @@ def _console(width: int | None = None, *, stderr: bool = False) -> Console:
     return Console(width=width, stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
-# Numbers, times and texts as people read them
+# Formats of numbers, times and texts for people
 
 REASON_CHARACTERS = 160
 _KEYED_BY_NAMES = frozenset("bounds hyperparameters idle jobs metadata models standby waiting".split())
 
 
 def _scaled(value: float | None, unit: str) -> str:
-    """In decimal units, as disks and model files are sold: 1,234,567 "B" are "1.2 MB"."""
+    """Format a value in decimal units, as sizes of disks are: 1,234,567 "B" is "1.2 MB"."""
     if value is None:
         return "-"
     prefix = ""
@@ -226,7 +224,7 @@ def size(count_bytes: float | None) -> str:
 
 
 def count(number: float | None) -> str:
-    """1,234 or 7.2 B (parameters)."""
+    """Format a number of parameters: 1,234 or 7.2 B."""
     if number is None:
         return "-"
     for limit, unit in ((1e9, "B"), (1e6, "M")):
@@ -250,7 +248,7 @@ def duration(seconds: float | None) -> str:
 
 
 def seconds_of(text: str) -> float | None:
-    """9h, 90m, 1h30m, 2d or 45s in seconds; None for anything else."""
+    """Parse 9h, 90m, 1h30m, 2d or 45s to seconds; None for other texts."""
     if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text, re.ASCII):
         return None
     units = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
@@ -258,27 +256,27 @@ def seconds_of(text: str) -> float | None:
 
 
 def moment(unix_s: float) -> str:
-    """Local date and time."""
+    """Format a Unix time as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 def printable(text: object) -> str:
-    """The text without control characters: a terminal shows what others wrote and must not obey it."""
+    """Remove control characters: text that others wrote must not control the terminal."""
     return "".join(char for char in str(text) if char.isprintable() or char in "\n\t")
 
 
 def short(reason: object) -> str:
-    """A reason, shortened for a table; views of one object show it whole."""
+    """Shorten a reason for a table; views of one object show its full text."""
     text = " ".join(by_name("", reason).split())
     return text if len(text) <= REASON_CHARACTERS else f"{text[: REASON_CHARACTERS - 1]}…"
 
 
 def by_name(name: str, value: Any) -> str:
-    """A value in the unit that its name ends with; parts of a mapping or list each in their own unit."""
+    """Format a value in the unit that ends its name; each part of a mapping or list in the part's unit."""
     if isinstance(value, dict):
         if value.keys() == {"kind", "id"}:
             return f"{value['kind']} {value['id']}"
-        unit = f"_{name}" if any(name.endswith(end) for end, _ in UNITS[:-1]) else ""  # of parts that have none
+        unit = f"_{name}" if any(name.endswith(end) for end, _ in UNITS[:-1]) else ""  # for parts named without a unit
         parts = {part: by_name(part + unit, one) for part, one in value.items()}
         shown = label_of_parts(name)
         return ", ".join(f"{shown(part)} {text}" for part, text in parts.items() if text != "-") or "-"
@@ -293,12 +291,12 @@ def by_name(name: str, value: Any) -> str:
 
 
 def label(name: str) -> str:
-    """A field's name without its unit."""
+    """Return a field's name without its unit."""
     return re.sub(r"_(bytes(/s)?|s|at|w|c)$", "", re.sub("_per_s$", "/s", name)).replace("_", " ")
 
 
 def label_of_parts(name: str) -> Callable[[str], str]:
-    """How to show the keys of this field's mapping: unchanged if people chose or type them."""
+    """Return the format for the keys of this field's mapping: unchanged if people choose or type them."""
     return str if name in _KEYED_BY_NAMES else label
 
 

@@ -1,5 +1,5 @@
-"""The table of plain commands: each is one request, and how its answer is drawn. Commands that do more are functions in
-`appliance.cli.commands`."""
+"""The table of simple commands: each is one request and a way to draw the answer. Commands that do more are functions
+in `appliance.cli.commands`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def segment(name: str) -> str:
 
 
 def has_ended(work: dict[str, Any]) -> bool:
-    """Whether a job, a batch or a run of an evaluation has ended."""
+    """Return whether a job, a batch or a run of an evaluation has ended."""
     return work["status"] in ("succeeded", "completed", "failed", "expired", "cancelled", "canceled")
 
 
@@ -86,7 +86,7 @@ class Row:
 
         if ids:
             refused: CliError | None = None
-            for one in ids:  # one that is refused does not stop the others
+            for one in ids:  # a refused request does not stop the others
                 try:
                     session.show(fetch(path, one), self.drawn)
                 except (NotFound, Conflict) as error:
@@ -156,7 +156,7 @@ def draw_mode(now: Answer) -> Any:
 
 
 def draw_handover(handover: Answer) -> Any:
-    """A hand-over, and a table of its steps."""
+    """Draw a hand-over and a table of its steps."""
     steps = output.listing(_STEPS, handover["steps"], empty="no steps")
     return output.stack(output.view({**handover, "steps": None}), steps)
 

@@ -1,5 +1,5 @@
 """The controller process: assembles store, scheduler, bus and routes on one asyncio loop.
 
-Never: Contains routes or rules at this level, only how they are built.
+Never: Contains routes or rules at this level; it only builds them.
 Begin with main.py.
 """

@@ -1,4 +1,4 @@
-"""Looks for problems of the box every few minutes and sends what changed (appliance.alerts)."""
+"""Checks the box for problems every few minutes and sends changes (appliance.alerts)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ WARNINGS: Final = ("certificate", "keys", "memory available")
 
 
 async def look(context: ControllerContext, settings: AlertSettings) -> None:
-    """Send what changed since the last look. Raises Undelivered, which shows in `appliance status`; what was not
-    delivered is sent again at the next look."""
+    """Send problems that began or ended since the last check. Raises Undelivered, which `appliance status` shows;
+    undelivered changes are sent again at the next check."""
     try:
         findings = (await context.doctor.look())["data"]
     except OperationFailed as error:
@@ -48,7 +48,7 @@ def _send_changes(context: ControllerContext, settings: AlertSettings, problems:
     db, now_s = context.db, time.time()
     before: dict[str, Known] = box.get(db, KNOWN, {})
     after, faults = dict[str, Known](), []
-    for channel in channels(settings):  # each with its own state: a failing channel causes no repeats on the other
+    for channel in channels(settings):  # each channel has its own state: a failing one causes no repeats on the other
         earlier = before.get(channel, {})
         known, messages = step(problems, earlier, now_s, settings.repeat_s)
         for message in messages:
@@ -56,7 +56,7 @@ def _send_changes(context: ControllerContext, settings: AlertSettings, problems:
                 send(settings, channel, message, context.box["public_url"])
             except Undelivered as error:
                 faults.append(str(error))
-                known.setdefault(message.id, earlier.get(message.id, {}))  # an end is sent at the next look
+                known.setdefault(message.id, earlier.get(message.id, {}))  # the problem's end is sent at the next check
             else:
                 if message.id in known:
                     known[message.id]["sent_s"] = now_s
@@ -72,8 +72,8 @@ Rows = Iterable[Mapping[str, Any]]
 def problems_of(
     findings: Rows, devices: Rows, status: SchedulerStatus, held: Mapping[str, int], degraded: Rows
 ) -> Iterator[Problem]:
-    """Failed checks of the doctor, and its WARNINGS; devices that are lost or cordoned by the box, not those
-    that a person drained; models with requests and no open engine, or whose engines do not start; failing tasks."""
+    """Return failed checks of the doctor, and WARNINGS among them; devices lost or cordoned by the box, but not devices
+    drained by a person; models with requests but no open engine, or with engines that do not start; failing tasks."""
     for finding in findings:
         check, state = finding["check"], finding["state"]
         if state == "fail" or (state == "warn" and check.startswith(("device ", *WARNINGS))):

@@ -92,11 +92,11 @@ def create_app(context: ControllerContext) -> FastAPI:
     return app
 
 
-# --- housekeeping, on a thread, in short transactions
+# --- housekeeping: on a thread, in short transactions
 
 
 async def _keep_house(context: ControllerContext, stored: responses.StoredResponses) -> None:
-    """One round of housekeeping. A failing part does not stop the others."""
+    """Run one round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
     for part, work in (
         ("files", partial(keep_house, context)),
@@ -110,8 +110,8 @@ async def _keep_house(context: ControllerContext, stored: responses.StoredRespon
 
 
 DAY_S = 86400.0
-# Not jobs whose snapshot is still to be given back, or of whose models one is left (a version, under a name that jobs
-# share). What their devices cost stays without them.
+# Keeps jobs with an unreleased snapshot, or with an existing model (or version, under a name that jobs share). Device
+# time of deleted jobs stays.
 _JOB_GOES = (
     f"NOT {UNFINISHED['jobs']} AND snapshot IS NULL"
     " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
@@ -132,14 +132,14 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
         for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.usage_days, kept.audit_days)
     )
     over = f"(expires_s <= ? OR created_s < ?) AND NOT coalesce({_FILE_NEEDED}, 0)"
-    while (file := FILES.first(db, over, now_s, files_s)) is not None:  # a job may begin with the next
+    while (file := FILES.first(db, over, now_s, files_s)) is not None:  # pause: a job may begin before the next
         storage.remove(context, file)
     for table, where, before_s in (
         ("idempotency", "created_s < ?", now_s - IDEMPOTENCY_KEEP_S),
         ("audit", "created_s < ?", audit_s),
         ("usage", "hour_s < ? - 3600", usage_s),
         ("device_time", "to_s < ?", usage_s),
-        # The newest stays, because its number determines the next one.
+        # The newest hand-over stays, because its number determines the next number.
         ("handovers", "ended_s < ? AND seq < (SELECT max(seq) FROM handovers)", records_s),
         ("operations", "ended_s < ? AND state != 'running'", records_s),
         ("batches", f"created_s < ? AND NOT {UNFINISHED['batches']}", records_s),
@@ -148,7 +148,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     for run in EVAL_RUNS.list_all(db, f"ended_s < ? AND NOT {UNFINISHED['eval_runs']}", records_s):
         evals.delete(db, run.id)
     for job_id in db.column(f"SELECT id FROM jobs WHERE finished_s < ? AND {_JOB_GOES}", [records_s]):
-        # The folder first: after a crash in between, the row leads here again.
+        # Delete the folder first: after a crash in between, the row causes another deletion.
         shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
         for table in ("job_events", "job_metrics"):  # up to 100,000 rows each
             db.delete(table, "job_id = ?", [job_id])

@@ -1,7 +1,7 @@
 """Gates of fine-tuning jobs: a version answers once an evaluation lets it.
 
-All state is in `JobRow.gate`, so a controller that was killed resumes at its next look: first the verdict is written,
-then the version that passed is activated, then `activated` says whether it answers.
+All state is in `JobRow.gate`, so a killed controller resumes at the next check: first the verdict is written, then a
+version that passed is activated, then `activated` records whether it is active.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Gates:
             add_message(self._db, job.id, f"Gate: {gate['verdict']}: {reason}", level=level, data={"gate": decision})
 
     def _set(self, job_id: str, **changes: Any) -> dict[str, Any]:
-        """The gate with these changes."""
+        """Store these changes of a job's gate; return the gate."""
         gate = {**(jobs.get(self._db, job_id).gate or {}), **changes}
         jobs.update(self._db, job_id, gate=gate)
         return gate
 
     async def _judge(self, job: JobRow, version: str, before: str | None) -> Verdict | None:
-        """The verdict; None while an evaluation runs or waits for a slot."""
+        """Return the verdict; None while an evaluation runs or waits for a slot."""
         least: float | None = (job.gate or {})["pass_rate_at_least"]
         if version == before:
             return _UNDECIDED, "the version was made to answer before it was judged"
@@ -83,7 +83,7 @@ class Gates:
         try:
             runs = [self._run(job.id, judged) for judged in versions]
         except ApiError as error:
-            return None if error.status_code in (429, 507) else (_UNDECIDED, error.message)  # a bound, a full disk
+            return None if error.status_code in (429, 507) else (_UNDECIDED, error.message)  # a bound or a full disk
         for run in runs:
             if run.status in ("failed", "canceled"):
                 return _UNDECIDED, f"{run.id} {run.status}: {(run.error or {}).get('message', '')}"
@@ -93,7 +93,7 @@ class Gates:
         return threshold(passed[0], least) if least is not None else await asyncio.to_thread(not_worse, *passed)
 
     def _run(self, job_id: str, version: str) -> EvalRunRow:
-        """The run in which this version is evaluated, begun if there is none yet. Raises ApiError."""
+        """Return the run that evaluates this version; begin the run if there is none. Raises ApiError."""
         job = jobs.get(self._db, job_id)
         gate = job.gate or {}
         runs, eval_id = gate["runs"], gate["eval_id"]
@@ -102,7 +102,7 @@ class Gates:
                 raise ApiError(404, f"{runs[version]} was deleted")
             return known
         evaluation = evals.find(self._db, eval_id, viewer=None)
-        first = next(iter(runs.values()), None)  # the same data for all
+        first = next(iter(runs.values()), None)  # the same data for all runs
         like = evals.find_run(self._db, first) if first else evals.newest_sampled(self._db, eval_id, viewer=None)
         if evaluation is None or like is None:
             raise ApiError(404, f"{eval_id} or its run was deleted")
@@ -117,7 +117,7 @@ class Gates:
         return run
 
     async def _activate(self, name: str, version: str) -> str:
-        """Make the version active. Returns why it does not answer, "" if it does."""
+        """Activate the version. Returns why it is not active, "" if it is."""
         why = f"{version} of {name} passed its gate"
         async with activation.lock(name):
             model = models.find(self._db, name)
@@ -149,8 +149,8 @@ def threshold(passed: Passed, least: float) -> Verdict:
 
 
 def not_worse(new: Passed, old: Passed) -> Verdict:
-    """Refuses a version that is shown to be worse on the same items: McNemar's exact test, one-sided."""
-    from scipy.stats import binomtest  # its import takes a second; only boxes with gates need it
+    """Refuse a version that is significantly worse on the same items, by McNemar's exact test, one-sided."""
+    from scipy.stats import binomtest  # importing scipy takes a second; only boxes with gates need it
 
     if unjudged := _unjudged(new) or _unjudged(old):
         return _UNDECIDED, unjudged
@@ -162,6 +162,6 @@ def not_worse(new: Passed, old: Passed) -> Verdict:
 
 
 def _unjudged(passed: Passed) -> str:
-    """Reason why a run judged too few of its items; "" if it judged enough."""
+    """Return why a run judged too few of its items; "" if it judged enough."""
     missing = sum(result is None for result in passed.values())
     return "" if passed and missing <= MOST_UNJUDGED * len(passed) else f"{missing} of {len(passed)} items not judged"

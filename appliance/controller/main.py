@@ -3,8 +3,8 @@
     python -m appliance.controller.main --config FILE --ray-address HOST:PORT
 
 It may be killed at any time: the gateways continue with their last table, engines and ranks live in Ray's actors, and
-the next controller reads the store, observes the world, and continues. SIGTERM ends it in order: it suspends jobs and
-writes to disk what only shared memory holds.
+the next controller reads the store, observes the box, and continues. SIGTERM ends it in order: it suspends jobs and
+writes data to disk that only shared memory holds.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ async def _run_and_exit(config: BoxConfig, paths: BoxPaths, ray_address: str) ->
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts that the process runs and stops, besides those that routes need."""
+    """Parts that the process runs and stops, except the parts in the routes' context."""
 
     context: ControllerContext
     states: SqliteStateStore
@@ -141,9 +141,9 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     health = DeviceWatch(db, config.scheduler, inbox.nudge)
     nodes = Nodes(node_config, health.node_changed, partial(invitation.removed, paths))
 
-    # Engines: how large they are, which names they answer, and who asks them.
+    # Engines: their sizes, their names, and their requests.
     def of_engines() -> list[Device]:
-        """Home's devices and other nodes' of its kind, which run what home prepared."""
+        """Return the home node's devices, and other nodes' devices of the same kind, which run what home prepared."""
         return [*home, *(device for device in nodes.devices if device.kind == home[0].kind)]
 
     sizes = EngineSizes(db, config.serve, of_engines, asleep)
@@ -158,7 +158,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     library = ModelLibrary(paths.models, hub_settings=hub)
 
-    # Jobs: their events, and the samples of those that learn from their own answers.
+    # Jobs: their events, and samples for jobs that train on their model's own answers.
     events = JobEvents(db, paths.files, config.controller.organization)
     graders = GraderHosts()
     grading = Grading(db, graders, asking)
@@ -199,7 +199,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         too_large=memory.too_large,
     )
 
-    # What the routes need of all this.
+    # The routes' context, from the parts above.
     scheduler = Scheduler(loop, effects, journal, routing, db, bus, weights, memory, floor, config.scheduler)
     doctor = [sys.executable, "-P", "-m", "appliance.boot.doctor", "--runs", "--config", str(paths.config_file)]
     context = ControllerContext(
@@ -252,7 +252,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     # More threads than asyncio's default: requests share them with copies that take minutes.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "controller"))
 
-    tempfile.tempdir = str(paths.uploads)  # forms with a file are spooled there: /tmp may be memory
+    tempfile.tempdir = str(paths.uploads)  # uploaded files are spooled there, because /tmp may be in memory
     parts = build(config, paths)
     context, loop, effects = parts.context, parts.context.scheduler.loop, parts.context.scheduler.effects
     # Before the first gateway connects, which would take an empty table of keys as their revocation.
@@ -337,7 +337,7 @@ def _server(app: ASGIApp) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would stop first and re-raise the signal when it is done."""
+    """Leaves signals to the controller: uvicorn would stop first and then re-raise the signal."""
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -354,7 +354,8 @@ async def _observed(effects: RayEffects) -> Box:
 
 
 async def _save_everything(effects: RayEffects, flow: TierFlow) -> bool:
-    """Suspend jobs and write versions to disk. False if some remain only in shared memory, for the next start."""
+    """Suspend jobs and write versions to disk. Returns False if versions remain only in shared memory, for the next
+    start."""
     for group in (await _observed(effects)).groups.values():
         # A job that can no longer be suspended resumes from its last snapshot.
         with contextlib.suppress(TimeoutError, EffectFailed):

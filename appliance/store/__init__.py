@@ -1,7 +1,7 @@
-"""The box's only truth: one SQLite database for all threads of the controller.
+"""The box's only source of truth: one SQLite database, which all threads of the controller share.
 
-Never: Decides, or holds a rule of the API.
-Begin with rows.py, which declares the tables, and database.py; the other files have the SQL of one kind of object each.
+Never: Makes decisions or holds a rule of the API.
+Begin with rows.py, which declares the tables, and database.py; each other file has the SQL for one kind of object.
 """
 
 from appliance.store import rows as rows

@@ -1,5 +1,5 @@
-"""Facts about the box itself, by name: its mode, cordoned devices, when it started. Values are JSON. And the
-scheduler's journal, each step of which is durable before and after it runs."""
+"""Facts about the box itself, by name: its mode, cordoned devices, when it started. Values are JSON. Also holds the
+scheduler's journal, which stores each step before and after the step runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def increment(db: Database, name: str) -> int:
 
 
 class SqliteJournal:
-    """Implements `scheduler.handover.effects.Journal`.
+    """Implements `scheduler.handover.effects.Journal` in the database.
 
-    ended: by outcome, the number of hand-overs that ended since this process began, and their seconds together.
+    ended: {outcome: (number of hand-overs that ended since this process began, their total seconds)}.
     """
 
     def __init__(self, db: Database):

@@ -1,17 +1,17 @@
-"""SQLite with the durability the box promises: what was acknowledged survives kill -9.
+"""SQLite with the durability that the box promises: acknowledged writes survive kill -9.
 
 Every thread has a connection of its own. WAL with synchronous=FULL syncs the log at every commit
-(https://www.sqlite.org/wal.html); readers never wait, and writers take turns at one lock of this process.
+(https://www.sqlite.org/wal.html); readers never wait, and writers take turns by a lock in this process.
 
-`Table` is declared by the dataclass of its rows, and has what every table does with one row. The modules beside it
-take their `insert`, `find` and `update` from it, and write the SQL that is their own.
+A `Table` is declared with the dataclass of its rows and has the operations on one row. The other modules here take
+`insert`, `find` and `update` from their tables and add SQL for further queries.
 
 StoreError
-├── DatabaseUnusable    the file is not our database, is damaged, or cannot be opened
+├── DatabaseUnusable    the file is not a box's database, is damaged or unreadable
 ├── OtherSchema         another version of this software wrote the file
 ├── RowNotFound         no row has this id
-├── UnknownCursor       `after` is the id of nothing in this list
-└── IllegalTransition   a finished job, operation or hand-over was asked to change
+├── UnknownCursor       `after` is not the id of a row in this list
+└── IllegalTransition   a change was requested of a finished job, operation or hand-over
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _READS = ("SELECT", "WITH", "PRAGMA", "EXPLAIN")
 
 
 class StoreError(Exception):
-    """Base of everything raised by `appliance.store`."""
+    """Base class of the errors that `appliance.store` raises."""
 
 
 class DatabaseUnusable(StoreError):
@@ -64,7 +64,7 @@ class OtherSchema(StoreError):
 
 
 class RowNotFound(StoreError, LookupError):
-    """Also a LookupError, which the scheduler's loop expects for a job that is gone."""
+    """No row has this id. Also a LookupError, which the scheduler's loop expects for a deleted job."""
 
     def __init__(self, table: str, row_id: str):
         super().__init__(f"no row {row_id!r} in {table}")
@@ -92,7 +92,7 @@ class Page(Generic[Row]):
 
 
 class Part(TypedDict, total=False):
-    """Which part of a list, as `Table.page` takes it."""
+    """Arguments of `Table.page` that select a part of a list."""
 
     after: str | None
     limit: int
@@ -105,7 +105,7 @@ TABLES: dict[str, tuple[set[str], str]] = {}
 
 
 def sql_list(words: Iterable[str]) -> str:
-    """SQL for `IN (...)` from words of the code, never of a request."""
+    """Format words as SQL for `IN (...)`. They are not escaped, so never pass words from a request."""
     return ", ".join(f"'{word}'" for word in words)
 
 
@@ -114,10 +114,10 @@ class _OfThread(threading.local):
 
 
 class Database(AbstractContextManager["Database"]):
-    """Connections, transactions, and the mapping between rows and dataclasses. For all threads of one process."""
+    """Connections, transactions, and the mapping between rows and dataclasses, shared by all threads of a process."""
 
     def __init__(self, path: Path):
-        """Open or create `path` (mode 0600). Raises DatabaseUnusable, OtherSchema."""
+        """Open the database at `path`, or create it with mode 0600. Raises DatabaseUnusable, OtherSchema."""
         self.path = path
         self._closed = False
         self._of_thread, self._writing = _OfThread(), threading.RLock()
@@ -135,16 +135,16 @@ class Database(AbstractContextManager["Database"]):
             raise
 
     def _check_tables(self) -> None:
-        """Raises OtherSchema if an existing table has other columns than declared."""
+        """Raise OtherSchema if an existing table's columns differ from the declared ones."""
         columns = self.columns()
         for table, (declared, _) in TABLES.items():
             if columns.get(table, declared) != declared:
                 raise OtherSchema(self.path, table)
         if columns and not columns.keys() & TABLES.keys():
-            raise sqlite3.DatabaseError("it has the tables of another program")
+            raise sqlite3.DatabaseError("its tables are those of another program")
 
     def columns(self) -> dict[str, set[str]]:
-        """The columns of each table that the file has."""
+        """Return the columns of each table in the file."""
         columns: dict[str, set[str]] = {}
         query = "SELECT m.name, c.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE m.type = 'table'"
         for table, column in self.execute(query):
@@ -153,7 +153,7 @@ class Database(AbstractContextManager["Database"]):
 
     @property
     def _connection(self) -> sqlite3.Connection:
-        """This thread's."""
+        """This thread's connection, opened at the first use."""
         if self._closed:
             raise sqlite3.ProgrammingError("the database is closed")
         if self._of_thread.connection is None:
@@ -165,13 +165,13 @@ class Database(AbstractContextManager["Database"]):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             connection.execute("PRAGMA synchronous = FULL")
-            # Some builds of SQLite leave deleted rows in free pages by default.
+            # Some builds of SQLite do not overwrite deleted rows by default.
             connection.execute("PRAGMA secure_delete = ON")
             connection.execute("PRAGMA foreign_keys = ON")
         return self._of_thread.connection
 
     def close(self) -> None:
-        """Close this thread's connection. Others close theirs as they end, and can't use them any more."""
+        """Close this thread's connection and refuse the others, which close when their threads end."""
         with self._writing:
             self._closed = True
             if self._of_thread.connection is not None:
@@ -182,7 +182,7 @@ class Database(AbstractContextManager["Database"]):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing. A transaction inside another joins it: only the outermost commits.
+        """Run the block in one transaction. A transaction inside another joins it: only the outermost commits.
 
         Keep it short: other writers wait. Never await inside: other coroutines on this thread would join it.
         """
@@ -190,7 +190,7 @@ class Database(AbstractContextManager["Database"]):
         if connection.in_transaction:
             yield
             return
-        with self._writing, connection:  # which commits, or rolls back
+        with self._writing, connection:  # the connection's block commits, or rolls back
             connection.execute("BEGIN IMMEDIATE")
             yield
 
@@ -202,15 +202,14 @@ class Database(AbstractContextManager["Database"]):
             return connection.execute(sql, parameters)
 
     def delete(self, table: str, where: str, parameters: Sequence[Any] = ()) -> None:
-        """Delete rows in short transactions, so that other writers get in between. Call it on a thread if there may be
-        many."""
+        """Delete rows in short transactions, so that other writers get their turn. Many rows need a thread."""
         chosen = f"SELECT rowid FROM {table} WHERE {where} LIMIT {DELETED_AT_ONCE}"
         while self.execute(f"DELETE FROM {table} WHERE rowid IN ({chosen})", parameters).rowcount == DELETED_AT_ONCE:
-            time.sleep(0.001)  # a thread that waits for the lock gets it only if this one pauses
+            time.sleep(0.001)  # a waiting thread gets the lock only if this thread pauses
 
     def empty_log(self) -> bool:
-        """Move the log into the database and truncate it, so that deleted rows are gone from the disk. False if other
-        readers used it for longer than BUSY_TIMEOUT_MS."""
+        """Move the log into the database and truncate it, so that deleted rows are gone from the disk. Returns False if
+        readers used the log for longer than BUSY_TIMEOUT_MS."""
         with self._writing:
             (is_busy, _, _) = self.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         return not is_busy
@@ -223,17 +222,17 @@ class Database(AbstractContextManager["Database"]):
         return [decode(kind, row) for row in self.execute(sql, parameters)]
 
     def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
-        """The first column of the first row; None if there is no row."""
+        """Return the first column of the first row; None if there is no row."""
         row = self.execute(sql, parameters).fetchone()
         return None if row is None else row[0]
 
     def column(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
-        """The first column of all rows."""
+        """Return the first column of all rows."""
         return [row[0] for row in self.execute(sql, parameters)]
 
 
 def owned_by(viewer: str | None) -> dict[str, str]:
-    """The `scope` of a list for this owner. With None, an admin or the box itself, it is every row."""
+    """Return the `scope` of the viewer's own rows; of all rows for None (an admin or the box itself)."""
     return {} if viewer is None else {"owner": viewer}
 
 
@@ -241,7 +240,7 @@ _SQL = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
 
 
 class Column(NamedTuple):
-    """is_json: stored as JSON text; NULL stays None."""
+    """A column of a table. is_json: its values are stored as JSON text, but None as NULL."""
 
     sql: str
     is_json: bool
@@ -249,8 +248,8 @@ class Column(NamedTuple):
 
 @cache
 def columns_of(kind: Any) -> dict[str, Column]:
-    """The columns of a dataclass, from the types of its fields: a Literal allows its words alone, and what SQLite has
-    no type for is JSON."""
+    """Derive a table's columns from the types of a dataclass's fields. A Literal column accepts only the Literal's
+    words; a type that SQLite lacks is stored as JSON."""
     return {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
 
 
@@ -264,9 +263,9 @@ def _column(name: str, hint: Any) -> Column:
 
 
 def encode(value: Any, column: Column) -> Any:
-    """Convert a value for its column."""
+    """Convert a value of Python to the column's form in SQLite."""
     if column.is_json and value is not None:
-        # `default` is for named tuples, and numbers of scipy are numpy's.
+        # `default` writes named tuples as lists; OPT_SERIALIZE_NUMPY is for numbers from scipy.
         options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
         return orjson.dumps(value, default=list, option=options).decode()
     return value
@@ -281,12 +280,12 @@ class Table(Generic[Row]):
     def __init__(
         self, name: str, kind: type[Row], *key: str, order: str = "seq", parents: Mapping[str, str] | None = None
     ):
-        """Declares the table, which a database has from its next opening on. Changed columns are another schema.
+        """Declare a table, which the next opening of a database creates. Changed columns make another schema.
 
         Args:
-            key: the columns that name a row; ("id",) if none is given.
-            order: of `list_all`; "seq", the order of insertion, is a column of its own.
-            parents: columns with the id of a row of another table, with which this one is deleted.
+            key: columns that identify a row, ("id",) by default.
+            order: column that `list_all` sorts by; "seq", the order of insertion, is added as a column.
+            parents: columns with the id of a row in another table; deleting that row deletes this one.
         """
         self._name, self._kind, self._key, self._order = name, kind, key or ("id",), order
         self._columns = columns_of(cast(Any, kind))
@@ -304,53 +303,53 @@ class Table(Generic[Row]):
         TABLES[name] = {*self._columns} | ({"seq"} if is_ordered else set()), sql
 
     def insert(self, db: Database, row: Row) -> Row:
-        """Returns the row. Raises sqlite3.IntegrityError where one has its key."""
+        """Insert the row and return it. Raises sqlite3.IntegrityError if a row has the same key."""
         db.execute(f"INSERT {self._into}", self._values(row))
         return row
 
     def insert_or_merge(self, db: Database, row: Row) -> None:
-        """Insert the row, or put what it has (not None) into the one with its key."""
+        """Insert the row; if a row has the same key, overwrite that row's columns with the values that are not None."""
         columns = (name for name in self._columns if name not in self._key)
         merged = ", ".join(f"{name} = coalesce(excluded.{name}, {self._name}.{name})" for name in columns)
         conflict = f"ON CONFLICT ({', '.join(self._key)}) DO UPDATE SET {merged}"
         db.execute(f"INSERT {self._into} {conflict}", self._values(row))
 
     def put(self, db: Database, row: Row) -> None:
-        """Insert the row, in place of the one with its key if there is one."""
+        """Insert the row; it replaces an existing row with the same key."""
         db.execute(f"INSERT OR REPLACE {self._into}", self._values(row))
 
     def _values(self, row: Row) -> list[Any]:
         return [encode(getattr(row, name), column) for name, column in self._columns.items()]
 
     def delete(self, db: Database, *key: Any) -> bool:
-        """Delete a row; whether it was there."""
+        """Delete a row; return whether it existed."""
         return db.execute(f"DELETE FROM {self._name} WHERE {self._where}", key).rowcount > 0
 
     def list_all(
         self, db: Database, where: str = "1", *parameters: Any, limit: int = -1, last: bool = False
     ) -> list[Row]:
-        """limit: -1 for all. last: the last rows first."""
+        """List matching rows in the table's order. limit: at most this many rows; -1: all. last: reverse the order."""
         order = f"{self._order} DESC" if last else self._order
         query = f"SELECT * FROM {self._name} WHERE {where} ORDER BY {order} LIMIT {limit}"
         return db.all(self._kind, query, parameters)
 
     def first(self, db: Database, where: str, *parameters: Any, last: bool = False) -> Row | None:
-        """The first row of `list_all`."""
+        """Return the first row that `list_all` would return; None if there is none."""
         return next(iter(self.list_all(db, where, *parameters, limit=1, last=last)), None)
 
     def find(self, db: Database, *key: Any) -> Row | None:
-        """The row with this key, whoever owns it; None if there is none."""
+        """Return the row with this key, of any owner; None if there is none."""
         return db.one(self._kind, f"SELECT * FROM {self._name} WHERE {self._where}", key)
 
     def get(self, db: Database, *key: Any) -> Row:
-        """As `find`. Raises RowNotFound."""
+        """Return the row with this key, of any owner. Raises RowNotFound."""
         row = self.find(db, *key)
         if row is None:
             raise RowNotFound(self._name, "/".join(map(str, key)))
         return row
 
     def find_visible(self, db: Database, row_id: str, *, viewer: str | None) -> Row | None:
-        """viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself."""
+        """Return the row with this id if `viewer` owns it; None (an admin or the box itself) sees all rows."""
         query = f"SELECT * FROM {self._name} WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"
         return db.one(self._kind, query, [row_id, viewer])
 
@@ -368,14 +367,14 @@ class Table(Generic[Row]):
         order_by: str = "",
         unread: Collection[str] = (),
     ) -> Page[Row]:
-        """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
+        """Return rows in the order of their creation (`seq`), beginning after the row with the id `after`.
 
-        order_by: a column that comes before that order. scope: column values that say whose list it is. where,
-        parameters, metadata (pairs of a row): filters on it. Raises UnknownCursor if `after` is not a row of the list;
-        a filter may hide that row.
+        order_by: column to sort by before `seq`. scope: {column: value} that all rows of the list share. where,
+        parameters, metadata (key-value pairs that a row must have): filters on the list. Raises UnknownCursor if the
+        list has no row `after`, where the filters do not count.
 
-        A page ends before `limit` once its text is longer than PAGE_BYTES; it has one row at least. unread: columns
-        that the list does not show, and that are None in its rows.
+        A page ends before `limit` once its text is longer than PAGE_BYTES; it has at least one matching row. unread:
+        columns that are not read; they are None in the rows.
         """
         scope, places = scope or {}, (order_by, "seq") if order_by else ("seq",)
         owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
@@ -405,15 +404,15 @@ class Table(Generic[Row]):
             if has_more := len(rows) == limit or (bool(rows) and size > PAGE_BYTES):
                 break
             rows.append(decode(self._kind, row))
-        cursor.close()  # it may have more to give, and would keep its snapshot of the store
+        cursor.close()  # unread rows would keep the cursor's snapshot of the store
         return Page(rows, has_more)
 
     def page_visible(self, db: Database, *, viewer: str | None, **more: Any) -> Page[Row]:
-        """As `page`; the viewer's alone, as with `find_visible`."""
+        """Return a page of the rows that `viewer` owns, or of all rows for None; `more` as for `page`."""
         return self.page(db, owned_by(viewer), **more)
 
     def update(self, db: Database, *key: Any, **changes: Any) -> None:
-        """Change columns of one row. Raises RowNotFound."""
+        """Change columns of a row. Raises RowNotFound."""
         if not changes:
             return
         assignments = ", ".join(f"{name} = ?" for name in changes)

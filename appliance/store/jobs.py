@@ -1,4 +1,4 @@
-"""Fine-tuning jobs. The API writes what is wanted, the scheduler what is; a finished job never changes its phase."""
+"""Fine-tuning jobs. The API writes the wanted state, the scheduler the phase; a finished job never changes phase."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ insert, find, find_visible, get, page = JOBS.insert, JOBS.find, JOBS.find_visibl
 
 
 def find_unfinished(db: Database, job_id: str | None) -> JobRow | None:
-    """The job, unless it has ended or is gone."""
+    """Return the job; None if it has ended or does not exist."""
     return JOBS.first(db, f"id = ? AND {UNFINISHED['jobs']}", job_id)
 
 
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:
-    """Oldest first, the order of the queue before priorities. also: SQL of a condition, with its parameters."""
+    """List unfinished jobs, oldest first: the queue's order before priorities. also: SQL condition " AND …"."""
     return JOBS.list_all(db, UNFINISHED["jobs"] + also, *parameters)
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
-    """The unfinished jobs whose base is one of `trained` or whose output model is `made`, oldest first."""
+    """List unfinished jobs with a base in `trained` or the output model `made`, oldest first."""
     marks = ", ".join("?" * len(trained))
     return list_unfinished(db, f" AND (model IN ({marks}) OR output_model = ?)", *trained, made)
 
 
 def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], whole: bool) -> list[JobRow]:
-    """Of `list_unfinished`, those whose teacher or grader names one of these models. whole: or a version of `model`."""
+    """List unfinished jobs with a teacher or grader in `names`; if `whole`, also those with a version of `model`."""
     quoted = [f'"{key}":"{name}"' for key in ("model", "teacher") for name in names]
     if whole:
         versions = f"{model}{VERSION_MARK}", f"{model}{CHECKPOINT_MARK}"
@@ -55,7 +55,7 @@ def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], 
     return list_unfinished(db, f" AND EXISTS (SELECT 1 FROM job_judges WHERE job_id = jobs.id AND ({named}))", *quoted)
 
 
-# Without jobs that made nothing or whose model is gone, so that cancelled jobs do not lengthen the gateways' table.
+# Leaves out ended jobs whose model does not exist, so that cancelled jobs do not lengthen the gateways' table.
 # UNION ALL lets SQLite find one name by index.
 _MADE = f"""
     SELECT output_model AS name FROM jobs WHERE owner = ?1 AND ({UNFINISHED["jobs"]}
@@ -65,47 +65,47 @@ _MADE = f"""
 
 
 def names_made_by(db: Database, owner: str) -> list[str]:
-    """Public names of the models that this owner's jobs have made or may still make, and of their checkpoints."""
+    """Return public names of models and checkpoints that this owner's jobs have made or may still make."""
     return db.column(f"SELECT DISTINCT name FROM ({_MADE})", [owner])
 
 
 def has_made(db: Database, owner: str, name: str) -> bool:
-    """Whether this is one of `names_made_by`; by indexes alone, as an owner may have ten thousand of them."""
+    """Return whether `names_made_by` has this name. Reads only indexes: an owner may have ten thousand names."""
     return db.value(f"SELECT 1 FROM ({_MADE}) WHERE name = ?2", [owner, name]) is not None
 
 
 def failed_by_code(db: Database) -> dict[str, int]:
-    """How many of the jobs that are kept failed, by the code of their error."""
+    """Return {error code: number of stored jobs that failed with it}."""
     query = "SELECT error ->> '$.code' AS code, count(*) AS count FROM jobs WHERE phase = 'failed' GROUP BY code"
     return {str(code or ""): int(count) for code, count in db.execute(query)}
 
 
 def list_left_snapshots(db: Database) -> list[JobRow]:
-    """Finished jobs whose snapshot was not given back yet. Whoever gives it back sets `snapshot` to None afterwards."""
-    # "+": not by the index of phases, which has all that have ended.
+    """List finished jobs with an unreleased snapshot. After releasing it, the caller sets `snapshot` to None."""
+    # "+" keeps SQLite from using the index of phases, which holds all ended jobs.
     return JOBS.list_all(db, f"+phase IN ({sql_list(FINISHED_PHASES)}) AND snapshot IS NOT NULL")
 
 
 def update(db: Database, job_id: str, **changes: Any) -> None:
-    """Change columns other than the phase. Raises RowNotFound."""
+    """Change a job's columns other than the phase. Raises RowNotFound."""
     assert "phase" not in changes, "set_phase guards the phase"
     JOBS.update(db, job_id, **changes)
 
 
 def add_energy(db: Database, job_id: str, joules: float, metered_s: float) -> None:
-    """metered_s: device-seconds in which the joules were counted."""
+    """Add energy to a job. metered_s: device-seconds in which the joules were counted."""
     drawn = "joules = coalesce(joules, 0) + ?, metered_s = metered_s + ?"
     db.execute(f"UPDATE jobs SET {drawn} WHERE id = ?", [joules, metered_s, job_id])
 
 
 def list_metered(db: Database, since_s: float) -> list[JobRow]:
-    """Jobs with counted energy that had not ended by `since_s`, those first that have drawn most."""
+    """List jobs with counted energy that were running after `since_s`, largest energy first."""
     recent = "joules IS NOT NULL AND coalesce(finished_s, ?1) >= ?1"
     return db.all(JobRow, f"SELECT * FROM jobs WHERE {recent} ORDER BY joules DESC LIMIT 1000", [since_s])
 
 
 def gated(db: Database) -> list[str]:
-    """Ids of ended jobs whose gate is open, oldest first."""
+    """Return ids of ended jobs with an undecided gate, oldest first."""
     return db.column(
         "SELECT id FROM jobs WHERE gate IS NOT NULL AND gate ->> '$.activated' IS NULL"
         f" AND phase IN ({sql_list(FINISHED_PHASES)}) ORDER BY seq"
@@ -113,9 +113,9 @@ def gated(db: Database) -> list[str]:
 
 
 def set_phase(db: Database, job_id: str, phase: JobPhase, **changes: Any) -> None:
-    """Move a job on; the times of start and end, the devices and the estimate follow from the phase.
+    """Move a job to a phase, which implies its times of start and end, its devices and its estimate.
 
-    Raises RowNotFound, and IllegalTransition when the job is finished already.
+    Raises RowNotFound, and IllegalTransition if the job is already finished.
     """
     with db.transaction():
         row = get(db, job_id)
@@ -133,7 +133,8 @@ def set_phase(db: Database, job_id: str, phase: JobPhase, **changes: Any) -> Non
 
 
 def set_wanted(db: Database, job_id: str, wanted: JobWanted) -> JobRow:
-    """What a person asks for. Raises RowNotFound; IllegalTransition once the job is finished or to be cancelled."""
+    """Store the state that a person wants. Raises RowNotFound; IllegalTransition after the job's end or
+    cancellation."""
     with db.transaction():
         row = get(db, job_id)
         if row.finished and not (wanted == "cancel" and row.phase == "cancelled"):
@@ -151,8 +152,8 @@ find_metric, upsert_metric = JOB_METRICS.find, JOB_METRICS.insert_or_merge
 
 
 def teachers_of_running(db: Database) -> list[str]:
-    """Models that teach running jobs."""
-    # The few jobs that run come first, and of these the ones with a teacher: graders may have megabytes.
+    """Return the models that teach running jobs."""
+    # Select the few running jobs first, then read their teachers: a grader's JSON may have megabytes.
     return db.column(
         "SELECT judge ->> '$.teacher' AS teacher FROM jobs CROSS JOIN job_judges ON job_id = jobs.id "
         "WHERE phase = 'running' AND method = 'distillation' GROUP BY teacher ORDER BY min(seq)"
@@ -160,13 +161,13 @@ def teachers_of_running(db: Database) -> list[str]:
 
 
 def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int = 10_000) -> list[JobMetricRow]:
-    """Metrics by ascending step, from the one behind `after_step`."""
+    """List metrics of the steps after `after_step`, in ascending order."""
     return JOB_METRICS.list_all(db, "job_id = ? AND step > ?", job_id, after_step, limit=limit)
 
 
 def factors(db: Database, model: str, method: str, full: bool) -> tuple[float | None, float]:
-    """(speed, memory) of the newest ended jobs like this one over what arithmetic alone had estimated for them: the
-    median speed, None without any. Memory is only corrected upwards: a job with fewer trained tokens takes less."""
+    """Return (speed, memory): measured values of the newest similar ended jobs, divided by their uncorrected estimates.
+    Speed is the median, None without such jobs. Memory is only corrected upwards: fewer trained tokens take less."""
     rows = db.column(
         "SELECT estimate FROM jobs WHERE model = ? AND method = ? AND resolved ->> '$.full' = ? "
         "AND estimate ->> '$.measured' IS NOT NULL ORDER BY seq DESC LIMIT 20",
@@ -179,7 +180,7 @@ def factors(db: Database, model: str, method: str, full: bool) -> tuple[float | 
 
 
 def all_metrics(db: Database, job_id: str) -> Iterator[JobMetricRow]:
-    """By ascending step, read in parts: there may be 100,000."""
+    """Yield a job's metrics by ascending step, in batches: there may be 100,000."""
     after = -1
     while rows := list_metrics(db, job_id, after_step=after, limit=5000):
         yield from rows
@@ -187,10 +188,10 @@ def all_metrics(db: Database, job_id: str) -> Iterator[JobMetricRow]:
 
 
 def last_step(db: Database, job_id: str) -> int:
-    """The highest that was reported, 0 before the first."""
+    """Return the highest reported step, 0 before the first report."""
     return db.value("SELECT max(step) FROM job_metrics WHERE job_id = ?", [job_id]) or 0
 
 
 def last_metrics(db: Database, job_id: str, count: int) -> list[JobMetricRow]:
-    """The newest `count` steps, ascending."""
+    """Return metrics of the newest `count` steps, in ascending order."""
     return JOB_METRICS.list_all(db, "job_id = ?", job_id, limit=count, last=True)[::-1]

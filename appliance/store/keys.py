@@ -1,5 +1,5 @@
-"""API keys: 256 random bits, shown once, kept as SHA-256 (1 µs to check; a slow hash protects only weak secrets). And
-logins of the page: a key, exchanged for a token of two halves, of which only the SHA-256 of both is kept."""
+"""API keys: 256 random bits, shown once and stored as SHA-256 (1 µs to check; a slow hash protects only weak secrets).
+Also logins of the web page: a key is exchanged for a token with two halves; only the token's SHA-256 is stored."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ insert, update, first, list_all, page = KEYS.insert, KEYS.update, KEYS.first, KE
 
 
 def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
-    """Store a new key; returns its row and the key itself, which nobody can read again. `owner` defaults to the name;
+    """Store a new key; return its row and the key, which cannot be read later. `owner` defaults to the name;
     `limits` are fields of KeyRow.
 
-    Raises sqlite3.IntegrityError when a live key has this name; a revoked key's name is free.
+    Raises sqlite3.IntegrityError if a live key has this name; a revoked key's name may be reused.
     """
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     made: dict[str, Any] = {"sha256": fingerprint(key), "prefix": key[:_SHOWN_CHARACTERS], "created_s": time.time()}
@@ -33,8 +33,8 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
 
 
 def renew(db: Database, key_id: str) -> tuple[KeyRow, str]:
-    """Give a live key a new secret: the old one, and the logins of the page that were made by it, end. Returns as
-    `create` does. Raises RowNotFound."""
+    """Give a live key a new secret; the old secret and the page logins made with it end. Return the row and the secret.
+    Raises RowNotFound."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     with db.transaction():
         update(db, key_id, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS])
@@ -43,30 +43,30 @@ def renew(db: Database, key_id: str) -> tuple[KeyRow, str]:
 
 
 def fingerprint(key: str) -> str:
-    """SHA-256 of the key in hex, as the gateway computes it from the Authorization header."""
+    """Return the key's SHA-256 in hex, as the gateway computes it from the Authorization header."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def find(db: Database, id_or_name: str) -> KeyRow | None:
-    """The key with this id, else the live key of this name, else the last revoked one."""
-    # One after the other, each by its index: asked for both at once, SQLite goes through all keys.
+    """Return the key with this id, else the live key with this name, else the last revoked key with this name."""
+    # Two queries, each by an index: for one query on id or name, SQLite would read all keys.
     of_name = "SELECT * FROM keys WHERE name = ? ORDER BY revoked_s IS NULL DESC, seq DESC LIMIT 1"
     return KEYS.find(db, id_or_name) or db.one(KeyRow, of_name, [id_or_name])
 
 
 def owner_of(db: Database, key_id: str) -> str:
-    """The owner of what is made with this key. An unknown key shares with no other: its own id is the owner."""
+    """Return the owner of objects made with this key; for an unknown key, its id."""
     return standing(db, key_id)[0]
 
 
 def without_key(db: Database, owners: list[str]) -> list[str]:
-    """Those of these owners who have no live key."""
+    """Return those `owners` who have no live key."""
     live = "SELECT 1 FROM keys WHERE owner = ? AND revoked_s IS NULL"
     return [owner for owner in owners if db.value(live, [owner]) is None]
 
 
 def standing(db: Database, key_id: str | None) -> tuple[str, str]:
-    """(owner as of `owner_of`, how the key has ended, for "The API key of this job …"; empty: it has not)."""
+    """Return the owner as `owner_of` does, and how the key ended ("was revoked"); "" if the key is live."""
     row = db.execute("SELECT id, owner, revoked_s, expires_s FROM keys WHERE id = ?", [key_id]).fetchone()
     if row is None:
         return key_id or "", ""
@@ -78,12 +78,12 @@ def standing(db: Database, key_id: str | None) -> tuple[str, str]:
 
 
 def how_ended(db: Database, key_id: str | None) -> str:
-    """As of `standing`."""
+    """Return how the key ended, such as "was revoked"; "" if the key is live."""
     return standing(db, key_id)[1]
 
 
 def revoke(db: Database, id_or_name: str) -> KeyRow:
-    """Ends its logins of the page too. Idempotent: the time of the first revocation stays. Raises RowNotFound."""
+    """Revoke a key and end its page logins. Idempotent: the first revocation's time stays. Raises RowNotFound."""
     row = find(db, id_or_name)
     if row is None:
         raise RowNotFound("keys", id_or_name)
@@ -95,13 +95,13 @@ def revoke(db: Database, id_or_name: str) -> KeyRow:
     return row
 
 
-# --- logins of the page
+# --- logins of the web page
 
 
 def create_session(
     db: Database, key_id: str, *, agent: str, now_s: float, until_s: float
 ) -> tuple[PageSessionRow, str, str]:
-    """A new session of this key, with the halves of its token: the browser's cookie, and what the page keeps."""
+    """Start a login with this key; return its row and the token's halves: for the browser's cookie, for the page."""
     cookie, page = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     sha256 = hashlib.sha256(f"{cookie}.{page}".encode()).hexdigest()  # as the gateway computes it
     row = PageSessionRow(new_id("session_", 16), sha256, key_id, now_s, until_s, agent)
@@ -109,7 +109,7 @@ def create_session(
 
 
 def list_sessions(db: Database, now_s: float, owner: str | None = None) -> list[PageSessionRow]:
-    """Live logins with an owner's keys, None: with all; oldest first."""
+    """List live logins with this owner's keys, or with all keys for None; oldest first."""
     return db.all(
         PageSessionRow,
         "SELECT page_sessions.* FROM page_sessions JOIN keys ON keys.id = key_id"
@@ -119,5 +119,5 @@ def list_sessions(db: Database, now_s: float, owner: str | None = None) -> list[
 
 
 def end_sessions(db: Database, key_id: str) -> int:
-    """Returns how many there were."""
+    """Delete this key's logins and return their number."""
     return db.execute("DELETE FROM page_sessions WHERE key_id = ?", [key_id]).rowcount

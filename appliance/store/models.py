@@ -35,7 +35,7 @@ delete, delete_version = MODELS.delete, VERSIONS.delete
 
 
 def insert(db: Database, row: ModelRow) -> None:
-    """An imported model is for everybody, and one that a job made is its owner's alone, until that is changed."""
+    """Insert a model. Until that is changed, everybody sees an imported model, and only its owner a fine-tuned one."""
     with db.transaction():
         MODELS.insert(db, row)
         if row.kind == "base":
@@ -43,7 +43,7 @@ def insert(db: Database, row: ModelRow) -> None:
 
 
 def share(db: Database, name: str, owner: str) -> None:
-    """Share a model with this owner or EVERYBODY. Idempotent."""
+    """Share a model with an owner or EVERYBODY. Idempotent."""
     db.execute("INSERT OR IGNORE INTO model_shares VALUES (?, ?, ?)", [name, owner, time.time()])
 
 
@@ -56,12 +56,12 @@ def shared_with(db: Database, name: str) -> list[str]:
 
 
 def is_visible(db: Database, name: str, viewer: str | None) -> bool:
-    """Whether this owner sees a model and its versions; None is an admin or the box itself, who see everything."""
+    """Return whether `viewer` sees a model and its versions; None (an admin or the box itself) sees all models."""
     return viewer is None or bool(db.execute(f"{_VISIBLE} AND models.id = ?2", [viewer, name]).fetchone())
 
 
 def callable_names(db: Database, viewer: str | None) -> list[str]:
-    """What this owner may call, None: an admin, all: models, oldest first, then their checkpoints."""
+    """Return names that `viewer` may call (None, an admin: all): models, then checkpoints, each oldest first."""
     visible, parameters = ("SELECT id FROM models", []) if viewer is None else (_VISIBLE, [viewer])
     named = f"SELECT id FROM models WHERE active_version IS NOT NULL AND id IN ({visible}) ORDER BY seq"
     checkpoints = f"SELECT checkpoint FROM versions WHERE checkpoint IS NOT NULL AND model IN ({visible}) ORDER BY seq"
@@ -69,7 +69,7 @@ def callable_names(db: Database, viewer: str | None) -> list[str]:
 
 
 def audiences(db: Database) -> dict[str, list[str] | None]:
-    """The owners who see each model; None if everybody does. An admin sees all of them anyway."""
+    """Return {model: owners who see it, None if everybody does}. Admins see all models anyway."""
     audiences = defaultdict[str, set[str]](set)
     for name, owner in db.execute("SELECT id, owner FROM models UNION ALL SELECT model, owner FROM model_shares"):
         audiences[name].add(owner)
@@ -77,13 +77,13 @@ def audiences(db: Database) -> dict[str, list[str] | None]:
 
 
 def without_chat_template(db: Database) -> set[tuple[str, str]]:
-    """(model, version) of those whose import found no chat template."""
+    """Return (model, version) of versions that were imported without a chat template."""
     rows = db.execute("SELECT model, version FROM versions WHERE json_extract(meta, '$.chat_template') = 0")
     return {(model, version) for model, version in rows}
 
 
 def activate(db: Database, name: str, version: str) -> None:
-    """Make `version` the one that answers. Raises RowNotFound if the model has no such version."""
+    """Make `version` the active one. Raises RowNotFound if the model has no such version."""
     with db.transaction():
         found = find_version(db, name, version)
         if found is None:
@@ -94,24 +94,24 @@ def activate(db: Database, name: str, version: str) -> None:
 
 
 def serve(db: Database, name: str, version: str) -> None:
-    """Let a version answer, and have its model served. Raises RowNotFound."""
+    """Activate a version, and deploy its model unless it is deployed. Raises RowNotFound."""
     activate(db, name, version)
     if DEPLOYMENTS.find(db, name) is None:
         DEPLOYMENTS.insert(db, DeploymentRow(name, time.time()))
 
 
 def active(db: Database, row: ModelRow) -> VersionRow | None:
-    """The version that answers."""
+    """Return the model's active version; None if it has none."""
     return find_version(db, row.id, row.active_version) if row.active_version else None
 
 
 def list_versions(db: Database, model: str) -> list[VersionRow]:
-    """Oldest first."""
+    """List the model's versions, oldest first."""
     return VERSIONS.list_all(db, "model = ?", model)
 
 
 def versions_made_by(db: Database, job_id: str) -> list[VersionRow]:
-    """Those of this job, oldest first: jobs under one name have made ten thousands."""
+    """List the job's versions, oldest first. A model may have tens of thousands of versions by all its jobs."""
     return VERSIONS.list_all(db, "job_id = ?", job_id)
 
 
@@ -120,19 +120,19 @@ def find_checkpoint(db: Database, name: str) -> VersionRow | None:
 
 
 def checkpoint_names(db: Database) -> list[tuple[str, str, str]]:
-    """(name, model, version) of all checkpoints, oldest first; each tick of the scheduler reads them."""
+    """Return (name, model, version) of all checkpoints, oldest first. Each scheduler tick calls this."""
     rows = db.execute("SELECT checkpoint, model, version FROM versions WHERE checkpoint IS NOT NULL ORDER BY seq")
     return [(name, model, version) for name, model, version in rows]
 
 
 def version_before(db: Database, model: str, version: str) -> VersionRow | None:
-    """The version made just before this one that has answered, which a rollback without an argument goes to."""
+    """Return the last earlier version that was not held back: the target of a rollback that names no version."""
     position = "SELECT seq FROM versions WHERE model = ?1 AND version = ?2"
     return VERSIONS.first(db, f"model = ?1 AND NOT held_back AND seq < ({position})", model, version, last=True)
 
 
 def find_canary(db: Database, model: str) -> CanaryRow | None:
-    """The version that takes a share of the model's requests now. The last one is kept when it has ended."""
+    """Return the model's running canary; None if it has none or the canary has ended."""
     return CANARIES.first(db, "model = ? AND state = 'running'", model)
 
 
@@ -148,9 +148,9 @@ _IS_ADAPTER = "json_extract(v.meta, '$.adapter.base') IS NOT NULL"
 
 @dataclass(frozen=True, slots=True)
 class AdapterRow:
-    """A version of `model` that is an adapter, with a public `name` it can be called by.
+    """A version of `model` that is an adapter, with a public `name` for requests.
 
-    base_active: the version that the base itself answers with now; None if it has none.
+    base_active: the base model's active version now; None if it has none.
     """
 
     name: str
@@ -162,17 +162,17 @@ class AdapterRow:
 
     @property
     def engine_name(self) -> str:
-        """Its name in engines, another for each version, so that no cache takes one for another."""
+        """The adapter's name in engines, unique to its version so that no cache mixes versions up."""
         return f"{self.model}@{self.version}"
 
     @property
     def host(self) -> str:
-        """The name whose engines serve it: the base's, or the base version's own once the base has moved on."""
+        """The model whose engines serve the adapter: the base, or its version by name once another one is active."""
         return self.base if self.base_active == self.base_version else f"{self.base}@{self.base_version}"
 
 
 def callable_adapters(db: Database) -> list[AdapterRow]:
-    """Adapters by every name they can be called by: models with an active adapter version, checkpoints, canaries."""
+    """List adapters under every callable name: of models with an active adapter version, checkpoints, canaries."""
     return db.all(
         AdapterRow,
         f"SELECT m.id AS name, {_FIELDS} FROM models m "
@@ -184,7 +184,7 @@ def callable_adapters(db: Database) -> list[AdapterRow]:
 
 
 def adapters_on(db: Database, base: str) -> list[AdapterRow]:
-    """Every adapter version of a version of `base`, whether it can be called or not."""
+    """List all adapters trained on any version of `base`, callable or not."""
     return db.all(
         AdapterRow,
         f"SELECT v.model AS name, {_FIELDS} FROM versions v WHERE json_extract(v.meta, '$.adapter.base') = ? "
@@ -196,7 +196,7 @@ def adapters_on(db: Database, base: str) -> list[AdapterRow]:
 def add_settings(
     db: Database, model: str, settings: dict[str, Any], digest: str, by_whom: str, now_s: float, note: str = ""
 ) -> ModelSettingsRow:
-    """Put new settings in force."""
+    """Store new settings of a model and put them in force."""
     with db.transaction():
         last = current_settings(db, model)
         row = ModelSettingsRow(model, 1 if last is None else last.number + 1, now_s, digest, by_whom, settings, note)
@@ -209,6 +209,6 @@ def current_settings(db: Database, model: str) -> ModelSettingsRow | None:
 
 
 def settings_in_force(db: Database) -> dict[str, ModelSettingsRow]:
-    """By model."""
-    newest = "SELECT model, max(number) FROM model_settings GROUP BY model"  # from an index: each tick asks
+    """Return the settings in force of each model."""
+    newest = "SELECT model, max(number) FROM model_settings GROUP BY model"  # by an index: each tick calls this
     return {row.model: row for row in MODEL_SETTINGS.list_all(db, f"(model, number) IN ({newest})")}

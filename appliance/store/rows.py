@@ -1,5 +1,5 @@
-"""The tables, at the end: of each a frozen dataclass, whose fields are its columns. Times are seconds since 1970,
-sizes bytes. `seq` orders lists. owner: of the key or job that a row was made with; empty is the box itself. What a
+"""The frozen dataclasses of rows, whose fields are columns, and at the end the tables. Times are seconds since 1970,
+sizes are bytes. `seq` orders lists. owner: owner of the key or job that made a row; empty: the box itself. What a
 dataclass cannot say (indexes, triggers, tables of counters) is in schema.sql."""
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ UNFINISHED_PHASES: tuple[str, ...] = tuple(phase for phase in get_args(JobPhase)
 
 
 def new_id(prefix: str, length: int = 24) -> str:
-    """For example `new_id("file-")` -> "file-9mWkQz…"; `length` random characters of 62 kinds each (24: 142 bits)."""
+    """Append `length` random letters and digits to a prefix (24: 142 bits): `new_id("file-")` -> "file-9mWkQz…"."""
     return prefix + "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
 
 
 def columns(row: Any, names: str) -> dict[str, Any]:
-    """These columns of a row, or what another object has under their names, which are separated by spaces."""
+    """Return {name: value} for attributes of a row or another object. names: separated by spaces."""
     return {name: getattr(row, name) for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """An API key. Only the SHA-256 of the key is kept: 256 random bits need no slow hash.
+    """An API key. Only the key's SHA-256 is stored: 256 random bits need no slow hash.
 
-    owner: whose is what is made with it, and who shares the devices with whom; keys of one owner count as one. models:
-    names that it may use, None for all. The limits: None where none binds; days and months are those of UTC.
-    max_priority: of its jobs. bounds: of what the owner may keep, where they are not the box's own. subject:
-    SHA-256 of who has it by an OpenID provider, empty for one that was made by hand. expires_s: Unix time of its end
-    by itself, None: it lasts.
+    owner: owner of the objects made with the key; an owner's keys get one share of the devices together. models: names
+    of models that the key may use, None: all. Limits: None: unlimited; days and months are in UTC.
+    max_priority: highest priority of the key's jobs. bounds: limits on what the owner may store, in place of the box's.
+    subject: SHA-256 of the OpenID provider's user, empty for a key made by hand. expires_s: Unix time at which the key
+    expires, None: never.
     """
 
     id: str
@@ -62,7 +62,7 @@ class KeyRow:
 
 @dataclass(frozen=True, slots=True)
 class PageSessionRow:
-    """A login of the page. sha256: of its token. until_s: its end. agent: what the browser calls itself."""
+    """A login of the web page. sha256: the token's hash. until_s: when it expires. agent: the browser's User-Agent."""
 
     id: str
     sha256: str
@@ -74,9 +74,9 @@ class PageSessionRow:
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """An uploaded or produced file; its bytes lie at `files/<id>`.
+    """An uploaded or produced file; its bytes are stored at `files/<id>`.
 
-    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings).
+    report: result of the check at upload (shape, n_examples, errors, warnings), for purpose "fine-tune".
     """
 
     id: str
@@ -97,8 +97,8 @@ class FileRow:
 class ModelRow:
     """A model by its public name (`id`). It can be called once `active_version` names one of its versions.
 
-    base: for kind "fine-tuned", the base model's name. owner: of the job that made it, or of who brought it in; whom it
-    is shared with stands in `model_shares`. info: what the importer found in config.json and the tokenizer.
+    base: for kind "fine-tuned", the base model's name. owner: owner of the job that made the model, or its importer;
+    `model_shares` lists the other owners who see it. info: facts from config.json and the tokenizer.
     """
 
     id: str
@@ -120,11 +120,11 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """One set of weights of a model. shm_path: its directory in shared memory while it is there; disk_path: its copy
-    on disk once persisted. held_back: its job did not let it answer, and nothing else has since.
+    """One set of weights of a model. shm_path: their directory in shared memory, None if absent; disk_path: their copy
+    on disk, once persisted. held_back: their job withheld them from requests, and nobody has activated them since.
 
-    One that a job published is a checkpoint too, by its public name `MODEL:ckpt-step-N`: id: of the API's checkpoint.
-    metrics: as of its step.
+    With the public name `MODEL:ckpt-step-N` it is also a checkpoint of its job. id: the API's id of the checkpoint.
+    metrics: the job's metrics at that step.
     """
 
     model: str
@@ -145,7 +145,7 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class TierRemovalRow:
-    """A version or snapshot that is to leave a tier."""
+    """A version or snapshot to be deleted from a tier."""
 
     tier: str
     kind: str
@@ -156,8 +156,8 @@ class TierRemovalRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelSettingsRow:
-    """A version of the settings of a model's engines (`serve.core.model_settings`). digest: names equal settings alike.
-    by_whom: a key's name, or "box". note: why the box itself put them in force, a sentence without a full stop."""
+    """A numbered version of a model's engine settings (`serve.core.model_settings`). digest: equal for equal settings.
+    by_whom: a key's name, or "box". note: the box's reason, a sentence without a full stop."""
 
     model: str
     number: int
@@ -170,11 +170,11 @@ class ModelSettingsRow:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentRow:
-    """How a model is to be served.
+    """The settings by which a model is served.
 
-    max_replicas None: as many as the box's settings allow. ttft_p95_s, tpot_p95_ms: targets for the time to the first
-    token and per further token; None: none. idle_sleep_s: an operator's limit on idleness; None: the box decides.
-    served: the `scheduler.core.workload.Build` of the engine that opened last, {} if none has.
+    max_replicas: None: as many as the box's settings allow. ttft_p95_s, tpot_p95_ms: target times to the first token
+    and per further token, None: no target. idle_sleep_s: idle seconds before sleep; None: the box decides.
+    served: the `scheduler.core.workload.Build` of the last engine that became ready, {} if none did.
     """
 
     model: str
@@ -193,8 +193,8 @@ class DeploymentRow:
 class CanaryRow:
     """A version that takes `share` (0 to 1) of its model's requests and is compared with `before`, the active one.
 
-    auto: promoted or rolled back without being asked to. watch_s: how long it is watched before it is promoted, and
-    min_requests of each version. reason: why it ended. compared: what was known of both versions when it ended.
+    auto: the box promotes it or rolls it back by itself. watch_s, min_requests: seconds, and requests to each version,
+    before promotion. reason: why the canary ended. compared: measurements of both versions at that time.
     """
 
     model: str
@@ -212,7 +212,7 @@ class CanaryRow:
 
     @property
     def name(self) -> str:
-        """The name by which it is served: `MODEL@VERSION`."""
+        """The name by which the canary is served: `MODEL@VERSION`."""
         return f"{self.model}@{self.version}"
 
 
@@ -220,21 +220,20 @@ class CanaryRow:
 class JobRow:
     """A fine-tuning job.
 
-    phase: what is (the scheduler writes it); wanted: what a person asked for (the API writes it).
-    hyperparameters: as requested; resolved: the training spec fields after "auto" was worked out, None until validated.
-    output_model: name of the model it makes, shown as `fine_tuned_model` once it succeeded.
-    stable_name: its owner chose that name, and other jobs make versions of it too. activate: the job's last version
-        answers at once, also where another version of the model does.
-    snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were released.
-    devices: device names held now.
-    owner: of the key it was made with, at that time; empty for the box itself.
+    phase: the actual state (written by the scheduler); wanted: the state a person asked for (written by the API).
+    hyperparameters: as requested; resolved: the training spec without any "auto", None until validated.
+    output_model: name of the job's model, the API's `fine_tuned_model` once the job succeeded.
+    stable_name: the owner chose that name, and other jobs may add versions to it. activate: the job's last version
+    becomes active at once, even if another version of the model is active.
+    snapshot: {"step", "path"} of the newest resumable state; stays after the job's end until its bytes are deleted.
+    devices: names of devices held now. owner: owner of the job's key when the job was made; empty: the box itself.
     gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
-        "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
-    joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
-    allowed_sizes: numbers of devices it may run on that its batch size divides by.
-    estimate: of its layout before it began (`appliance.controller.models.capacity.Estimator.described`), with "memory":
-        {"store_bytes": of shared memory for its result and a snapshot, "host_bytes": by number of devices,
-        "limit_bytes": of its ranks' shared memory, where that sends snapshots to disk}; and "measured":
+        "refused", "undecided"), "reason", "activated": None until it has ended}; None: the job has no gate.
+    joules: energy that the job's devices counted in `metered_s` device-seconds; None: nothing was counted.
+    allowed_sizes: numbers of devices on which the job may run; each divides its batch size.
+    estimate: of the job's layout before it began (`appliance.controller.models.capacity.Estimator.described`), with
+        "memory": {"store_bytes": shared memory for its result and a snapshot, "host_bytes": by number of devices,
+        "limit_bytes": limit on its ranks' shared memory, if snapshots therefore go to disk}; and "measured":
         {"device_bytes", "tokens_per_s"} once it has ended.
     """
 
@@ -300,10 +299,10 @@ class JobEventRow:
 
 @dataclass(frozen=True, slots=True)
 class JobMetricRow:
-    """One optimizer step. A step that is run again after a resume replaces its row. `memory_bytes`: the most that the
-    first rank's tensors have taken of its device so far; None where that is the host. `rank_seconds`: what each rank
-    computed by itself. `measured`, `valid_measured`: what the method measures of the step, and of a validation behind
-    it, beside the loss (train.methods.method: measured)."""
+    """One optimizer step. A step that is repeated after a resume replaces its row. `memory_bytes`: peak memory of the
+    first rank's tensors on its device so far; None on CPUs. `rank_seconds`: seconds each rank computed without waiting
+    for others. `measured`, `valid_measured`: the method's values other than the loss, for the step and for a validation
+    after it (train.methods.method: measured)."""
 
     job_id: str
     step: int
@@ -323,8 +322,8 @@ class JobMetricRow:
 
 @dataclass(frozen=True, slots=True)
 class HandoverRow:
-    """asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that asked for. steps: fields of
-    `scheduler.handover.effects.StepRecord`."""
+    """A hand-over of devices. asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: the request.
+    steps: fields of `scheduler.handover.effects.StepRecord`."""
 
     id: int
     reason: str
@@ -349,7 +348,7 @@ class IdempotencyRow:
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """key_id None: the box itself did it."""
+    """One entry of the audit log. key_id: of the key that acted; None: the box itself."""
 
     action: str
     target: str
@@ -363,7 +362,7 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class OperationRow:
-    """Long work behind the admin API. progress: {"done", "total", "unit", "message"}."""
+    """Long work that the admin API started. progress: {"done", "total", "unit", "message"}."""
 
     id: str
     kind: str
@@ -378,8 +377,8 @@ class OperationRow:
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """Work on the object `id`. key_id: with which the object was made; None for the box itself. arguments: what the
-    object's row does not say."""
+    """Work on the object `id`. key_id: of the key that made the object; None: the box itself. arguments: facts that the
+    object's row lacks."""
 
     kind: str
     id: str
@@ -390,7 +389,7 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class WindowRow:
-    """A mode window, see scheduler.loop.mode_schedule. serving_floor None: the box's own."""
+    """A mode window, see scheduler.loop.mode_schedule. serving_floor None means the box's setting."""
 
     id: str
     cron: str
@@ -406,8 +405,8 @@ class WindowRow:
 @dataclass(frozen=True, slots=True)
 class CordonRow:
     """Keeps a device out of use. name: the device's UUID, where it has one, else its id "<node>/<index>": when a GPU
-    drops off the bus, the driver renumbers those behind it. drain: {"reason", "by", "since_s"} by a person. fault:
-    why the box cordoned it; "" if it did not. retry_s: when the box tries it again; None: it waits for a person."""
+    drops off the bus, the driver renumbers those behind it. drain: {"reason", "by", "since_s"} if a person drained it.
+    fault: why the box cordoned it, "" if it did not. retry_s: when the box tests it again; None: a person must."""
 
     name: str
     drain: dict[str, Any] | None = None
@@ -417,7 +416,7 @@ class CordonRow:
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
-    """A node that has joined. lost: {"reason", "since_s"} once it is gone without notice."""
+    """A node that has joined. lost: {"reason", "since_s"} if its connection broke unannounced."""
 
     id: str
     devices: list[dict[str, Any]]
@@ -440,8 +439,8 @@ def _finished(row: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JobJudgeRow:
-    """Who judges the answers of a job that learns from its own: {"grader": as OpenAI's API has it, "response_format"?:
-    what answers are held to} or {"teacher": the name of a model}."""
+    """The judge of a job that trains on its model's own answers: {"grader": in OpenAI's form, "response_format"?:
+    schema that constrains answers} or {"teacher": a model's name}."""
 
     job_id: str
     judge: dict[str, Any] = field(default_factory=dict)
@@ -449,8 +448,8 @@ class JobJudgeRow:
 
 @dataclass(frozen=True, slots=True)
 class EvalRow:
-    """An evaluation: the shape of its items, and the graders that judge a sample of each. updated_s: of its last
-    change. include_sample: whether the schema that is shown has the sample's fields. bytes: of both as JSON."""
+    """An evaluation: a schema for items, and graders that judge a sample for each item. updated_s: time of the last
+    change. include_sample: 1 if the API's schema has the sample's fields. bytes: size of schema and graders as JSON."""
 
     id: str
     name: str
@@ -468,8 +467,8 @@ class EvalRow:
 @dataclass(frozen=True, slots=True)
 class EvalRunRow:
     """One run of an evaluation over its data. results: {criterion: {"passed", "failed", "rewarded", "reward"}}, where
-    the last two are items that got a reward and their sum. usage: {model: counters},
-    counts: judged items by status; all as of the last item. bytes: of its items, with samples and results."""
+    "rewarded" counts items with a reward and "reward" is the rewards' sum. usage: {model: counters},
+    counts: judged items by status; all after the last judged item. bytes: of items, samples and results."""
 
     id: str
     eval_id: str
@@ -494,8 +493,8 @@ class EvalRunRow:
 
 @dataclass(frozen=True, slots=True)
 class EvalItemRow:
-    """One judged item of a run. place: in the data. sample: as the API shows it. results: one for each criterion, or
-    none where there is no sample."""
+    """One judged item of a run. place: index in the data. sample: in the API's form. results: one for each criterion,
+    or empty if there is no sample."""
 
     id: str
     run_id: str
@@ -511,9 +510,9 @@ class EvalItemRow:
 class BatchRow:
     """A batch of inference requests.
 
-    total, completed, failed: lines of its input file; the last two as of the last look, exact once it has ended.
-    output_keep_s: seconds its output files are kept, None: for ever. moments: when it first had each status. errors: of
-        the validation, as the API shows them.
+    total, completed, failed: numbers of input lines; `completed` and `failed` are exact only after the end.
+    output_keep_s: seconds until the output files are deleted, None: never. moments: time of the first change to each
+    status. errors: the validation's errors in the API's form.
     """
 
     id: str
@@ -541,8 +540,8 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class UploadRow:
-    """A file that arrives in parts. bytes: announced size of the whole. file_keep_s: seconds the file is kept once it
-    is complete, None: for ever. part_bytes: of parts that have arrived."""
+    """A file that arrives in parts. bytes: announced size of the file. file_keep_s: seconds from completion until the
+    file is deleted, None: never. part_bytes: size of the parts received."""
 
     id: str
     filename: str
@@ -561,11 +560,11 @@ class UploadRow:
 
 @dataclass(frozen=True, slots=True)
 class ResponseRow:
-    """An answer of /v1/responses, or a chat completion, kept for its owner.
+    """A stored answer: a response of /v1/responses, or a chat completion.
 
-    key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns.
-    response: the object. request: the body of one in background, until it has ended. bytes: of input, response and
-    request. model, metadata: of a completion alone, whose `response` is without the second, for that can be changed.
+    key_id: of the requesting key, empty: the box itself. input: items of the request, without earlier turns. response:
+    the API's object. request: body of a background request until it ends. bytes: size of input, response and request.
+    model, metadata: only for chat completions, whose metadata may change and is therefore not in `response`.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""What was spent: tokens by the hour, key, model and version; devices by the time that jobs held them."""
+"""Usage: tokens by hour, key, model and version, and the time for which jobs held devices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _COUNTS = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens"
 
 
 def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
-    """Add what the gateways report. A row has key, model, version, requests, errors, prompt_tokens, completion_tokens
-    and maybe refused. A refused request may have an empty model: it named none that exists."""
+    """Add usage that the gateways report. A row has key, model, version, requests, errors, prompt_tokens,
+    completion_tokens and maybe refused. The model is empty if a refused request named an unknown model."""
     hour_s = int(now_s // HOUR_S) * HOUR_S
     sums = ", ".join(f"{count} = {count} + excluded.{count}" for count in _COUNTS)
     counted = f"INSERT INTO usage (hour_s, key_id, model, version, {', '.join(_COUNTS)}) VALUES ({', '.join('?' * 9)})"
@@ -25,19 +25,19 @@ def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
 
 
 def last_used(db: Database) -> dict[str, float]:
-    """By key that has asked a model: when the last hour began in which it did."""
+    """Return {key id: beginning of the last hour with a request to a model}."""
     newest = "SELECT id, (SELECT max(hour_s) FROM usage WHERE key_id = keys.id) AS hour_s FROM keys"
     return {row["id"]: float(row["hour_s"]) for row in db.execute(newest) if row["hour_s"] is not None}
 
 
 def tokens_since(db: Database, key_id: str, since_s: float) -> int:
-    """Prompt and completion tokens of a key since `since_s`, which begins an hour."""
+    """Return the number of a key's prompt and completion tokens since `since_s`, the beginning of an hour."""
     spent = "SELECT coalesce(sum(prompt_tokens + completion_tokens), 0) FROM usage WHERE key_id = ? AND hour_s >= ?"
     return int(db.value(spent, [key_id, int(since_s)]))
 
 
 def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
-    """Note that the job holds this many devices from now on. The same number again changes nothing."""
+    """Record that the job holds this many devices from now on. An unchanged number changes nothing."""
     with db.transaction():
         row = db.execute("SELECT seq, devices FROM device_time WHERE job_id = ? AND to_s IS NULL", [job_id]).fetchone()
         if row is not None and row["devices"] == devices:
@@ -53,13 +53,13 @@ def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
 
 
 def device_s(db: Database, job_id: str, now_s: float) -> float:
-    """Seconds of devices that this job has held, together."""
+    """Return the device-seconds that this job has held so far."""
     held = "SELECT coalesce(sum(devices * max(0, coalesce(to_s, ?2) - from_s)), 0) FROM device_time WHERE job_id = ?1"
     return float(db.value(held, [job_id, now_s]))
 
 
 def close_left_open(db: Database, running: set[str]) -> None:
-    """After a restart, note that jobs which do not run held their devices until the last step that they reported."""
+    """After a restart, record that jobs not in `running` held their devices until their last reported step."""
     marks = ", ".join("?" * len(running))
     db.execute(
         "UPDATE device_time SET to_s = max(from_s, coalesce((SELECT max(created_s) FROM job_metrics"
@@ -72,7 +72,7 @@ BOX_ITSELF, _NO_MODEL = "the box itself", "(no model)"
 _MOST_HOURS = 2400
 _KEY = f"coalesce((SELECT name FROM keys WHERE keys.id = key_id), nullif(key_id, ''), '{BOX_ITSELF}')"
 _MODEL = f"coalesce(nullif(model, ''), '{_NO_MODEL}')"
-# How people call what requests are grouped by. What is asked on the box itself needs no key.
+# SQL of the name shown for each group of requests. Requests from the box itself have no key.
 _NAMES: dict[By, str] = {
     "key": _KEY,
     "owner": f"coalesce((SELECT owner FROM keys WHERE keys.id = key_id), nullif(key_id, ''), '{BOX_ITSELF}')",
@@ -80,16 +80,16 @@ _NAMES: dict[By, str] = {
     "version": f"iif(version = '', {_MODEL}, model || '@' || version)",
     "hour": "strftime('%Y-%m-%dT%H:00Z', hour_s, 'unixepoch')",
 }
-# A job's devices count for the key and the owner that made it, and for the model that it tunes.
+# A job's devices count for the key and owner that made the job, and for its base model.
 _JOB_NAMES: dict[By, str] = {"key": _KEY, "owner": f"coalesce(nullif(owner, ''), '{BOX_ITSELF}')", "model": "model"}
 
 
 def report(db: Database, by: By, since_s: float, now_s: float, owner: str | None = None) -> list[dict[str, Any]]:
-    """Rows of name, requests, errors, refused (they never went to an engine), prompt_tokens, completion_tokens and
-    device_hours (of training, where jobs have a `by` too), the largest first; by hour the newest `_MOST_HOURS`.
+    """Return rows of name, requests, errors, refused (before any engine), prompt_tokens, completion_tokens and
+    device_hours (of training; 0 by hour and version), largest first. By hour: the newest `_MOST_HOURS` rows.
 
-    since_s: its hour counts whole. owner: of this one's keys and jobs alone. A year of twenty keys takes seconds: call
-    it on a thread.
+    since_s: the hour around it counts in full. owner: only this owner's keys and jobs. Call it on a thread: a year of
+    twenty keys takes seconds.
     """
     asked = (
         f"SELECT {_NAMES[by]} AS name, {', '.join(_COUNTS)}, 0.0 AS device_hours FROM usage"

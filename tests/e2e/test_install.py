@@ -246,8 +246,8 @@ def test_lock_satisfies_client_extra():
     [
         ("status --url http://127.0.0.1:1", 6, "cannot reach the box"),
         ("model export m --to new --url http://127.0.0.1:1", 6, "cannot reach the box"),
-        ("model export m --to new --format merged --url http://127.0.0.1:1", 2, "the client alone"),
-        ("up", 2, "the client alone"),
+        ("model export m --to new --format merged --url http://127.0.0.1:1", 2, "only the client is installed"),
+        ("up", 2, "only the client is installed"),
     ],
 )
 def test_client_runs_remote_commands_and_refuses_others(absent, line, code, said):

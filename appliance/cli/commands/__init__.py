@@ -1,5 +1,5 @@
-"""Commands that do more than one request: each is a function with its options and its help.
+"""Commands that need more than one request: each is a function with its options and help.
 
-Never: Decides: each is a thin client of the OpenAI and admin APIs.
+Never: Makes decisions: each command is a thin client of the OpenAI and admin APIs.
 Begin with jobs.py.
 """

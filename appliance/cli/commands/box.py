@@ -88,7 +88,7 @@ def up(session: Session, args: Namespace) -> None:
 
 
 def _check_folder(data_dir: Path) -> None:
-    """Raises Conflict if a box runs there, CommandFailed for a foreign directory or one that others may write to."""
+    """Raises Conflict if a box runs there, CommandFailed for a foreign directory or one writable by others."""
     running = BoxFile.read(data_dir)
     if running.pid is not None:
         raise _runs_already(data_dir, f" ({running.state}, {running.fields.get('url')}, pid {running.pid})")
@@ -98,7 +98,7 @@ def _check_folder(data_dir: Path) -> None:
     if inside - {"lost+found"} and not inside & _OF_A_BOX:
         raise CommandFailed(f"{data_dir} is not empty and not a box's; name an empty directory, or a new one")
     try:
-        check_closed(data_dir)  # before the mode changes: files that others have put there would stay
+        check_closed(data_dir)  # checked before chmod, which would not undo other users' files
     except UnsafeFolder as error:
         raise CommandFailed(str(error)) from error
 
@@ -109,7 +109,7 @@ def _runs_already(data_dir: Path, known: str = "") -> Conflict:
 
 
 def _started(process: subprocess.Popen[bytes], data_dir: Path) -> BoxFile:
-    """Wait until the box is ready. Raises CommandFailed or Conflict if its process ends before."""
+    """Wait until the box is ready. Raises CommandFailed or Conflict if its process ends earlier."""
     with output.progress("starting the box") as meter:
         while (code := process.poll()) is None:
             box = BoxFile.read(data_dir)
@@ -128,9 +128,9 @@ def _started(process: subprocess.Popen[bytes], data_dir: Path) -> BoxFile:
 
 
 def show_ready(session: Session, box: BoxFile, *, detached: bool) -> None:
-    """Print the endpoint, and the key that the box made for its owner."""
+    """Print the endpoint and the first API key that the box made."""
     file, data_dir, url = box.fields.get("first_key_file"), str(box.data_dir), f"{box.fields['url']}/v1"
-    # Only for a person at a terminal: a journal would keep the key.
+    # The key is printed only on a terminal: a log would store it.
     key = Path(file).read_text().strip() if file and sys.stdout.isatty() else None
     shown = {
         "endpoint": url,
@@ -252,7 +252,7 @@ def history(session: Session, args: Namespace) -> None:
 
 
 def _invitation(args: Namespace, act: str, *words: str) -> Any:
-    """Call a function of `appliance.invitation` for the box of these options. Raises CommandFailed."""
+    """Call a function of `appliance.invitation` on the box that the options name. Raises CommandFailed."""
     look_for_all()
     from appliance import invitation
 
@@ -283,7 +283,7 @@ def invite(session: Session, args: Namespace) -> None:
         raise BadUsage(f"an invitation has secrets; write it to a file: {line}")
     invitation = _invitation(args, "invite", args.node, args.address)
     if stat.S_ISREG(os.fstat(1).st_mode):
-        os.fchmod(1, 0o600)  # the shell made the file, for others to read
+        os.fchmod(1, 0o600)  # the shell created the file readable by others
     print(invitation.text())
 
 
@@ -318,7 +318,7 @@ def join(session: Session, args: Namespace) -> None:
     settings = resolved(None, args.devices, data_dir=args.data_dir)
     folder = Path(settings.box.data_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    config_file = folder / "node.json"  # not a box's: one may run here by mistake
+    config_file = folder / "node.json"  # a box may run here by mistake; its directory must not serve as a node's
     replace_file(config_file, settings.model_dump_json().encode())
     process = python("appliance.boot.node", "--config", str(config_file))
     os.execv(sys.executable, [*process, "--invitation", str(args.file.resolve())])
@@ -361,7 +361,7 @@ def doctor(session: Session, args: Namespace) -> None:
     """
     settings = resolved(args.config, data_dir=args.data_dir)
     runs = BoxFile.read(settings.box.data_dir).pid is not None
-    if runs and args.config is None:  # it may have been started with other options
+    if runs and args.config is None:  # a running box may have started with other options
         from appliance.config import load_resolved
 
         settings = load_resolved(BoxPaths.of(Path(settings.box.data_dir)).config_file)
@@ -466,7 +466,7 @@ def restore(session: Session, args: Namespace) -> None:
 
 @contextmanager
 def _place(args: Namespace) -> Iterator[tuple[BoxConfig, Objects]]:
-    """Yield the configuration and the place of backups; their errors in the block become CommandFailed."""
+    """Yield the configuration and the backups' storage; their errors in the block become CommandFailed."""
     settings = resolved(args.config, data_dir=args.data_dir)
     from appliance.backup import BackupError
     from weights.format.errors import WeightsError

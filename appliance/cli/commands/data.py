@@ -1,4 +1,4 @@
-"""`appliance file`: uploads and checks training data, and saves results. A local file is checked without a box."""
+"""`appliance file`: upload and check training data, and save results. Checking a local file needs no box."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def file_path(file_id: str) -> str:
 
 
 def uploaded_id(session: Session, option: str, argument: str) -> str:
-    """The id of a file of the box, or of one that is uploaded now and stays there. Raises BadUsage, CommandFailed."""
+    """Return the id of a file on the box; a local file is uploaded first. Raises BadUsage, CommandFailed."""
     path = Path(argument).expanduser()
     if path.is_file():
         sent = session.client.upload(path, "fine-tune")
@@ -37,7 +37,7 @@ def uploaded_id(session: Session, option: str, argument: str) -> str:
 
 
 def _refuse_bad(answer: dict[str, Any]) -> None:
-    """Raises CommandFailed with line numbers and reasons if the box found bad lines; prints its other remarks."""
+    """Raise CommandFailed with line numbers and reasons if the box found bad lines; print its other remarks."""
     details = answer.get("status_details") or ""
     if answer.get("status") == "error":
         details = details.replace("; line ", "\n  line ").replace(": line ", ":\n  line ", 1)
@@ -59,7 +59,7 @@ def upload(session: Session, args: Namespace) -> None:
     """
     answer = session.client.upload(args.path, args.purpose)
     session.show(answer, lambda sent: output.view(sent | {"status_details": None}))
-    _refuse_bad(answer)  # says the details
+    _refuse_bad(answer)  # prints the details
 
 
 @command(
@@ -95,8 +95,8 @@ def get(session: Session, args: Namespace) -> None:
 
 
 def _download(session: Session, file: dict[str, Any], out: BinaryIO) -> int:
-    """Copies a file's content to `out`; returns how many bytes. A job's table, which OpenAI keeps in base64, becomes
-    CSV again."""
+    """Copy a file's content to `out`; return the number of bytes. A job's table, base64 in OpenAI's API, becomes
+    CSV."""
     parts = session.client.parts(f"{file_path(file['id'])}/content")
     if file.get("purpose") != "fine-tune-results":
         return sum(map(out.write, parts))
@@ -145,7 +145,7 @@ def check(session: Session, args: Namespace) -> None:
 
 
 def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Check a file of this machine and return the report. Raises CliError."""
+    """Check a file on this machine and return the report. Raises CliError."""
     look_for_all()
     from train.data_checks.process import report_on
     from train.plan.errors import TrainError

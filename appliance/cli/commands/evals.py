@@ -1,4 +1,4 @@
-"""`appliance eval run|show` and `appliance batch create`: many questions at once, answered while engines are idle."""
+"""`appliance eval run|show` and `appliance batch create`: many prompts at once, answered while engines are idle."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def create(session: Session, args: Namespace) -> None:
 
 
 def _suite(text: str) -> tuple[Path, str]:
-    """Option type: the path of a file of prompts, and its lines as items of an evaluation."""
+    """Read a file of prompts, as an option's type: return its path and its lines as evaluation items."""
     items = []
-    for at, line in enumerate(text_file(text).split("\n"), 1):  # JSON may have other ends of lines inside
+    for at, line in enumerate(text_file(text).split("\n"), 1):  # only at LF: JSON may contain other line separators
         if not line.strip():
             continue
         try:
@@ -167,7 +167,7 @@ def show(session: Session, args: Namespace) -> None:
 
 
 def interval(passed: int, judged: int) -> tuple[float, float]:
-    """Wilson's score interval: bounds of the true share with 95 % confidence."""
+    """Return Wilson's score interval: bounds of the true share with 95 % confidence."""
     if not judged:
         return 0.0, 1.0
     share, square = passed / judged, Z_95 * Z_95
@@ -182,7 +182,7 @@ def _share(passed: int, failed: int) -> str:
 
 
 def _side_by_side(evaluation: dict[str, Any]) -> Any:
-    """A table with a row for each run and for each of its graders."""
+    """Return a table with a row for each grader of each run."""
     rows = []
     for run in evaluation["runs"]:
         counts, graders = run["result_counts"], run["per_testing_criteria_results"]

@@ -1,4 +1,4 @@
-"""`appliance model export|quantize`: downloads a model's files, or makes a smaller model of them."""
+"""`appliance model export|quantize`: download a model's files, or make a smaller model from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from appliance.cli.locate import look_for_all, python
 from appliance.cli.options import flag, number, opt, text_file
 from appliance.cli.resources import MODEL, segment
 
-# Only its source archive is used: llama.cpp's converter is in it, and runs without being compiled.
+# Only the package's source archive is used: it has llama.cpp's converter, which runs uncompiled.
 _LLAMA_CPP = "llama-cpp-python==0.3.36 --hash=sha256:832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 
 
@@ -98,7 +98,7 @@ def quantize(session: Session, args: Namespace) -> None:
     chats = None if args.compare is None else _questions(args.compare, args.limit)
     plain = args.id.removeprefix("ft:").replace(":", "-").replace("@", "-")
     name = args.id if args.as_version else args.name or f"{plain}-{args.form}"
-    # In the data directory, because the box may have a private /tmp.
+    # The folder is in the data directory, because the box may have a private /tmp.
     below = session.box_file.data_dir if session.box_file else None
     with _checkpoint(session, args.id, below, merged=True) as whole:
         rounded = whole.with_name(args.form)
@@ -114,7 +114,7 @@ def quantize(session: Session, args: Namespace) -> None:
 
 
 def _gguf(checkpoint: Path, quant: str) -> Path:
-    """Convert a checkpoint by llama.cpp's converter; return the new directory with the file. Raises CommandFailed."""
+    """Convert a checkpoint with llama.cpp's converter; return the new file's directory. Raises CommandFailed."""
     scratch = checkpoint.parent
     source, target = scratch / "llama.cpp", scratch / "gguf"
     target.mkdir()
@@ -132,9 +132,9 @@ def _gguf(checkpoint: Path, quant: str) -> Path:
 
 
 def _questions(text: str, limit: int) -> list[tuple[list[Any], dict[str, Any] | None]]:
-    """Messages of each chat up to its last question, and the answer, if there is one. Raises BadUsage."""
+    """Return each chat's messages up to its last question, and the answer or None. Raises BadUsage."""
     chats = []
-    for line in [line for line in text.split("\n") if line.strip()][:limit]:  # JSON may hold other ends of lines
+    for line in [line for line in text.split("\n") if line.strip()][:limit]:  # JSON may contain other line separators
         try:
             messages, answer = json.loads(line)["messages"], None
             while messages[-1]["role"] == "assistant":
@@ -148,8 +148,8 @@ def _questions(text: str, limit: int) -> list[tuple[list[Any], dict[str, Any] | 
 
 
 def _agreement(session: Session, models: tuple[str, str], chats: list[Any]) -> dict[str, Any]:
-    """How far greedy answers of up to 64 tokens agree: shares from 0 to 1. And each model's perplexity of the file's
-    answers, if it has any."""
+    """Compare greedy answers of up to 64 tokens: return shares (0 to 1) of equal answers and of equal beginnings. Also
+    returns each model's perplexity on the file's answers, if there are any."""
     client, same, shared = endpoint(session), 0, 0.0
     nats, tokens = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
 
@@ -179,15 +179,15 @@ def _agreement(session: Session, models: tuple[str, str], chats: list[Any]) -> d
 
 @contextmanager
 def _checkpoint(session: Session, model: str, below: Path | None, *, merged: bool) -> Iterator[Path]:
-    """Download a model into a folder in `below` that is deleted after the block, unless it was moved. merged: add an
-    adapter to its base."""
+    """Download a model into a folder in `below`, which is deleted after the block unless the block moved it. merged:
+    add an adapter to its base."""
     if merged:
-        look_for_all()  # before the download, not after it
+        look_for_all()  # fail before the download, not after it
     with tempfile.TemporaryDirectory(prefix=".appliance-", dir=below) as scratch:
         checkpoint = Path(scratch, "model")
         _download(session, model, checkpoint)
         if merged and (checkpoint / "adapter_config.json").exists():
-            _download(session, model, Path(scratch, "base"), base=True)  # the file may name the base as a hub does
+            _download(session, model, Path(scratch, "base"), base=True)  # its file may have the base's hub id
             output.say("adding the adapter to its base ...")
             _remake("merged", Path(scratch, "base"), checkpoint, Path(scratch, "merged"))
             checkpoint = Path(scratch, "merged")
@@ -215,7 +215,7 @@ def _download(session: Session, model: str, folder: Path, base: bool = False) ->
             with tarfile.open(fileobj=cast(IO[bytes], SimpleNamespace(read=read)), mode="r|") as tar:
                 for entry in tar:
                     tar.extract(entry, folder, filter="data")
-                    total = total or Manifest.read(folder).nbytes  # it comes first
+                    total = total or Manifest.read(folder).nbytes  # the manifest comes first
             manifest = Manifest.read(folder)
             read_whole(manifest, partial(chunks_of, folder, manifest), source=folder)
             (folder / MANIFEST_FILE).unlink()
@@ -224,7 +224,7 @@ def _download(session: Session, model: str, folder: Path, base: bool = False) ->
 
 
 def _remake(work: str, *folders: Path) -> dict[str, Any]:
-    """Run `train.convert.remake` and return the object that it prints. Raises CommandFailed, BadUsage."""
+    """Run `train.convert.remake` and return the JSON object that it prints. Raises CommandFailed, BadUsage."""
     answer = json.loads(_finished(work, python("train.convert.remake", work, *map(str, folders))))
     if "refused" in answer:
         raise BadUsage(f"the model cannot become {work}: {answer['refused']}")

@@ -1,4 +1,4 @@
-"""`appliance job submit|logs|wait|update` and `plan`: make jobs and follow them, and whether they would fit."""
+"""`appliance job submit|logs|wait|update` and `plan`: make jobs, follow them, and plan whether they fit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def options() -> tuple[Option, ...]:
-    """--method, and an option for every hyperparameter."""
+    """Return --method and an option for every hyperparameter."""
     kinds = "; ".join(f"{method.name}: {method.summary}" for method in METHODS.values())
     own: dict[str, list[str]] = {}
     for method in METHODS.values():
@@ -80,7 +80,7 @@ def options() -> tuple[Option, ...]:
 
 
 def hyperparameters(args: Namespace) -> dict[str, Any]:
-    """The hyperparameters in the arguments. Raises BadUsage if one is given twice."""
+    """Return the hyperparameters in the arguments. Raises BadUsage if a hyperparameter is given twice."""
     values = picked(args, options()[2:])
     for name, value in args.set_ or ():
         if name in values:
@@ -159,7 +159,7 @@ def submit(session: Session, args: Namespace) -> None:
     body["training_file"] = uploaded_id(session, "--file", args.file)
     if args.validation_file:
         body["validation_file"] = uploaded_id(session, "--validation-file", args.validation_file)
-    # With the key, a proxy that repeats this request makes no second job.
+    # The key keeps a proxy that repeats this request from making a second job.
     job = session.client.send("POST", JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
     if not args.wait:
         session.show(job, lambda job: job["id"])
@@ -216,7 +216,7 @@ def _show_ended(session: Session, job_id: str, timeout_s: float | None) -> None:
 
 
 def _eta(job: dict[str, Any]) -> str:
-    """The time to the estimated finish, "" where there is none."""
+    """Return ", ETA …", the time until the estimated finish; "" if that is unknown."""
     left_s = (job.get("estimated_finish") or 0) - time.time()
     return f", ETA {output.duration(left_s)}" if left_s >= 1 and not has_ended(job) else ""
 
@@ -237,7 +237,7 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
     last_id: str | None = None
 
     def fetch() -> Any:
-        job = session.client.get(job_path(job_id))  # before its events: those of an ended job are complete
+        job = session.client.get(job_path(job_id))  # fetched before the events: an ended job's events are complete
         events = session.client.listed(f"{job_path(job_id)}/events", limit=1000, order="asc", after=last_id)
         return job, events["data"]
 
@@ -246,7 +246,7 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
         if fetched := look():
             job, events = fetched
             for event in events:
-                # The estimate is of now, so it belongs to the newest line only.
+                # The estimate is current, so only the newest line shows it.
                 line = _event_line(event) + (_eta(job) if follow and event is events[-1] else "")
                 print(output.json_text(event) if session.as_json else output.printable(line), flush=True)
                 last_id = event["id"]
@@ -258,7 +258,7 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
 
 
 def _event_line(event: dict[str, Any]) -> str:
-    """One event for a person."""
+    """Return one event as a line of text."""
     data, at = event.get("data") or {}, time.strftime("%H:%M:%S", time.localtime(event["created_at"]))
     if event["type"] != "metrics":
         mark = "" if event["level"] == "info" else f"{event['level']}: "

@@ -40,7 +40,7 @@ _LIMITS = (
 
 
 def _limits(args: Namespace) -> dict[str, Any]:
-    """Of the request; None for a limit that goes."""
+    """Return the request's limits from the arguments; None removes a limit."""
     limits = picked(args, _LIMITS)
     for name, kind in (("models", list), ("bounds", dict)):
         if name in limits:

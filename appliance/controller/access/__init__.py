@@ -1,4 +1,4 @@
-"""What a caller may see, keep and spend: models by owner, names, quotas, spending, free disk.
+"""What a caller may see, store and spend: names and owners of models, quotas, usage, free disk.
 
 Never: Authenticates; the caller passes a principal.
 Begin with limits.py.

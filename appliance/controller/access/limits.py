@@ -1,11 +1,12 @@
-"""Limits what one owner may store and have under way, and how full the disk gets: counted before more is admitted; and
-tracks what keys may spend and have spent: the gateways' sums are written to the store, used-up quotas sent back.
+"""Limits an owner's stored objects and unfinished work, and how full the disk gets, by counting before more is
+admitted. Tracks quotas and usage of keys: writes the gateways' sums to the store and sends used-up quotas back.
 
 Limits apply to the owner, not to the key: ten keys do not allow ten times as much. Admins and the box itself are not
-limited. A file is checked once it has arrived, in the transaction that keeps it; an upload when it is announced.
+limited. A file is checked once it has arrived, in the transaction that stores it; an upload is checked when it is
+announced.
 
-A full disk stops everything, including what would free space: SQLite cannot revoke a key, a job cannot save its state.
-So the last bytes are reserved for the box itself.
+A full disk also stops work that would free space: SQLite cannot revoke a key, a job cannot save its state. So the last
+bytes are reserved for the box itself.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from appliance.store.rows import UNFINISHED, KeyRow
 
 ANSWERS_PER_INPUT = 3
 """Answers of a batch are longer than its lines: an error is three times as long as a short one."""
-# A key without a row, such as in tests, counts as its own owner.
+# A key without a row, as tests use, counts as its own owner.
 _OF = "key_id IN (SELECT ?1 UNION SELECT id FROM keys WHERE owner = (SELECT owner FROM keys WHERE id = ?1))"
 _TUNED = "models WHERE kind = 'fine-tuned' AND owner IN (SELECT owner FROM keys WHERE id = ?1)"
 _UNFINISHED = {table: f"{table} WHERE {where} AND {_OF}" for table, where in UNFINISHED.items()}
-# An upload in progress counts twice what it announced (the disk holds its parts and the file), an unfinished batch with
-# its answers.
+# An upload in progress counts twice its announced size (the disk holds its parts and the file); an unfinished batch
+# counts its expected answers.
 _STORED = (
     *((1, f"{table} WHERE {_OF}") for table in ("files", "evals", "eval_runs")),
     (1, f"versions WHERE model IN (SELECT id FROM {_TUNED})"),
@@ -46,29 +47,29 @@ _STORED = (
 
 
 class Disk:
-    """path: on the volume. floor_bytes None: 2 % of the volume, 2 to 20 GiB, and never more than a tenth of it."""
+    """The volume of `path`. floor_bytes: reserve of the box; None: 2 % of the volume, 2 to 20 GiB, at most a tenth."""
 
     def __init__(self, path: Path, floor_bytes: int | None, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs):
         self._path, self._floor_bytes, self._statvfs = path, floor_bytes, statvfs
 
     def room_bytes(self) -> int:
-        """Free bytes above the floor; negative below it."""
+        """Return the free bytes above the floor; negative if the disk is fuller."""
         now = self._statvfs(self._path)
         total, floor = now.f_blocks * now.f_frsize, self._floor_bytes
         floor = min(max(2 * GIB, total // 50), 20 * GIB, total // 10) if floor is None else floor
         return now.f_bavail * now.f_frsize - floor
 
     def check(self, more_bytes: int = 0) -> None:
-        """Raises ApiError 507 if this many more bytes would leave less than the floor."""
+        """Raise ApiError 507 if writing this many bytes would leave less than the floor free."""
         room = self.room_bytes()
         if more_bytes > room or room <= 0:
             more = f"; {more_bytes} more are needed" if more_bytes else ""
-            raise _no_room(f"has {max(room, 0)} bytes left above what it keeps free for itself{more}")
+            raise _no_room(f"has {max(room, 0)} bytes free besides its own reserve{more}")
 
 
 @contextmanager
 def disk_may_be_full() -> Iterator[None]:
-    """Raises ApiError 507 in place of an OSError for a full disk."""
+    """Turn an OSError for a full disk in the block into ApiError 507."""
     try:
         yield
     except OSError as error:
@@ -86,18 +87,18 @@ def _no_room(why: str) -> ApiError:
 
 
 class Quotas:
-    """Raises ApiError: 429 for too many objects, 413 for too many bytes, and 507 for any caller on a short disk."""
+    """Checks limits. Raises ApiError: 429 for too many objects, 413 for too many bytes, 507 for a short disk."""
 
     def __init__(self, db: Database, config: ControllerConfig, disk: Disk):
         self._db, self._config, self.disk = db, config, disk
 
     def bounds(self, key_id: str) -> OwnerBounds:
-        """The limits of this key: the box's own, unless the key overrides them."""
+        """Return the limits of this key: the box's own, unless the key overrides them."""
         row = keys.find(self._db, key_id)
         return self._config.bounds.model_copy(update=row.bounds) if row and row.bounds else self._config.bounds
 
     def check(self, caller: Principal, more_bytes: int = 0, *, begins: bool = False) -> None:
-        """Check whether the caller may store this many more bytes.
+        """Check that the caller may store this many more bytes.
 
         Args:
             begins: the bytes belong to new work: a job, batch, evaluation run, background response or upload.
@@ -143,8 +144,7 @@ _NAMED_BY = ("key", "model", "version")
 class Spending:
     """Adds up the "usage" messages of the bus, and publishes the keys.
 
-    The gateways restart their counts from zero after sending: sums that cannot be written now (a full disk) are kept
-    here until they can."""
+    Gateways reset their counts after sending them, so sums that cannot be written yet (full disk) are held here."""
 
     def __init__(self, db: Database, bus: Bus):
         self._db, self._bus = db, bus
@@ -152,12 +152,12 @@ class Spending:
         bus.on_usage = self.take
 
     def publish_keys(self) -> None:
-        """Send the gateways the keys as they are now; call it after a change of permissions, quotas or logins."""
+        """Send the current keys to the gateways; call it after a change of permissions, quotas or logins."""
         self._bus.publish(keys=key_table(self._db, time.time()))
 
     def take(self, rows: list[dict[str, Any]]) -> None:
-        """Write these rows and those that could not be written before. rows: {"key", "model", "version", "requests",
-        "errors", "prompt_tokens", "completion_tokens"}, perhaps "refused". Raises sqlite3.Error."""
+        """Write these rows and earlier rows that could not be written. rows: {"key", "model", "version", "requests",
+        "errors", "prompt_tokens", "completion_tokens"}, "refused" optional. Raises sqlite3.Error."""
         for row in rows:
             counts = {name: count for name, count in row.items() if name not in _NAMED_BY}
             self._unwritten.setdefault(tuple(row[part] for part in _NAMED_BY), Counter()).update(counts)
@@ -171,13 +171,13 @@ class Spending:
             self.publish_keys()
 
     async def flush(self) -> None:
-        """Write what an earlier `take` could not; called every `USAGE_EVERY_S`."""
+        """Write rows that an earlier `take` could not write; called every `USAGE_EVERY_S`."""
         self.take([])
 
 
 def spent_quota(db: Database, row: KeyRow, now_s: float) -> tuple[float | None, str]:
-    """Unix time at which the key's used-up quota is renewed, and which one that is, in words; (None, "") while some is
-    left. Days and months are those of UTC."""
+    """Return when the key's used-up quota is renewed (Unix time), and a phrase naming the quota; (None, "") if none is
+    used up. Days and months are those of UTC."""
     now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     month = day.replace(day=1)
@@ -190,18 +190,18 @@ def spent_quota(db: Database, row: KeyRow, now_s: float) -> tuple[float | None, 
         )
         if limit is not None and (over := usage.tokens_since(db, row.id, begin.timestamp()) - limit) >= 0
     ]
-    # On the last day of a month both are renewed at once: name the quota that is exceeded most.
+    # On the last day of a month both quotas are renewed at once: name the more exceeded one.
     end_s, _, words = max(spent, default=(None, 0, ""))
     return end_s, words
 
 
 def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
-    """The live keys for the gateways' table, by SHA-256, without limits that do not apply, each with its logins of the
-    page; and, of keys that have expired, when."""
+    """Return the gateways' table of keys by SHA-256: live keys with their page logins and the limits that apply, and
+    expired keys with their time of expiry."""
     logins: dict[str, dict[str, Any]] = {}
     for login in keys.list_sessions(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
-    trained = cache(partial(jobs.names_made_by, db))  # an owner may have many keys, each with a list
+    trained = cache(partial(jobs.names_made_by, db))  # read once: an owner may have many keys, each with a list
     where = "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s"
     expired = keys.list_all(db, where, now_s - EXPIRED_KEPT_S)
     table: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in expired}

@@ -1,5 +1,5 @@
-"""Names of models: which are valid, how fine-tuned models are named, and which version a name means; and which models
-exist for a key: what its owner made or is shared with, narrowed by the key's list if any.
+"""Names of models: valid names, names of fine-tuned models, the version that a name means. And models visible to a key:
+made by its owner or shared with the owner, limited to the key's list if it has one.
 
 The gateways apply the same rule to the table (`gateway.table.Principal`): a request finds the same models in both.
 """
@@ -19,7 +19,7 @@ from appliance.store.database import Database
 from appliance.store.rows import JobRow, ModelRow, VersionRow, new_id
 from weights.format.names import version_name
 
-# Printable ASCII without blanks: names are sent in header lines and paths. No leading dot or slash, no "@" (it
+# Printable ASCII without blanks: names appear in header lines and paths. No leading dot or slash, no "@" (it
 # separates a version).
 _MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])?\Z")
 _STABLE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
@@ -28,10 +28,10 @@ STABLE_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with a l
 MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beginning with a letter or digit"
 
 
-# Owner and name of a key: used in header lines, tables and lists. Not models.EVERYBODY.
+# An owner or a name of a key, for use in header lines, tables and lists. It is never models.EVERYBODY.
 OwnerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$")]
-# A name by which a client calls a model, including a checkpoint's and `MODEL@VERSION`: used in the gateways' table and
-# in header lines. One rule for all external input.
+# A name that a client may call: of a model, a checkpoint or `MODEL@VERSION`. It appears in the gateways' table and in
+# header lines, so all external input must match it.
 CallableName = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,512}$")]
 
 
@@ -40,19 +40,19 @@ def is_model_name(name: str) -> bool:
 
 
 def suffix_in_name(suffix: str) -> str:
-    """The form that a job's suffix has in a model's name, as OpenAI makes it: in lower case, with "-" for characters
-    that a name cannot have; "" if nothing is left."""
+    """Return a job's suffix in OpenAI's form for a model's name: lower case, with "-" for invalid characters; "" if no
+    valid character remains."""
     return _NOT_IN_SUFFIX.sub("-", suffix.lower()).strip("-._")
 
 
 def is_stable_name(name: str) -> bool:
-    """Whether the owner of a job may choose this name for its model. Without ":" and "/": such a name is nobody's
-    checkpoint, no fine-tuned model that the box names itself, and no model of a hub's organisation."""
+    """Return whether a job's owner may choose this name for its model. It has no ":" or "/", so it cannot equal a
+    checkpoint's name, a name that the box makes for a fine-tuned model, or a hub's ORGANISATION/MODEL."""
     return bool(_STABLE_NAME.match(name)) and is_model_name(name)
 
 
 def version_prefix(job: JobRow) -> str:
-    """The prefix of the names of a job's versions: under a stable name there are also versions of other jobs."""
+    """Return the prefix of the names of a job's versions; it differs by job, as jobs may share a stable name."""
     return f"{job.id.removeprefix('ftjob-')[:8]}-" if job.stable_name else ""
 
 
@@ -62,7 +62,7 @@ def checkpoint_name(job: JobRow, step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The meaning of a public name: a checkpoint, `MODEL@VERSION`, or the model with its active version."""
+    """The version that a public name means: a checkpoint, `MODEL@VERSION`, or the model's active version."""
 
     name: str
     model: ModelRow
@@ -70,13 +70,13 @@ class Resolved:
 
     @property
     def quantization(self) -> str | None:
-        """The format of its quantised layers; None if it has none."""
+        """The format of the version's quantised layers; None if it has none."""
         form: str | None = self.version.meta.get("quantization", self.model.info.get("quantization"))
         return form
 
 
 def resolve(db: Database, name: str) -> Resolved | None:
-    """Returns None for an unknown name, and for a model without an active version."""
+    """Look up a public name. Returns None for an unknown name, and for a model without an active version."""
     model = models.find(db, name)
     if model is not None:
         version = models.active(db, model)
@@ -93,7 +93,7 @@ def resolve(db: Database, name: str) -> Resolved | None:
 
 
 def model_of(db: Database, name: str) -> str:
-    """The model that a public name refers to, whether it exists or not."""
+    """Return the model's part of a public name; the model need not exist."""
     if models.find(db, name) is not None:
         return name
     checkpoint = models.find_checkpoint(db, name)
@@ -101,14 +101,14 @@ def model_of(db: Database, name: str) -> str:
 
 
 def made_by_jobs(db: Database, name: str) -> bool:
-    """Whether jobs make, or will make, the model of this name: imports may not add versions to it."""
+    """Return whether jobs made or will make the model with this name, to which imports may not add versions."""
     row = models.find(db, name)
     has_job = row is not None and row.job_id is not None
     return has_job or bool(jobs.list_unfinished(db, " AND output_model = ?", name))
 
 
 def root_base(db: Database, model: ModelRow) -> str:
-    """The base model of a chain of fine-tuned ones: tuning `ft:starter:…` again makes another `ft:starter:…`."""
+    """Return the first base of a chain of fine-tuned models: tuning `ft:starter:…` makes another `ft:starter:…`."""
     seen = {model.id}
     while model.base is not None and model.base not in seen:
         seen.add(model.base)
@@ -119,7 +119,7 @@ def root_base(db: Database, model: ModelRow) -> str:
     return model.id
 
 
-# --- which models exist for a key
+# --- models that a key may see and use
 
 
 def unknown_model(name: str, param: str = "model") -> NotFound:
@@ -128,7 +128,7 @@ def unknown_model(name: str, param: str = "model") -> NotFound:
 
 
 def stored_version(db: Database, model: str, version: str) -> VersionRow:
-    """For callers who may see the model. Raises NotFound."""
+    """Return a model's version, without checking access. Raises NotFound."""
     if (row := models.find_version(db, model, version)) is not None:
         return row
     message = f"{model} has no version {shown(version)}; `appliance model show {model}` lists them."
@@ -136,29 +136,29 @@ def stored_version(db: Database, model: str, version: str) -> VersionRow:
 
 
 def known_model(db: Database, name: str) -> Resolved:
-    """Raises NotFound."""
+    """Return the version that a public name means, without checking access. Raises NotFound."""
     if (resolved := resolve(db, name)) is None:
         raise unknown_model(name)
     return resolved
 
 
 def usable_model(db: Database, caller: Principal, name: str) -> Resolved:
-    """The model, unless the caller's key may not use it. Raises NotFound."""
+    """Return the model if the caller's key may use it. Raises NotFound."""
     if not caller_may_use(db, caller, name):
         raise unknown_model(name)
     return known_model(db, name)
 
 
 def stored_model(db: Database, name: str) -> ModelRow:
-    """Raises NotFound."""
+    """Return a model's row, without checking access. Raises NotFound."""
     if (row := models.find(db, name)) is None:
         raise unknown_model(name)
     return row
 
 
 def caller_of(db: Database, key_id: str | None) -> Principal:
-    """The principal of work that outlives its request: this key, or the box itself. It does not check whether the key
-    has ended."""
+    """Return the principal for work that outlives its request: this key, or the box itself. It does not check whether
+    the key is live."""
     if key_id is None:
         return Principal(None, frozenset({ADMIN}), new_id("req_"), "")
     row = keys.find(db, key_id)
@@ -166,26 +166,26 @@ def caller_of(db: Database, key_id: str | None) -> Principal:
 
 
 def may_use(db: Database, key_id: str | None, name: str) -> bool:
-    """Whether work of this key (None: the box itself) may use a model by this name."""
+    """Return whether work of this key (None: the box itself) may use the model with this name."""
     return caller_may_use(db, caller_of(db, key_id), name)
 
 
 def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
-    """Access to a model includes all its versions and checkpoints."""
+    """Return whether the caller may use this name; access to a model includes its versions and checkpoints."""
     model = model_of(db, name)
     if not models.is_visible(db, model, caller.viewer) or models.find(db, model) is None:
         return False
     row = keys.find(db, caller.key_id) if caller.key_id is not None else None
     if row is None or row.models is None:
         return True
-    # What the owner's jobs made, and their checkpoints, are on every list.
+    # Every key's list includes the models and checkpoints that the owner's jobs made.
     names, owner = {name, name.partition("@")[0]}, keys.owner_of(db, row.id)
     return not names.isdisjoint(row.models) or any(jobs.has_made(db, owner, one) for one in names)
 
 
 def check_may_ask(db: Database, caller: Principal, name: str, param: str = "model") -> None:
-    """Check that the caller has the scope inference and may use the model. param: field of the request that names the
-    model. Raises Forbidden, NotFound."""
+    """Check that the caller has the scope inference and may use the model. param: field of the request with the model's
+    name. Raises Forbidden, NotFound."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
     lacks_version = "@" in name and models.find(db, name) is None and resolve(db, name) is None
@@ -194,7 +194,7 @@ def check_may_ask(db: Database, caller: Principal, name: str, param: str = "mode
 
 
 def base_of(db: Database, job: JobRow) -> Resolved | None:
-    """The model that a job trains; None once it is deleted or the job's key may not use it any more.
+    """Return the model that a job trains; None once it is deleted or the job's key may no longer use it.
 
     Call it at each stage of a job, which may wait for weeks between its creation and its run.
     """

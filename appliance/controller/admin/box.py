@@ -1,5 +1,5 @@
-"""/admin/v1: the routes for operating the box as a whole: status, metrics, tiers, doctor, audit, hand-overs, logs;
-devices and their holders, energy, nodes; the mode that divides the devices, its schedule, and what a mode would do."""
+"""/admin/v1: routes for operating the whole box: status, metrics, tiers, doctor, audit, hand-overs, logs; devices and
+their holders, energy, nodes; the mode that divides the devices, its schedule, and previews of modes."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
         return await answer(of_store)
 
-    # Without `response_class`, which would declare errors as plain text in the OpenAPI document too.
+    # No `response_class` here: it would also declare errors as plain text in the OpenAPI document.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     @needs(READ, METRICS)
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
-        """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
+        """Return the controller's series in Prometheus' text format; the gateway's /metrics adds its own."""
         collector = ControllerCollector(context, now, await read_engines(context.routing.open_engines()))
         return await answer(lambda: PlainTextResponse(generate_latest(collector), media_type=CONTENT_TYPE_LATEST))
 
@@ -92,8 +92,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/doctor")
     async def doctor(caller: Caller) -> dict[str, Any]:
-        """What `appliance doctor` says of this machine and the box on it, at most half a minute old; `read` does not
-        see the names of keys."""
+        """Return the findings of `appliance doctor` for the box and its machine, at most half a minute old; the scope
+        `read` does not see names of keys."""
         try:
             report = await context.doctor.look()
         except OperationFailed as error:
@@ -107,7 +107,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         names = {row.id: row.name for row in keys.list_all(db)}
 
         def view(row: AuditRow) -> dict[str, Any]:
-            """`by`: the key's name, "box" for actions that needed none."""
+            """Return an audit entry as the API shows it. `by`: the key's name, "box" for actions without a key."""
             by = names.get(row.key_id or "", row.key_id or "box")
             return {"by": by, **columns(row, "id key_id action target outcome detail request_id created_s")}
 
@@ -124,34 +124,34 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise NotFound(message, "handover_id", "handover_not_found")
         return handover
 
-    # Only administrators read logs, which name people and their requests.
+    # Only administrators may read logs, because logs name people and their requests.
     @router.get("/logs")
     @needs(ADMIN)
     def list_logs() -> dict[str, Any]:
-        """The logs that may be read, those written last first."""
+        """List the readable logs, most recently written first."""
         return {"object": "list", "data": logs_in(logs)[:500]}
 
     @router.get("/logs/{name:path}")
     @needs(ADMIN)
     def show_log(name: str, lines: Annotated[int, Query(ge=1, le=5000)] = 500) -> dict[str, Any]:
-        """The last `lines` of a log, 256 KiB at most."""
+        """Return the last `lines` lines of a log, 256 KiB at most."""
         # Only listed names are opened: a client's text is never used as a path.
         if name not in {log["name"] for log in logs_in(logs)}:
             raise NotFound(f"No log {shown(name)}; GET /admin/v1/logs lists them.", "name", "log_not_found")
         return {"name": name, "lines": end_of(logs / name, _LOG_BYTES)[-lines:]}
 
 
-# --- hand-overs; the CLI and scripts rely on these keys
+# --- hand-overs; the CLI and scripts rely on the views' keys
 
 
 def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | None:
-    """The view of a hand-over; None if there is none."""
+    """Return the view of the hand-over with this id; None if it does not exist."""
     row = HANDOVERS.find(db, handover_id) if handover_id else None
     return _handover(row) if row else None
 
 
 def _handover(row: HandoverRow) -> dict[str, Any]:
-    """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
+    """`bytes`: sum over all steps; `asked_by`: a key's name, "box" (a local command), "window ID" or "scheduler"."""
     steps = [step_view(StepRecord(**step)) for step in row.steps]
     return {
         "id": str(row.id),
@@ -164,9 +164,9 @@ def _handover(row: HandoverRow) -> dict[str, Any]:
 
 
 def step_view(row: StepRecord) -> dict[str, Any]:
-    """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them (None while processes start: most of that
-    is not copying); `path` how weights were loaded ("in place", "layerwise"), or that they or a snapshot are in shared
-    memory. None for a step that moves nothing."""
+    """`seconds`: duration of the step. `bytes`: bytes moved in `moved_s` seconds (None for starts of processes, which
+    mostly do not copy). `path`: how weights were loaded ("in place", "layerwise"), or where they are ("shared memory").
+    These three are None for a step that moves nothing."""
     detail, parts = row.detail, row.detail.get("seconds")
     count = sum(detail.get("bytes_read") or ()) or detail.get("bytes")
     moved_s = detail.get("load_s", parts.get("snapshot") if isinstance(parts, dict) else None)
@@ -191,7 +191,7 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     def known(device_id: str) -> dict[str, Any]:
-        """Raises NotFound."""
+        """Return the device with this id. Raises NotFound."""
         for device in cordons.in_view(db, context.scheduler.status()["devices"]):
             if device["id"] == device_id:
                 return device
@@ -205,14 +205,14 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/devices/{device_id:path}/drain")
     @audited("device.drain", "holder")
     async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
-        """The device's holder moves elsewhere, and no new holder gets it until `undrain`. Idempotent; GET /devices
-        shows when it is free."""
+        """Move the device's holder elsewhere, and refuse new holders until `undrain`. Idempotent; GET /devices shows
+        when the device is free."""
         device, reason = known(device_id), body.reason if body else ""
         holder, by = device["holder"], name_of(context, caller)
         with db.transaction():
             fresh = cordons.drain(db, device, reason, by, time.time())
             if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
-                # The owner reads this and may not see names of others' keys.
+                # The holder's owner reads this reason, and may not see the names of other owners' keys.
                 why = f": {reason}" if reason else ""
                 text = f"Device {device_id} is drained by an operator{why}; the job moves off it."
                 add_message(db, holder["id"], text, level="warn", data={"device": device_id, "reason": reason})
@@ -222,7 +222,7 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/devices/{device_id:path}/undrain")
     @audited("device.undrain")
     async def undrain(device_id: str, caller: Caller) -> dict[str, Any]:
-        """Return the device to use. Idempotent."""
+        """Put the device back into use. Idempotent."""
         cordons.undrain(db, known(device_id))
         context.scheduler.nudge(f"undrain of {device_id}", name_of(context, caller))
         return known(device_id)
@@ -231,8 +231,8 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
     def power(
         readings: Readings, since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time")] = 0.0
     ) -> dict[str, Any]:
-        """The power limit in force, and the energy of each job that had not ended by `since_s`, in all its time.
-        `meters`: how many devices count energy at all."""
+        """Return the power limit in force, and the total energy of each job that was running after `since_s`. `meters`:
+        number of devices that count energy."""
         now_s = time.time()
         return {
             "object": "list",
@@ -248,7 +248,7 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/nodes")
     async def nodes() -> dict[str, Any]:
-        """Each node: one that does not answer within a second has `answered_s` null."""
+        """List the nodes; `answered_s` is null for a node that does not answer within a second."""
         return listed(context.nodes.status())
 
     @router.delete("/nodes/{name}")
@@ -261,13 +261,13 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
         return {"id": name, "deleted": True, "devices": devices}
 
 
-# --- the mode and its windows
+# --- the mode and the mode windows
 
 Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
 class ModeSet(StrictBody):
-    """serving_floor: devices that serving keeps; if omitted, the box's default."""
+    """serving_floor: number of devices that serving keeps; if omitted, the box's default."""
 
     policy: PolicyKind
     train_devices: Annotated[int, Field(ge=0)] | None = None
@@ -275,7 +275,8 @@ class ModeSet(StrictBody):
 
 
 class WindowCreate(ModeSet):
-    """A window begins when `cron` fires; it ends when `until` fires, or after `for_s`, or when another begins."""
+    """A window begins when `cron` fires; it ends when `until` fires, after `for_s` seconds, or when another window
+    begins."""
 
     cron: Cron
     tz: Annotated[str, StringConstraints(min_length=1, max_length=64)] = "UTC"
@@ -317,7 +318,7 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
         by_hand = mode.Mode(**body.model_dump(), since_s=time.time(), by=name_of(context, caller))
         with db.transaction():
             mode.write_mode(db, by_hand)
-            # Before the answer, which may take minutes.
+            # Recorded before waiting for the change, which may take minutes.
             record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
         limit_s = min(timeout_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
         try:
@@ -330,9 +331,9 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
         return mode_view() | {"handover": handover_by_id(db, handover_id)}
 
     @router.post("/mode/plan")
-    @unaudited  # a preview
+    @unaudited  # a POST because it has a body; it changes nothing
     async def plan(body: ModeSet | None = None) -> dict[str, Any]:
-        """Show what this mode (without a body: the current one) would do now, and why. Changes nothing."""
+        """Show what a mode (without a body: the current mode) would do now, and why. Changes nothing."""
         if body is not None:
             _check(context, body)
         return context.scheduler.loop.explain(body and mode.policy_of(mode.Mode(**body.model_dump()), floor()))

@@ -35,7 +35,7 @@ from runtime.logs import minute
 
 log = logging.getLogger("appliance.controller")
 
-# `model share --with all` means everyone, and usage has what commands on the box itself spent.
+# `model share --with all` means everyone, and usage reports list the box itself under a name.
 RESERVED_OWNERS = ("all", usage.BOX_ITSELF)
 EXPIRED_EVERY_S = 2.0
 """Gateways refuse an expired key by their own clock; this is how long what it had begun goes on."""
@@ -60,7 +60,7 @@ class KeyLimits(StrictBody):
     expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
     def columns(self) -> dict[str, Any]:
-        """The columns of the fields that are set."""
+        """Return the columns of the fields that are set."""
         limits = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
         if "max_priority" in limits:
             limits["max_priority"] = limits["max_priority"] or 0
@@ -125,7 +125,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
-            # Jobs that train a model which the key may not use any more.
+            # Pauses jobs that train a model which the key may no longer use.
             paused = {"jobs": ids} if (ids := pause_jobs_without_model(db)) else {}
             record(context, caller, "key.limit", row.id, name=row.name, **limits, **paused)
         context.spending.publish_keys()
@@ -137,7 +137,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def rotate(id_or_name: str, request: Request, caller: Caller) -> dict[str, Any]:
         """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
         the page that came by it; jobs, batches, usage and limits stay."""
-        await request.body()  # gateways cut off requests of the old secret, and the new one would not arrive
+        await request.body()  # gateways end requests of the old secret, so the new secret would not arrive
         row = _known(context, id_or_name)
         if row.subject:
             message = f"{row.name} comes by the login provider, and nobody holds that key; make one of the same owner."
@@ -180,7 +180,7 @@ def key_view(row: KeyRow) -> dict[str, Any]:
 
 
 def _known(context: ControllerContext, id_or_name: str, *, live: bool = True) -> KeyRow:
-    """live: without revoked keys. Raises NotFound."""
+    """Return the key with this id or name. live: ignore revoked keys. Raises NotFound."""
     row = keys.find(context.db, id_or_name)
     if row is None or (live and row.revoked_s is not None):
         raise NotFound(f"No {'live ' * live}key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
@@ -188,7 +188,7 @@ def _known(context: ControllerContext, id_or_name: str, *, live: bool = True) ->
 
 
 def _check(context: ControllerContext, body: KeyLimits, known: Collection[str] = ()) -> None:
-    """known: models on the key already, which may have gone since. Raises BadRequest."""
+    """Check the limits of a key. known: models already on the key, which may be deleted. Raises BadRequest."""
     for name in body.models or ():
         if name not in known and models.find(context.db, model_of(context.db, name)) is None:
             message = f"The model {shown(name)} does not exist on this box; `appliance model list` shows those that do."
@@ -203,7 +203,7 @@ def _check(context: ControllerContext, body: KeyLimits, known: Collection[str] =
 
 def end_key(context: ControllerContext, key_id: str, caller: Principal, action: str) -> dict[str, list[str]]:
     """Revoke a key, with the audit row of this action. The caller publishes the keys afterwards, once for all that end
-    together. Returns the ids of what was stopped, by kind: nothing for a key that was revoked before. Raises
+    together. Returns {kind: ids of stopped objects}, empty for a key that was revoked before. Raises
     RowNotFound."""
     stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}  # and of other kinds
     with context.db.transaction():
@@ -251,7 +251,7 @@ def forget_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/forget")
     @needs(ADMIN)  # it names an owner's keys
     def show(owner: Annotated[Owner, Query()]) -> dict[str, Any]:
-        """What the box has of this owner. Changes nothing."""
+        """List the box's data of this owner. Changes nothing."""
         return {"owner": owner, "done": False, **_stored_of(context.db, owner)}
 
     @router.post("/forget")
@@ -281,7 +281,7 @@ def forget_routes(context: ControllerContext, router: APIRouter) -> None:
 
 def _stored_of(db: Database, owner: str) -> dict[str, Any]:
     mine = _mine(db)
-    # One version trained on the files is enough.
+    # A model is listed if one of its versions was trained on the files.
     models_of_files = db.column(
         f"WITH given AS (SELECT id FROM files WHERE {mine['files']}), known AS (SELECT id FROM jobs WHERE"
         f" {mine['jobs']} OR training_file IN given OR validation_file IN given)"
@@ -309,7 +309,7 @@ def _mine(db: Database) -> dict[str, str]:
 
 
 def _delete(context: ControllerContext, owner: str) -> None:
-    """Delete the owner's bytes and rows, but for those that `rename` keeps."""
+    """Delete the owner's bytes and rows, except the rows that `rename` keeps."""
     db = context.db
     for kind in ("eval_runs", "evals"):
         for row_id in _ids(db, kind, owner):

@@ -1,10 +1,10 @@
-"""/admin/v1/sessions: logins of the page; /admin/v1/oidc: those by an OpenID provider, by the code flow with PKCE.
+"""/admin/v1/sessions: logins of the web page; /admin/v1/oidc: logins by an OpenID provider, by the code flow with PKCE.
 
-A key is exchanged for a login, so that a browser need not keep the key; what a login may do is what its key may. Its
-owner lists them and ends them; the end of its key is theirs. A person who comes by the provider (Authlib speaks the
-protocol) has a key, made at the first login, with the scopes of the groups of each login. Nobody ever has the key
-itself; limits, usage, jobs, the audit log and revocation know a person by it. Its owner has a part of the subject's
-hash in the name: a name that a provider gives to somebody else later is another owner here.
+A key is exchanged for a login, so that a browser need not store the key; a login has the rights of its key. The key's
+owner lists and ends logins; they also end with their key. A person who logs in by the provider (Authlib speaks the
+protocol) gets a key at the first login; each login sets its scopes from the person's groups. The key's secret is never
+shown; limits, usage, jobs, the audit log and revocation use the key for the person. Its owner's name contains a part of
+the subject's hash: if the provider reuses a name for another person, that person is another owner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LASTS_S = 24 * 3600.0
 COOKIE = "x-appliance-cookie"
 """For the gateway, which makes a cookie of it (`gateway.server.controller`); no client sees it."""
 
-# Only public-key algorithms: with HMAC, everybody who knows the client secret could sign tokens.
+# Only public-key algorithms are accepted: with HMAC, any holder of the client secret could sign tokens.
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 ANSWER_S: Final = 10.0
 _LEEWAY_S: Final = 60
@@ -51,7 +51,7 @@ Word = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class SessionBegin(StrictBody):
-    """secure: the page came by https, if only as far as a proxy; the cookie then never travels otherwise."""
+    """secure: the page came by https, perhaps from a proxy; the browser then sends the cookie only by https."""
 
     secure: bool = False
 
@@ -62,8 +62,8 @@ def routes(context: ControllerContext, router: APIRouter) -> APIRouter:
     @router.post("/sessions", status_code=201)
     @needs(*ANY)
     async def exchange(body: SessionBegin, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
-        """`page`: the half of its token that the page keeps and sends as `x-appliance-page: ID.HALF`; the other half is
-        in a cookie. Neither is shown again."""
+        """Exchange a key for a login. `page`: the token's half that the page sends as `x-appliance-page: ID.HALF`; the
+        other half is in a cookie. Neither half is shown later."""
         if caller.key_id is None or caller.session is not None or keys.find(db, caller.key_id) is None:
             message = "A login of the page begins with an API key of its own."
             raise ApiError(403, message, code="insufficient_permissions")
@@ -96,8 +96,8 @@ def routes(context: ControllerContext, router: APIRouter) -> APIRouter:
 def _begin(
     context: ControllerContext, key_id: str, request: Request, response: Response, *, secure: bool
 ) -> dict[str, Any]:
-    """A new login of this key, as the API shows it, with the page's half of the token; the other half is in a header of
-    the response. secure: the cookie travels by TLS alone."""
+    """Begin a login of this key; return it as the API shows it, with the page's half of the token. The other half is in
+    the response's cookie. secure: the browser sends the cookie only by TLS."""
     now_s, agent = time.time(), request.headers.get("user-agent", "")[:200]
     row, cookie, page = keys.create_session(context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + LASTS_S)
     context.spending.publish_keys()
@@ -118,17 +118,17 @@ def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Delete expired logins, also at the gateways, which then end their requests."""
+    """Delete expired logins from the store and the gateways' table; gateways then end the requests of these logins."""
     if context.db.execute("DELETE FROM page_sessions WHERE until_s <= ?", [now_s]).rowcount:
         context.spending.publish_keys()
 
 
-# --- by a provider
+# --- logins by a provider
 
 
 class OidcFinish(StrictBody):
-    """code, state: as the provider gave them. binder: as `begin` gave it to this browser. secure: as for a login with a
-    key."""
+    """code, state: values from the provider. binder: value that `begin` returned to this browser. secure: as in
+    SessionBegin."""
 
     code: Word
     state: Word
@@ -137,9 +137,9 @@ class OidcFinish(StrictBody):
 
 
 def _oidc_routes(context: ControllerContext) -> APIRouter:
-    """Routes for browsers without a key. The browser keeps the state of its login (`binder`), the box nothing."""
+    """Routes for browsers without a key. The browser stores the login's state (`binder`); the box stores nothing."""
     router, settings = make_router("/admin/v1/oidc", GATEWAY), context.config.oidc
-    redirect_uri = f"{context.box['public_url']}/ui"  # the page itself
+    redirect_uri = f"{context.box['public_url']}/ui"  # the web page's own path
 
     @cache
     def provider() -> _Client:
@@ -149,20 +149,20 @@ def _oidc_routes(context: ControllerContext) -> APIRouter:
 
     @router.get("")
     async def about() -> dict[str, Any]:
-        """`name`: of the provider, null where there is none."""
+        """`name`: the provider's name, null if the box has no provider."""
         return {"object": "oidc", "name": settings.name if settings.issuer else None}
 
     @router.post("/begin")
-    @unaudited  # `finish` records the person
+    @unaudited  # no audit row: `finish` records the person
     async def begin() -> dict[str, Any]:
-        """`url`: where the browser goes; `binder`: what it keeps for `finish`: nobody finishes another's login."""
+        """`url`: the provider's page; `binder`: ties the login to this browser, which passes it to `finish`."""
         with _refusals():
             begun: dict[str, str] = await provider().create_authorization_url(redirect_uri)
         return {"url": begun["url"], "binder": f"{begun['state']}.{begun['nonce']}.{begun['code_verifier']}"}
 
     @router.post("/finish", status_code=201)
     async def finish(body: OidcFinish, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
-        """A login of the page, as `/admin/v1/sessions` begins one."""
+        """Begin a login of the web page, as `/admin/v1/sessions` does."""
         state, _, rest = body.binder.partition(".")
         nonce, _, verifier = rest.partition(".")
         if state != body.state or not nonce or not verifier:
@@ -184,11 +184,11 @@ def _oidc_routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-# --- the provider: a code for a token, and the person that the token names
+# --- the provider: exchange a code for a token, and read the person from the token
 
 
 def refused(why: str) -> ApiError:
-    """The error for an answer of the provider that is not acceptable."""
+    """Return the error for an unacceptable answer of the provider."""
     return ApiError(403, f"The login was not accepted: {why}.", code="login_refused")
 
 
@@ -198,8 +198,8 @@ def unavailable(why: str) -> ApiError:
 
 
 class _Client(StarletteOAuth2App):  # type: ignore[misc]
-    """Authlib's, with checks that the provider's own document cannot loosen. Endpoints and keys are fetched when they
-    are first needed, keys again when a token names one that is not known."""
+    """Authlib's client, with checks that the provider's document cannot loosen. Endpoints and keys are fetched at their
+    first use, and keys are refetched when a token names an unknown key."""
 
     @classmethod
     def of(cls, settings: OidcSettings) -> _Client:
@@ -233,7 +233,7 @@ class _Client(StarletteOAuth2App):  # type: ignore[misc]
 async def _claims(
     client: _Client, settings: OidcSettings, redirect_uri: str, code: str, nonce: str, verifier: str
 ) -> dict[str, Any]:
-    """The identity token's claims, and those of userinfo where the token has no groups. Raises ApiError."""
+    """Return the identity token's claims, plus the userinfo's claims if the token has no groups. Raises ApiError."""
     token = await client.fetch_access_token(redirect_uri, code=code, code_verifier=verifier)
     options = {
         "iss": {"essential": True, "value": settings.issuer},
@@ -247,7 +247,7 @@ async def _claims(
     if settings.groups_claim not in claims and "userinfo_endpoint" in client.server_metadata:
         userinfo = await client.userinfo(token=token)
         if userinfo.get("sub") != claims["sub"]:
-            raise refused("the provider answered about somebody else")
+            raise refused("the provider's user information is about another person")
         claims = {**userinfo, **claims}
     return claims
 
@@ -262,16 +262,16 @@ def _refusals() -> Iterator[None]:
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
         raise unavailable(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
     except (JoseError, ValueError, TypeError, KeyError) as error:
-        raise refused(f"its token is not good ({type(error).__name__})") from error
+        raise refused(f"the provider's token is invalid ({type(error).__name__})") from error
 
 
 # --- the person's key
 
 
 def _key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any], subject: str) -> KeyRow:
-    """The person's live key, made at the first login, with the scopes of the groups in these claims. subject: SHA-256
-    of the provider and the person's id there, in hex. Raises ApiError 403 for a person whose key was revoked, or whose
-    groups have no scope (any more): earlier logins end, and earlier work goes on without a scope."""
+    """Return the person's live key, made at the first login, and set its scopes from the groups in these claims.
+    subject: SHA-256 of the provider and the person's id there, in hex. Raises ApiError 403 for a person whose key was
+    revoked, or whose groups give no scope: earlier logins then end, and earlier work continues without a scope."""
     db, claim = context.db, claims.get(settings.groups_claim)
     groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
     granted = {scope for group in groups if isinstance(group, str) for scope in settings.groups.get(group, ())}
@@ -291,5 +291,5 @@ def _key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[
             keys.end_sessions(db, row.id)
     if not scopes or row is None:
         context.spending.publish_keys()
-        raise refused("none of your groups may do anything on this box")
+        raise refused("none of your groups has a scope on this box")
     return replace(row, scopes=scopes)

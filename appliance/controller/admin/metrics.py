@@ -38,7 +38,7 @@ ENGINE_WAIT_S: Final = 0.5
 Engines = Mapping[tuple[str, str], Mapping[str, float]]
 """By replica and model: vLLM's own figures, by its names, each summed up over its labels."""
 
-# Each: the series, its text, and the name of the figure, or of a field of `Reading`, `JobRow` or a tier.
+# Each row: the series, its help text, and the name of the figure or of a field of `Reading`, `JobRow` or a tier.
 _ENGINE_METERS = (
     ("engine_kv_cache_ratio", "Share of an engine's KV cache in use.", "kv_cache_usage_perc"),
     ("engine_preemptions_total", "Requests that lost their place in the KV cache to others.", "num_preemptions_total"),
@@ -73,8 +73,8 @@ _TIER_METERS = (
 
 
 def series(name: str, text: str, labels: str, samples: Iterable[tuple[Sequence[str], float | None]]) -> Metric:
-    """name: without `appliance_`; a counter's ends in `_total`. labels: separated by spaces. samples: the values of the
-    labels, and the measured value; None is left out."""
+    """Make a series. name: without `appliance_`; a counter's name ends in `_total`. labels: names separated by spaces.
+    samples: values of the labels, then the measured value; a sample with None is omitted."""
     kind: Any = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     family: Metric = kind(f"appliance_{name}", text, labels=labels.split())
     for label_values, value in samples:
@@ -88,7 +88,7 @@ def _counted(name: str, text: str, labels: str, rows: Iterable[Sequence[str]]) -
 
 
 async def read_engines(engines: Mapping[str, tuple[str, str]]) -> Engines:
-    """Read the figures of the engines that answer in time. engines: (model, address) by replica."""
+    """Read the figures of the engines that answer in time. engines: {replica: (model, address)}."""
     answers = await asyncio.gather(*(_figures(address) for _, address in engines.values()))
     return {(replica, model): figures for (replica, (model, _)), figures in zip(engines.items(), answers, strict=True)}
 
@@ -108,22 +108,22 @@ async def _figures(address: str) -> Counter[str]:
 
 
 class ControllerCollector(Collector):
-    """All series, with the process's memory, CPU time and descriptors. Made on the loop, whose state it takes, for one
-    scrape that reads the store on a thread."""
+    """All series, with the process's memory, CPU time and descriptors. Made on the loop, from which it copies state,
+    for one scrape, which reads the store on a thread."""
 
     def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: Engines):
         self._db, self._data, self._now, self._engines = context.db, context.files_dir, now, engines
         self._tiers, self._last_backup = context.tiers.status, context.last_backup()
         self._readings = context.health.newest()
         troubles = [*context.background.degraded(), *context.main_troubles()]
-        # A tracker's or a tier's name behind the colon is for operators.
+        # Only operators may see the name of a tracker or tier, which follows the colon.
         self._degraded = {trouble["name"].partition(":")[0] for trouble in troubles}
 
     def collect(self) -> Iterator[Metric]:
         yield from ProcessCollector(namespace="appliance_controller", registry=None).collect()
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
         for state in get_args(HandoverState):
-            # All outcomes from the start: Prometheus sees no increase in a series that begins with a failure.
+            # Samples of all outcomes from the start: Prometheus sees no increase if a series begins with a failure.
             ended.add_metric([state], *self._now["handovers_ended"].get(state, (0, 0.0)))
         yield ended
         for part in (self._of_scheduler, self._of_engines, self._of_devices, self._of_jobs, self._of_storage):
@@ -196,7 +196,7 @@ class ControllerCollector(Collector):
             ((row.id, row.model, str(rank), device), seconds)
             for row in running
             if (step := newest.get(row.id)) is not None and step.rank_seconds is not None
-            # Not a step with another number of ranks, before the job moved.
+            # Skip steps from before the job moved to another number of ranks.
             if len(step.rank_seconds) == len(row.devices)
             for rank, (seconds, device) in enumerate(zip(step.rank_seconds, row.devices, strict=True))
         ]
@@ -204,8 +204,8 @@ class ControllerCollector(Collector):
         yield series("job_rank_seconds", text, "job model rank device", ranks)
 
     def _mfu(self, row: JobRow) -> float | None:
-        """Model FLOPs utilisation: six operations per weight and token (four with adapters, whose frozen weights need
-        no gradient) over the device's peak. None for other methods, mixtures of experts and float32."""
+        """Return model FLOPs utilisation: six operations per weight and token (four with adapters, whose frozen weights
+        need no gradient), divided by the device's peak. None for other methods, mixtures of experts and float32."""
         name = next((device["name"] for device in self._now["devices"] if device["id"] in row.devices), "")
         device, model, chosen = accelerator(name), models.find(self._db, row.model), row.resolved or {}
         if device is None or model is None or row.tokens_per_s is None or chosen.get("precision") != "bf16":

@@ -1,5 +1,5 @@
 """/admin/v1/models: import, list and show models, their deployments, engine settings, versions and canaries;
-/admin/v1/operations: imports, each a task with a row of its own that has its progress and its result. The CLI relies on
+/admin/v1/operations: imports, each a task whose row holds its progress and result. The CLI relies on
 the keys of the views.
 
 Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence `{name:path}`.
@@ -47,12 +47,12 @@ from weights.format.tool_template import with_tools
 
 Replicas = Annotated[int, Field(ge=0, le=65536)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
-# Settings that an adapter has itself; all others belong to the engines of its host.
+# Settings of the adapter itself; all others belong to the engines of its host.
 _OF_ADAPTERS = ("min_replicas", "pinned")
 
 
 class Deploy(StrictBody):
-    """Only the given fields change; null removes a target, the limit on replicas or a number about idleness."""
+    """Only the given fields change; null removes a target, the limit on replicas or an idle time."""
 
     idle_sleep_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
     min_replicas: Replicas = 0
@@ -64,8 +64,8 @@ class Deploy(StrictBody):
 
 
 class Change(StrictBody):
-    """set: settings that change; null removes one, engine_args and sampling change by name. number: take over the
-    settings of this version instead. Nothing restarts before vLLM itself has accepted them."""
+    """set: settings to change; null removes a setting, and engine_args and sampling change by name. number: use the
+    settings with this number instead. Engines restart only after vLLM has accepted the settings."""
 
     set: dict[str, Any] = Field(default_factory=dict)
     number: Annotated[int, Field(ge=0, le=1 << 53)] | None = None
@@ -76,7 +76,7 @@ class Rollback(StrictBody):
 
 
 class Canary(StrictBody):
-    """share: fraction of the requests, 0.1 for one in ten. watch_s: how long it is watched, in seconds."""
+    """share: fraction of the requests, 0.1 for one in ten. watch_s: seconds until the canary is promoted."""
 
     version: Text
     share: Annotated[float, Field(gt=0, le=0.9)] = 0.1
@@ -94,7 +94,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
 
     @router.get("/models")
     def list_models(now: Status, part: Annotated[Part, RECENT]) -> dict[str, Any]:
-        """Newest first."""
+        """List models, newest first."""
         states = ModelStates(db, now)
         return list_object(models.page(db, **part), lambda row: model_view(context, row, states))
 
@@ -104,11 +104,11 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         changes, row = body.model_dump(exclude_unset=True), rows.DEPLOYMENTS.find(db, stored_model(db, name).id)
         row = row or DeploymentRow(model=name, created_s=time.time())
         base = next((row.base for row in models.callable_adapters(db) if row.name == name), None)
-        # Null is allowed: it removes a value from the time when the name had whole weights.
+        # Null is allowed: it removes a value set while the model's active version was not an adapter.
         given = (field for field, value in changes.items() if field not in _OF_ADAPTERS and value is not None)
         if base is not None and (field := next(given, None)) is not None:
             why = f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}."
-            raise InvalidValue(f"{why} An adapter's own are {' and '.join(_OF_ADAPTERS)}.", field)
+            raise InvalidValue(f"{why} The adapter's own settings are {' and '.join(_OF_ADAPTERS)}.", field)
         changed = replace(row, **changes)
         if changed.max_replicas is not None and changed.max_replicas < max(changed.min_replicas, changed.pinned):
             why = f"max_replicas is {changed.max_replicas} and min_replicas {changed.min_replicas}"
@@ -122,23 +122,22 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
             why = f"min_replicas is {changed.min_replicas}; expected at most {most}, of {each} devices each."
             raise BadRequest(why, "min_replicas", "insufficient_devices")
         rows.DEPLOYMENTS.put(db, changed)
-        context.scheduler.loop.reset_failures(name)  # engines that failed with the old settings may start now
+        context.scheduler.loop.reset_failures(name)  # retry: engines that failed with the old settings may start now
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
         return deployment_view(changed)
 
     @router.get("/models/{name:path}", response_model=dict[str, Any])
     async def show(name: str, caller: Caller, now: Status) -> Response:
-        """`canary`: the most recent one, running or ended. `settings_history`: the newest settings first."""
+        """`canary`: the most recent canary, running or ended. `settings_history`: the newest settings first."""
         canary = compared.view(last) if (last := rows.CANARIES.find(db, name)) else None
         states, more = ModelStates(db, now), {"canary": canary, "settings_history": _history(db, name)}
         return await answer(lambda: model_view(context, stored_model(db, name), states) | more)
 
 
 def model_view(context: ControllerContext, row: ModelRow, states: ModelStates) -> dict[str, Any]:
-    """`id` is its name, by which a list's next page is asked for. `max_model_len`: the context of its engines;
-    `context_note`: why that is less than the model's own, else "".
-    `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
-    `message`: why its engines fail, None if they do not."""
+    """`id`: the name, also the next page's cursor. `max_model_len`: context of its engines; `context_note`: why that is
+    less than the model's context, else "". `adapter`: {"base", "base_version", "rank", "host"} if the active version is
+    an adapter, which the engines of `host` serve. `message`: why its engines fail, None if they do not."""
     db = context.db
     deployment, running = rows.DEPLOYMENTS.find(db, row.id), models.find_canary(db, row.id)
     size, active = context.sizes.size(row, None), models.active(db, row)
@@ -184,7 +183,7 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
 
     @router.post("/models/{name:path}/rollback")
     async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
-        """Without a version: end the canary if there is one, else return to the previous version."""
+        """Roll back to a version. Without a version: end the running canary, else return to the previous version."""
         version = body.version if body else None
         stored_model(db, name)
         async with activation.lock(name):
@@ -213,7 +212,7 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
             return await running.promote(stored_model(db, name), caller, "asked for")
 
 
-# --- settings of a model's engines, and their versions
+# --- numbered settings of a model's engines
 
 
 def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
@@ -255,8 +254,8 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
             if settings.as_json() != before:
                 by = name_of(context, caller)
                 models.add_settings(db, name, settings.as_json(), settings.digest, by, time.time())
-        context.scheduler.loop.reset_failures(name)  # engines that failed with the old settings may start now
-        context.routing.models_changed()  # the gateways' table holds the context
+        context.scheduler.loop.reset_failures(name)  # retry: engines that failed with the old settings may start now
+        context.routing.models_changed()  # because the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
         history = _history(db, name)
         return {"settings": settings.as_json(), "settings_number": history[0]["number"] if history else 0}
@@ -268,7 +267,7 @@ def _history(db: Database, name: str) -> list[dict[str, Any]]:
 
 
 def _settings(db: Database, name: str, number: int | None = None) -> dict[str, Any]:
-    """The settings of this version; None: those in force; 0: none yet. Raises NotFound."""
+    """Return the settings with this number; None: the settings in force; 0: no settings. Raises NotFound."""
     row = models.current_settings(db, name) if number is None else rows.MODEL_SETTINGS.find(db, name, number)
     if row is None and number:
         raise NotFound(f"{name} has no settings {number}.", "number", "settings_not_found")
@@ -276,7 +275,7 @@ def _settings(db: Database, name: str, number: int | None = None) -> dict[str, A
 
 
 def merged(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Settings after a change; null removes."""
+    """Return the settings after a change; null removes a setting."""
     after = dict(before)
     for name, value in changes.items():
         inside = name in ("engine_args", "sampling") and isinstance(value, dict)
@@ -284,7 +283,7 @@ def merged(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in after.items() if value is not None}
 
 
-# --- imports; after a restart one starts over from what is on disk
+# --- imports; after a restart an import starts over from the files on disk
 
 
 TASKS = "operations"
@@ -293,8 +292,8 @@ PROGRESS_EVERY_S = 0.5
 
 
 class Import(StrictBody):
-    """origin: where the files of a path came from, kept as the model's source. as_version: a further version of the
-    model `name`, which answers nobody until it is a canary or is chosen."""
+    """origin: where the files at a path came from, stored as the model's source. as_version: add a version to the model
+    `name`, which gets no requests until it becomes a canary or active."""
 
     source: Text
     origin: Text | None = None
@@ -305,7 +304,7 @@ class Import(StrictBody):
 
 
 def _import_routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router; before those of models, whose names may contain slashes."""
+    """Add the routes to the admin router, before the routes of models, whose names may contain slashes."""
     db = context.db
 
     @router.post("/models/import", status_code=202)
@@ -323,7 +322,7 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
             if not body.as_version and (existing is not None or made_by_jobs(db, name)):
                 remedy = "delete it first or choose another name"
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
-        context.quotas.disk.check()  # only the import itself knows how many bytes it needs
+        context.quotas.disk.check()  # size unknown here: only the import finds out how many bytes it needs
         arguments = columns(body, "source origin name revision as_version")
         try:
             find, ops = context.model_ops.library.find_adapter, context.model_ops
@@ -334,7 +333,7 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
             why = f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one."
             raise InvalidValue(why, "base")
         arguments["adapter"] = None
-        if adapter is not None:  # the arguments of `ModelLibrary.import_adapter`
+        if adapter is not None:  # arguments of `ModelLibrary.import_adapter`
             own, trained_on, revision = adapter
             below = adapter_base(context, own, trained_on, body.base)
             arguments["adapter"] = {"name": own, "revision": revision, **below}
@@ -365,18 +364,18 @@ def operation_view(row: OperationRow) -> dict[str, Any]:
 
 
 def import_kind(context: ControllerContext) -> Kind:
-    """The kind of task that imports are."""
+    """Return the kind of task for imports."""
     db, ops = context.db, context.model_ops
 
     async def run(task: TaskRow) -> None:
-        """Raises TaskFailed."""
+        """Run the import. Raises TaskFailed."""
         row = rows.OPERATIONS.find(db, task.id)
         if row is None or row.state != "running":
             return
         progress, write_s = row.progress, 0.0
 
         def report(done: float, total: float | None, unit: str, message: str) -> None:
-            """Called from any thread."""
+            """Store the progress; may be called from any thread."""
             nonlocal progress, write_s
             is_new = message != progress["message"]
             progress = {"done": done, "total": total, "unit": unit, "message": message}

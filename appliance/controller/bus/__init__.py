@@ -1,5 +1,5 @@
-"""The bus between controller and gateway: it sends routing tables and receives load and usage reports; and requests of
-the box's own work through the gateway.
+"""The bus between controller and gateway, which sends routing tables and receives reports of load and usage; and the
+box's own requests through the gateway.
 
 Never: Decides routing or stores anything.
 Begin with bus.py.

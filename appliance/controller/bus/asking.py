@@ -1,9 +1,9 @@
 """Requests of the box's own work through its gateway: batches, background responses, graders, evaluations, teachers,
 rollouts.
 
-The gateway's private socket takes the id of a key, so keys, limits, waiting, retries and accounting are the gateway's
-alone. A request that it refuses for a while, such as one of class `batch` whose engine drains, is sent again until the
-caller gives up.
+The gateway's private socket accepts the id of a key, so only the gateway handles keys, limits, waiting, retries and
+accounting. A temporarily refused request, such as a `batch` request whose engine drains, is sent again until the caller
+gives up.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from appliance.store.rows import new_id
 
 CONNECT_S = 5.0
 AWAY_RETRY_S = 1.0
-QUOTA_RETRY_S = 30.0  # after a used-up quota, which the gateway refuses without `Retry-After`
+QUOTA_RETRY_S = 30.0  # for a used-up quota, which the gateway refuses without `Retry-After`
 NOT_AWAKE = "no engine of the model is awake"
 Body = dict[str, Any] | Callable[[], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """body: the answer's JSON."""
+    """An answer of an engine or the gateway. body: its JSON."""
 
     status: int
     body: Any
 
     @property
     def error(self) -> str:
-        """The message of an error; empty for an answer."""
+        """The message of an error; empty for a successful answer."""
         if self.status == 200:
             return ""
         return str(self._error.get("message") or f"The request failed with status {self.status}.")
@@ -56,7 +56,7 @@ class EngineAnswer:
 
 
 class Asking:
-    """Send the requests of the box's own work, and send again what the gateway refuses for a while.
+    """Sends the requests of the box's own work, and repeats those that the gateway refuses temporarily.
 
     Args:
         transport: to the gateway's private socket.
@@ -75,15 +75,15 @@ class Asking:
         self._client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=timeout)
         self._db, self._table, self._wants_changed = db, table, wants_changed
         self._wanted: Counter[str] = Counter()
-        self._refusals: dict[tuple[str | None, str], str] = {}  # by key and model
+        self._refusals: dict[tuple[str | None, str], str] = {}  # {(key, model): …}
 
     @property
     def models(self) -> Collection[str]:
-        """Models with requests, which the scheduler may wake for them."""
+        """Models with pending requests, which the scheduler may therefore wake."""
         return self._wanted.keys()
 
     def why(self, key_id: str | None, model: str) -> str:
-        """Why requests of this key wait; empty if none waits."""
+        """Return why requests of this key wait; empty if none waits."""
         row = self._table().get(model)
         asleep = row is not None and all(replica["state"] != OPEN for replica in row.get("replicas", ()))
         return NOT_AWAKE if asleep else self._refusals.get((key_id, model), "")
@@ -101,9 +101,9 @@ class Asking:
         """Send a request until the gateway's answer is final.
 
         Args:
-            key_id: the key that it is for; None: the box itself, which has no limits.
-            body: or a function that makes it for each attempt. Its exceptions are raised.
-            within_s: after this time the answer is a 504.
+            key_id: key on whose behalf it is sent; None: the box itself, which has no limits. body: the body, or a
+            function that makes it for each attempt and whose exceptions are raised. within_s: seconds after which the
+            answer is a 504.
         """
         request_id = request_id or new_id("req_")
         self._wanted[model] += 1
@@ -117,7 +117,7 @@ class Asking:
                     if retry_s is None:
                         return answer
                     self._refusals[key_id, model] = answer.error
-                    # At random times, so that not all requests of a key come back at once.
+                    # Wait a random time, so that the requests of a key do not all return at once.
                     await asyncio.sleep(retry_s * random.uniform(1, 3))  # noqa: S311
         except TimeoutError:
             why = f"no answer within {within_s:.0f} s: {self.why(key_id, model) or 'its engines are busy'}"
@@ -135,7 +135,7 @@ class Asking:
     async def _post(
         self, key_id: str | None, url: str, content: bytes, request_id: str
     ) -> tuple[EngineAnswer, float | None]:
-        """Return the answer, and in how many seconds to send the request again; None: the answer is final."""
+        """Return the answer, and the seconds to wait before a retry; None: the answer is final."""
         headers = {
             "content-type": "application/json",
             "x-appliance-class": "batch",

@@ -6,8 +6,8 @@ generation it has applied and its current load. Two rules make a drain reliable:
 1. A report counts only if it names the newest generation: a gateway that has not yet received a drain may still send
    requests.
 2. A gateway counts, with its last report, until its connection has been closed for `gateway_gone_after_s`: its requests
-   end with its process, but it may only be reconnecting. So does one that has not connected yet: it outlives a
-   controller, and carries streams that the next controller does not know of.
+   end with its process, but it may only be reconnecting. A gateway that has not connected yet also counts: it outlives
+   a controller, and may carry streams unknown to the next controller.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from runtime.network import private_socket
 
 
 class ModelLoad(Struct, frozen=True):
-    """Requests for one model. held: waiting for a replica. waiting_prompt_tokens: of requests known to have no first
-    token yet; prompt_tokens: of all. computed_part: tokens that engines compute for an estimated one.
-    prefill_tokens_per_s: of one replica. None where unknown.
+    """Requests for one model. held: requests waiting for a replica. waiting_prompt_tokens: prompt tokens of requests
+    without a first token yet; prompt_tokens: of all requests. computed_part: tokens computed per estimated prompt
+    token. prefill_tokens_per_s: rate of one replica. None: unknown.
 
     arrived_prompts: new requests since the last report, by bucket of their prompt tokens
     (`appliance.gateway.core.table`)."""
@@ -52,8 +52,8 @@ class ModelLoad(Struct, frozen=True):
 
 
 class VersionLoad(Struct, frozen=True):
-    """Counts for one version since a canary began. first_byte, duration: those that succeeded, by bucket of their time
-    (`appliance.gateway.core.table`)."""
+    """Counts for one version since a canary began. first_byte, duration: numbers of successful requests by bucket of
+    time (`appliance.gateway.core.table`)."""
 
     requests: int = 0
     errors: int = 0
@@ -67,8 +67,8 @@ class CanaryLoad(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True, tag_field="type", tag="load"):
-    """generation: of the table that the gateway has applied; -1 of none. replicas: requests in flight by replica.
-    notes: for users. certificate_expires_s: of the endpoint's certificate, None without TLS."""
+    """A gateway's report. generation: of the table that it has applied, -1: no table. replicas: {replica: requests in
+    flight}. notes: sentences for users. certificate_expires_s: Unix time, None without TLS."""
 
     generation: int = -1
     replicas: dict[str, int] = {}
@@ -86,13 +86,13 @@ MESSAGE = json.Decoder(Report | Usage)
 log = logging.getLogger("appliance.controller")
 
 LINE_BYTES = 64 << 20
-CATCH_UP_S = 2.0  # a change waits at most this long for the gateway, which normally needs milliseconds
+CATCH_UP_S = 2.0  # a change waits at most this long for the gateway, which normally takes milliseconds
 LOOK_EVERY_S = 0.05  # how often a wait checks whether time alone has ended it
 _GENERATIONS_PER_START = 10**9
 
 
 def first_generation(db: Database) -> int:
-    """A number above every generation that earlier controllers of this box have published."""
+    """Return a number above all generations that earlier controllers of this box published."""
     return box.increment(db, "bus_starts") * _GENERATIONS_PER_START
 
 
@@ -100,12 +100,12 @@ class Bus:
     """Serves the gateway from `start` to `stop`: a new connection replaces the last. All methods belong to one event
     loop.
 
-    on_load: called after every report. on_usage: called with the rows of every usage message. They must not block;
-    their errors are recorded in `background` and break no connection.
+    on_load: called after every report. on_usage: called with the rows of every usage message. Neither may block; their
+    errors are recorded in `background` and close no connection.
 
-    table: as last published (`appliance.gateway.core.table`): models by name, keys by SHA-256 in hex, and names of
-    what is degraded. first_generation: above any of an earlier controller's, or a gateway that still routes by an old
-    table would count as having applied a new one.
+    table: last published (`appliance.gateway.core.table`): models by name, keys by SHA-256 in hex, and names of
+    degraded parts. first_generation: above all earlier controllers' generations; else a gateway with an old table would
+    count as having applied a new one.
     """
 
     def __init__(
@@ -116,15 +116,15 @@ class Bus:
         self.on_usage: Callable[[list[dict[str, Any]]], Any] = lambda rows: None
         self.generation = first_generation
         self.table: dict[str, Any] = {"models": {}, "keys": {}, "degraded": []}
-        self._writer: asyncio.StreamWriter | None = None  # of the gateway's connection
-        self._alone_since_s = time.monotonic()  # while there is no connection
+        self._writer: asyncio.StreamWriter | None = None  # writer of the gateway's connection
+        self._alone_since_s = time.monotonic()  # monotonic time of the last disconnection, while there is no connection
         self._report = Report()  # the gateway's last one
         self._arrived: dict[str, Counter[int]] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server
 
     async def start(self) -> None:
-        """Listen. A socket file that a killed controller left is replaced."""
+        """Listen. A socket file left by a killed controller is replaced."""
         self._path.unlink(missing_ok=True)
         self._alone_since_s = time.monotonic()
         self._server = await asyncio.start_unix_server(self._serve, sock=private_socket(self._path), limit=LINE_BYTES)
@@ -150,7 +150,7 @@ class Bus:
         if self._writer is None:
             return
         if self._writer.transport.get_write_buffer_size() > LINE_BYTES:
-            self._writer.transport.abort()  # it does not read; after a reconnect it gets the newest table
+            self._writer.transport.abort()  # the gateway does not read; after a reconnect it gets the newest table
             return
         message = {"type": "table", "generation": self.generation, **self.table}
         self._writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
@@ -158,13 +158,13 @@ class Bus:
     # --- listening
 
     def load(self) -> Report:
-        """The gateway's last report; an empty one if the gateway is gone."""
+        """Return the gateway's last report; an empty report if the gateway is gone."""
         if self._is_gone():
             self._report = Report()
         return self._report
 
     def take_arrivals(self) -> dict[str, Counter[int]]:
-        """Take the requests since the last call: by model, their number by bucket of prompt tokens."""
+        """Return the requests since the last call as {model: numbers by bucket of prompt tokens}, and reset them."""
         arrived, self._arrived = self._arrived, {}
         return arrived
 
@@ -172,7 +172,7 @@ class Bus:
         return self.load().replicas.get(replica_id, 0)
 
     async def wait_applied(self, generation: int) -> None:
-        """Return when the gateway routes by a table at least as new."""
+        """Return when the gateway routes by a table of this generation or a newer one."""
         await self._wait(lambda: self._report.generation >= generation)
 
     async def caught_up(self) -> None:
@@ -186,10 +186,11 @@ class Bus:
             log.warning("a change is answered before the gateway knows it")
 
     async def wait_drained(self, replica_id: str) -> None:
-        """Return when the gateway has no request at this replica, which drains, and none can start."""
+        """Return when a draining replica has no requests from the gateway, and no new one can start."""
 
         def drained() -> bool:
-            # The newest table, not just the one that closed the replica: one rule, and the gateway lags only briefly.
+            # Wait for the newest table, not the one that closed the replica: simpler, and the gateway lags only
+            # briefly.
             return self._report.generation >= self.generation and not self._report.replicas.get(replica_id)
 
         await self._wait(drained)
@@ -207,7 +208,7 @@ class Bus:
     def _is_gone(self) -> bool:
         return self._writer is None and time.monotonic() - self._alone_since_s >= self._config.gateway_gone_after_s
 
-    # --- the connection
+    # --- the gateway's connection
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._writer is not None:
@@ -227,14 +228,14 @@ class Bus:
             writer.close()
 
     def _take(self, line: bytes, writer: asyncio.StreamWriter) -> None:
-        """Handle a message. Errors of the handlers, such as a full disk, are recorded, and the connection stays. Of a
-        connection that was replaced, only usage still counts. Raises msgspec.DecodeError."""
+        """Handle a message. Errors of the handlers, such as a full disk, are recorded, and the connection stays. From a
+        replaced connection, only usage still counts. Raises msgspec.DecodeError."""
         message = MESSAGE.decode(line)
         if isinstance(message, Usage):
             with self._background.guard("usage"):
                 self.on_usage(message.rows)
             if not writer.is_closing():
-                writer.write(b'{"type":"counted"}\n')  # also for invalid rows, else they come again
+                writer.write(b'{"type":"counted"}\n')  # also acknowledge invalid rows, else the gateway repeats them
         elif self._writer is writer:
             self._report = message
             for name, row in message.models.items():

@@ -1,5 +1,5 @@
-"""The context, which is everything a route needs, built once at start: the scheduler as routes use it, the doctor, and
-references to the rest; and the audit log that routes write."""
+"""The context, built once at start, with everything a route needs: the scheduler as routes use it, the doctor, and
+references to other parts; and the audit log that routes write."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ troubles: models whose engines fail, each {"model", "version", "reason", "messag
 
 @dataclass(frozen=True)
 class Scheduler:
-    """The scheduler's loop, with what routes do by it. serving_floor: devices that serving keeps if a mode sets no
-    number."""
+    """The scheduler as routes use it. serving_floor: number of devices that serving keeps if a mode sets no number."""
 
     loop: SchedulerLoop
     effects: RayEffects
@@ -76,7 +75,7 @@ class Scheduler:
     config: SchedulerConfig
 
     def status(self) -> SchedulerStatus:
-        """The current state, from memory: no waiting."""
+        """Return the current state from memory, without waiting."""
         now, usage, host = self.loop.status(), self.weights.usage(), self.memory.status()
         resident = self.effects.resident_bytes()
         return {
@@ -111,16 +110,16 @@ class Scheduler:
         }
 
     def nudge(self, reason: str, by: str = "") -> None:
-        """The store changed (a job, a model, the mode): plan soon. Never blocks, never raises.
+        """Plan soon, because the store changed (a job, a model, the mode). Never blocks, never raises.
 
-        by: the person who asked; the resulting hand-overs carry the name.
+        by: the requesting person's name, for the resulting hand-overs.
         """
-        self.routing.refresh()  # models may have come or gone
+        self.routing.refresh()  # because models may have been added or deleted
         self.loop.nudge(by, reason if by else "")
 
     async def set_mode(self, mode: Mode, *, wait: bool = False) -> str | None:
-        """The mode was just written to the store. Returns the id of the hand-over that implements it as soon as that
-        has begun, or None when nothing has to move. wait: only once nothing is left to do for it."""
+        """Implement the mode just written to the store. Returns the id of its hand-over once that has begun, or None if
+        no device has to move. wait: return only once the mode is fully implemented."""
         generation = self.loop.nudge(mode.by, f"mode {mode.policy}")
         handover_id = await self.loop.next_handover(generation)
         if wait:
@@ -128,12 +127,12 @@ class Scheduler:
         return None if handover_id is None else str(handover_id)
 
     async def converge_model(self, model: str) -> None:
-        """The model's active version changed in the store: swap its replicas to it. Raises SwapFailed if a replica
-        serves another version; the reason is that of this model's hand-overs."""
+        """Swap the model's replicas to the active version in the store. Raises SwapFailed, with the reason from the
+        model's hand-overs, if a replica serves another version."""
         last, served = self.journal.last_id(), bool(self._awake(model))
         self.loop.reset_failures(model)
         await self.loop.wait_settled(self.loop.nudge())
-        await self.routing.wait_applied()  # an adapter needs nothing more
+        await self.routing.wait_applied()  # an adapter needs no swap of replicas
         row = models.find(self.db, model)
         if row is None:
             raise SwapFailed(model, None, "the model was deleted in the meantime")
@@ -149,13 +148,13 @@ class Scheduler:
         return [r for r in self.loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
 
     async def withdraw(self, model: str) -> None:
-        """The model's rows are gone from the store: returns when no replica of it is left."""
-        # Under its own name or `MODEL@VERSION`.
+        """Wait until the scheduler has removed all replicas of a model whose rows were deleted from the store."""
+        # Replicas run under the model's name or `MODEL@VERSION`.
         while any(r["model"].partition("@")[0] == model for r in self.loop.status()["replicas"]):
             await self.loop.wait_settled(self.loop.nudge())
 
     async def unload_adapters(self, names: list[str]) -> None:
-        """The rows of these adapters ("NAME@VERSION") are gone: returns when no engine has them loaded. Raises
+        """Unload adapters ("NAME@VERSION") whose rows were deleted; return when no engine has them loaded. Raises
         OperationFailed if their requests run for too long."""
         await self.routing.wait_applied()
         for name in names:
@@ -166,7 +165,7 @@ class Scheduler:
 
 
 class ModelStates:
-    """The state of each model in a word, and why its engines fail; from one read of the scheduler's status."""
+    """The state of each model as a word, and why its engines fail, from one reading of the scheduler's status."""
 
     def __init__(self, db: Database, status: SchedulerStatus):
         self._hosts = {row.name: row.host for row in models.callable_adapters(db)}
@@ -188,11 +187,11 @@ class ModelStates:
         return "asleep" if "asleep" in states else "cold"
 
     def message(self, name: str) -> str | None:
-        """Why its engines fail and when the next try is; None if they do not fail."""
+        """Return why a model's engines fail and when the next try is; None if they do not fail."""
         return self._troubles.get(self.host(name))
 
     def host(self, name: str) -> str:
-        """The model on whose engines it is served."""
+        """Return the model whose engines serve this model."""
         return self._hosts.get(name, name)
 
 
@@ -202,7 +201,7 @@ LIMIT_S = KEPT_S = 30.0
 
 
 class Doctor:
-    """Runs the doctor's checks beside a running box, in a process of its own, once at a time; its result is kept for
+    """Runs the doctor's checks of a running box in a separate process, one run at a time; a result is reused for
     `KEPT_S`."""
 
     def __init__(self, *command: str) -> None:
@@ -210,7 +209,7 @@ class Doctor:
         self._result: dict[str, Any] = {"at_s": 0.0}
 
     async def look(self) -> dict[str, Any]:
-        """{"exit_code", "data": findings as `appliance.boot.doctor.Finding` has them, "at_s"}. Raises
+        """Return {"exit_code", "data": findings in the form of `appliance.boot.doctor.Finding`, "at_s"}. Raises
         OperationFailed."""
         async with self._one_at_a_time:
             if not 0 <= time.time() - self._result["at_s"] < KEPT_S:
@@ -233,11 +232,12 @@ FILE_THREADS = 4
 
 @dataclass(frozen=True)
 class ControllerContext:
-    """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of unfinished batches.
-    uploads_dir: parts by upload. box: {"id", "version", "url", "data_dir"} as `/admin/v1/status` shows it.
+    """files_dir: the bytes of files, named by id. jobs_dir: one folder per job. batches_dir: answers of unfinished
+    batches. uploads_dir: one folder of parts per upload. box: {"id", "version", "url", "data_dir"} as
+    `/admin/v1/status` shows it.
     background: tasks of this process. main_troubles: troubles of the processes that the main process supervises, in the
-    form of `BackgroundTasks.degraded`. file_threads: for work on whole files, which may take minutes, so that the
-    threads of requests stay free. wandb_mode: as [tracking] has it."""
+    form of `BackgroundTasks.degraded`. file_threads: threads for work on large files, which may take minutes, so that
+    the threads of requests stay free. wandb_mode: from [tracking]."""
 
     db: Database
     config: ControllerConfig
@@ -271,7 +271,7 @@ class ControllerContext:
 
 
 def name_of(context: ControllerContext, caller: Principal) -> str:
-    """The name of the caller's key; "box" for a command on the box itself, which needs none."""
+    """Return the name of the caller's key; "box" for a command on the box itself, which needs no key."""
     row = keys.find(context.db, caller.key_id) if caller.key_id else None
     return row.name if row else caller.key_id or "box"
 
@@ -285,6 +285,6 @@ def record(
     outcome: Literal["done", "refused", "failed"] = "done",
     **detail: Any,
 ) -> None:
-    """action: "noun.verb", for example "key.create". detail: the request's parameters; never a secret."""
+    """Write an audit row. action: "noun.verb", as in "key.create". detail: the request's parameters, never a secret."""
     caller.recorded.append(action)
     AUDIT.insert(context.db, AuditRow(action, target, outcome, detail, caller.key_id, caller.request_id))

@@ -1,8 +1,9 @@
 """Work that outlives its request: a row of the table `tasks` and a coroutine on the controller's loop.
 
-A kind's `run` continues its object from whatever state rows and files have. So kill -9 may come at any point (the next
-start runs it again), and to cancel or delete an object is to change its row and call `restart`. `run` returns once the
-object has ended; an exception, and the end of the object's key, end the object by the kind's `fail`.
+A kind's `run` continues its object from any state of rows and files. So the process may be killed at any point (its
+next start runs the tasks again), and an object is cancelled or deleted by changing its row and calling `restart`. `run`
+returns once the object has ended; after an exception, or the end of the object's key, the kind's `fail` ends the
+object.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Kind:
     Args:
         name: the plural by which the API calls its objects.
         run: continues an object until it has ended. Raises TaskFailed; any other exception is a bug.
-        fail: ends an object that has not ended. A full disk repeats it.
-        noun: what people call the object; empty: it does not end with its key.
-        at_once, per_owner: how many run at the same time; owners take turns.
+        fail: ends an unfinished object; repeated while the disk is full. noun: the object's name in messages; empty:
+        the object does not end with its key. at_once, per_owner: most tasks at the same time, in all and for an owner;
+        owners take turns.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Kind:
 
 
 async def _until_room(write: Callable[[], Awaitable[T]]) -> T:
-    """Repeat `write` while the disk is full. Returns its result."""
+    """Repeat `write` while the disk is full; return the result of `write`."""
     while True:
         try:
             return await write()
@@ -77,24 +78,24 @@ async def _until_room(write: Callable[[], Awaitable[T]]) -> T:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether an error says that the disk is full, or that others have held the database for long."""
+    """Return whether an error means that the disk is full, or that others have locked the database for long."""
     if isinstance(error, sqlite3.OperationalError):
         return getattr(error, "sqlite_errorcode", None) in _FULL_OR_BUSY
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 async def finished(begin: Iterator[Coroutine[Any, Any, T]], at_once: int) -> AsyncGenerator[list[T], None]:
-    """Results in groups of those that have come meanwhile, a group in the order in which they began. Iterate within
-    `contextlib.aclosing`, which ends what runs.
+    """Yield groups of the results that have arrived since the last group, each in the order of their beginning. Iterate
+    within `contextlib.aclosing`, which cancels the running coroutines.
 
     Args:
-        begin: makes the coroutines, of which `at_once` run at the same time. An exception is raised behind the results
-            of those that ended with it.
+        begin: makes the coroutines, of which `at_once` run at the same time. A coroutine's exception is raised after
+        the results that arrived with it.
     """
     running = list[asyncio.Task[T]]()
     try:
         while True:
-            for coroutine in islice(begin, at_once - len(running)):  # `begin` may raise
+            for coroutine in islice(begin, at_once - len(running)):  # getting the next coroutine may raise
                 running.append(asyncio.create_task(coroutine))
             if not running:
                 return
@@ -117,35 +118,35 @@ class Tasks:
     def __init__(self, db: Database):
         self._db = db
         self._kinds: dict[str, Kind] = {}
-        self._slots: dict[str, asyncio.Semaphore] = {}  # by kind
+        self._slots: dict[str, asyncio.Semaphore] = {}  # {name: kind}
         self._slots_of_owners: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
-        self._live: dict[tuple[str, ...], asyncio.Task[None]] = {}  # by kind and object
-        self._restarting: set[tuple[str, ...]] = set()  # live tasks that were cancelled to start over
+        self._live: dict[tuple[str, ...], asyncio.Task[None]] = {}  # {(kind, object id): …}
+        self._restarting: set[tuple[str, ...]] = set()  # running tasks that were cancelled in order to restart
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def add(self, kind: Kind) -> None:
         self._kinds[kind.name], self._slots[kind.name] = kind, asyncio.Semaphore(kind.at_once)
 
     def resume(self) -> None:
-        """Run the tasks that earlier processes left; from now on also new ones."""
+        """Run the tasks left by earlier processes, and from now on new tasks."""
         self._loop = asyncio.get_running_loop()
         for row in TASKS.list_all(self._db):
             self._begin((row.kind, row.id))
 
     def start(self, kind: str, object_id: str, key_id: str | None, **arguments: Any) -> None:
-        """Call it in the transaction that makes the object. arguments: what the object's row does not say. A task that
-        is there already stays as it is."""
+        """Add a task; call it in the transaction that makes the object. arguments: facts that the object's row lacks.
+        An existing task stays unchanged."""
         with self._db.transaction():
             if TASKS.find(self._db, kind, object_id) is None:
                 TASKS.insert(self._db, TaskRow(kind, object_id, key_id, time.time(), arguments))
         self._soon(kind, object_id, restart=False)
 
     def restart(self, kind: str, object_id: str) -> None:
-        """The object was cancelled, deleted or failed: stop what is done for it and read its row again."""
+        """Stop the task of an object that was cancelled, deleted or failed, and restart it from the changed row."""
         self._soon(kind, object_id, restart=True)
 
     def of_key(self, key_id: str) -> dict[str, list[str]]:
-        """Ids of unfinished objects that end with this key, by kind."""
+        """Return {kind: ids of unfinished objects that end with this key}."""
         ids = defaultdict[str, list[str]](list)
         for row in TASKS.list_all(self._db, "key_id = ?", key_id):
             if self._kinds[row.kind].noun:
@@ -153,14 +154,14 @@ class Tasks:
         return ids
 
     def end_key(self, key_id: str) -> None:
-        """The key was revoked or has expired: fail its unfinished objects."""
+        """Fail the unfinished objects of a key that was revoked or has expired."""
         for kind, ids in self.of_key(key_id).items():
             for object_id in ids:
                 self.restart(kind, object_id)
 
     async def idle(self, *kinds: str) -> None:
-        """Returns when no task of these kinds runs."""
-        await asyncio.sleep(0)  # one that was just started
+        """Wait until no task of these kinds runs."""
+        await asyncio.sleep(0)  # let tasks begin that were just started
         while running := [task for (kind, _), task in self._live.items() if kind in kinds]:
             await asyncio.wait(running)
 
@@ -176,7 +177,7 @@ class Tasks:
             self._loop.call_soon_threadsafe(self._begin, name, restart)
 
     def _begin(self, name: tuple[str, ...], restart: bool = True) -> None:
-        """restart: cancel a live task and start it over."""
+        """Run a task. restart: cancel a running task first."""
         if name not in self._live:
             task = self._live[name] = asyncio.create_task(self._run(*name), name=" ".join(name))
             task.add_done_callback(lambda _: self._ended(name))
@@ -193,7 +194,7 @@ class Tasks:
 
     async def _run(self, name: str, object_id: str) -> None:
         try:
-            with self._db.transaction():  # waits for the commit of a thread that has just started it
+            with self._db.transaction():  # waits until the thread that started the task has committed
                 row = TASKS.find(self._db, name, object_id)
             if row is None:
                 return
@@ -205,8 +206,8 @@ class Tasks:
             log.error("the task %s of %s failed: %s", object_id, name, first_words(error), exc_info=error)
 
     async def _failure(self, kind: Kind, row: TaskRow) -> TaskFailed | None:
-        """Run it, once one of the kind's slots and one of its owner's are free, so owners take turns. Returns why it
-        failed; None: it has ended."""
+        """Run a task once a slot of its kind and one of its owner are free, so owners take turns. Returns why the task
+        failed; None: its object has ended."""
         if kind.noun and (how := keys.how_ended(self._db, row.key_id)):
             return TaskFailed(KEY_ENDED, f"The API key of this {kind.noun} {how}.")
         try:
@@ -217,6 +218,6 @@ class Tasks:
         except TaskFailed as error:
             return error
         except Exception as error:  # noqa: BLE001 - logged, and its object says so
-            log.error("%s of %s has a bug", row.id, kind.name, exc_info=error)
+            log.error("%s of %s failed by a bug", row.id, kind.name, exc_info=error)
             return TaskFailed(INTERNAL_ERROR, first_words(error))
         return None

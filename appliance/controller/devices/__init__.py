@@ -1,5 +1,5 @@
 """State of devices and nodes for the API: cordons, lost nodes, sizes, meters, the mode.
 
-Never: Touches a device; the scheduler does.
+Never: Touches a device; only the scheduler does.
 Begin with mode.py.
 """

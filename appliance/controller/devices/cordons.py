@@ -30,27 +30,28 @@ def read(db: Database) -> dict[str, CordonRow]:
 
 
 def faulty(db: Database) -> set[str]:
-    """Names of the devices that the box cordoned."""
+    """Return the names of devices that the box cordoned."""
     return {row.name for row in CORDONS.list_all(db, "fault != ''")}
 
 
 def drained(db: Database) -> set[str]:
-    """Names of the devices that a person drained."""
+    """Return the names of devices that a person drained."""
     return {row.name for row in CORDONS.list_all(db, "drain IS NOT NULL")}
 
 
 def _names(device: Mapping[str, Any]) -> list[str]:
-    """Possible names of a device's cordon; a new cordon gets the first."""
+    """Return the possible names of a device's cordon; a new cordon gets the first name."""
     return [name for name in (device.get("uuid"), device["id"]) if name]
 
 
 def _of(rows: Mapping[str, CordonRow], device: Mapping[str, Any]) -> CordonRow | None:
-    """The device's cordon."""
+    """Return the device's cordon, None if it has none."""
     return next((rows[name] for name in _names(device) if name in rows), None)
 
 
 def drain(db: Database, device: Mapping[str, Any], reason: str, by: str, now_s: float) -> bool:
-    """Ask the device's holder to leave. False if it was cordoned already; a new reason replaces the old one."""
+    """Cordon a device, so that its holder leaves. False if it was cordoned before; the new reason replaces the old
+    one."""
     with db.transaction():
         row = _of(read(db), device)
         since_s = row.drain["since_s"] if row and row.drain else now_s
@@ -60,15 +61,15 @@ def drain(db: Database, device: Mapping[str, Any], reason: str, by: str, now_s: 
 
 
 def undrain(db: Database, device: Mapping[str, Any]) -> None:
-    """Return the device to use; a person or the box cordoned it."""
+    """Lift a device's cordon, whether a person or the box set it."""
     with db.transaction():
         for name in _names(device):
             CORDONS.delete(db, name)
 
 
 def shown(rows: Mapping[str, CordonRow], device: dict[str, Any]) -> dict[str, Any]:
-    """A device with its health from the store, `drain` (None without one), and `cordon`: who keeps it out of use,
-    "person" or "box"; None if that is something else (its node leaves)."""
+    """Return a device with its health from the store, `drain` (None if not drained), and `cordon`: who cordoned it,
+    "person" or "box"; None if nobody did, even if the device is out of use because its node leaves."""
     row = _of(rows, device)
     if row is None:
         return {**device, "drain": None, "cordon": None}
@@ -96,7 +97,7 @@ _METERS = (
 
 
 def forget(db: Database, node: str) -> list[str] | None:
-    """Hide a lost node's devices and delete their cordons. Returns their ids; None when the node is not lost."""
+    """Hide a lost node's devices and delete their cordons. Returns the devices' ids; None if the node is not lost."""
     with db.transaction():
         row = NODES.find(db, node)
         if row is None or row.lost is None:
@@ -108,7 +109,7 @@ def forget(db: Database, node: str) -> list[str] | None:
 
 
 def in_view(db: Database, present: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All devices shown to users: the present ones with their cordons, then those of lost nodes.
+    """Return all devices for users: present devices with their cordons, then devices of lost nodes.
 
     `lost`: {"reason", "since_s"} or None; `health` is "lost" where it is not None.
     """
@@ -124,7 +125,7 @@ def in_view(db: Database, present: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 def metered(devices: Sequence[dict[str, Any]], readings: Mapping[str, Reading]) -> list[dict[str, Any]]:
-    """Each device with `meters`, by the names of `runtime.devices.kind.Reading`; None without a reading."""
+    """Add `meters` to each device: fields of `runtime.devices.kind.Reading`; None without a reading."""
     meters = {name: columns(reading, _METERS) for name, reading in readings.items()}
     return [{**device, "meters": meters.get(device["id"])} for device in devices]
 
@@ -134,8 +135,9 @@ def metered(devices: Sequence[dict[str, Any]], readings: Mapping[str, Reading]) 
 
 class DeviceWatch:
     """Reads the drivers' health data, and cordons devices that fail. `appliance gpu undrain` lifts a cordon and clears
-    the device's failures; so does the watch after a while, if the cause may have passed and no person drained it. Every
-    cordon, and every node that joins or leaves, is in the audit log. nudge: called after a device was cordoned."""
+    the device's failures. After a while so does the watch, if the cause may have passed and no person drained the
+    device. Every cordon, and every node that joins or leaves, is in the audit log. nudge: called after a device was
+    cordoned."""
 
     def __init__(
         self, db: Database, config: SchedulerConfig, nudge: Callable[[], Any], clock: Callable[[], float] = time.time
@@ -143,13 +145,13 @@ class DeviceWatch:
         self._db, self._config, self._nudge, self._clock = db, config, nudge, clock
         self._readings: dict[str, deque[Reading]] = {}
         self._kept_s = 2 * max(config.hot_for_s, config.slow_for_s)
-        self._uuids: dict[str, str] = {}  # by device id, of present devices
+        self._uuids: dict[str, str] = {}  # {device id: …} of present devices
         self._ours = faulty(db)
-        self._held: dict[str, tuple[list[str], float]] = {}  # by running job: its devices, and since when
+        self._held: dict[str, tuple[list[str], float]] = {}  # {running job: (its devices, since when)}
 
     async def look(self, read_devices: Callable[[Collection[str]], Awaitable[tuple[Reading, ...]]]) -> None:
-        """Read and judge; called every `device_check_s`. read_devices: one reading per GPU of all nodes, except of
-        those to release, given by id: what a person drained, so that it can be reset."""
+        """Read and judge devices; called every `device_check_s`. read_devices: takes the ids of drained devices, which
+        it releases so that they can be reset, and returns a reading of each other GPU of all nodes."""
         ids = {uuid: device_id for device_id, uuid in self._uuids.items()}
         released = {ids.get(name, name) for name in drained(self._db)}
         for device_id in released:
@@ -158,11 +160,11 @@ class DeviceWatch:
             kept = self._readings.setdefault(reading.device_id, deque())
             kept.append(reading)
             while len(kept) > 2 and reading.at_s - kept[1].at_s > self._kept_s:
-                del kept[1]  # keep the first, which has the error counts from before the watch
+                del kept[1]  # keep the first reading: its error counts are from before the watch
         self.judge()
 
     def newest(self) -> dict[str, Reading]:
-        """The last reading of each device that is read and answers, by id."""
+        """Return {device id: last reading} of the devices that answer."""
         return {
             name: kept[-1] for name, kept in self._readings.items() if kept and not (kept[-1].lost or kept[-1].unfit)
         }
@@ -172,20 +174,20 @@ class DeviceWatch:
         if change == "joined":
             known = NODES.find(self._db, node)
             NODES.put(self._db, NodeRow(node, [columns(device, _SHOWN) for device in devices]))
-            if known is None or known.lost is not None:  # not a node that an earlier controller knew
+            if known is None or known.lost is not None:  # not recorded for nodes that an earlier controller knew
                 self._record("node.joined", node)
             self.check(devices)
             return
         for device_id in [name for name in self._readings if name.startswith(f"{node}/")]:
             del self._readings[device_id]
-        if change == "left":  # an orderly leave: it is not expected back
+        if change == "left":  # the node left in order and is not expected back
             NODES.delete(self._db, node)
             self._record("node.left", node)
         else:
             self._lost(node, "its node does not answer any more")
 
     def began(self, present: Collection[str]) -> None:
-        """Mark expected nodes as lost that were not among these when the controller started."""
+        """Mark expected nodes as lost that are not among `nodes`, the nodes at the controller's start."""
         for node in NODES.list_all(self._db, "lost IS NULL"):
             if node.id not in present:
                 self._lost(node.id, "its node was not there when the box's controller began")
@@ -207,8 +209,7 @@ class DeviceWatch:
         self.judge()
 
     def judge(self) -> None:
-        """Cordon devices that fail now, lift expired cordons, clear failures of devices that a person put back into
-        use."""
+        """Cordon failing devices, lift expired cordons, clear failures of devices that a person put back into use."""
         now_s, ids = self._clock(), {uuid: device_id for device_id, uuid in self._uuids.items()}
         with self._db.transaction():
             before = read(self._db)
@@ -226,12 +227,12 @@ class DeviceWatch:
             for name, row in before.items():
                 device_id = ids.get(name, name)
                 due = row.retry_s is not None and now_s >= row.retry_s and not row.drain
-                if due and device_id not in faults and "/" in device_id:  # an absent device has only a UUID
+                if due and device_id not in faults and "/" in device_id:  # an absent device is known only by its UUID
                     self._record("device.try_again", device_id, f"it was cordoned: {row.fault}")
                     CORDONS.delete(self._db, name)
                     lifted.append(device_id)
             faulty_now = faulty(self._db)
-        # Memory changes only after the write: with a full disk the next check finds everything again.
+        # Attributes change only after the write, so that the next check repeats all if the disk is full.
         self._ours = faulty_now
         for device_id in lifted:
             self._readings.pop(device_id, None)
@@ -239,7 +240,7 @@ class DeviceWatch:
             self._nudge()
 
     def _straggling(self, now_s: float) -> dict[str, Fault]:
-        """Faults of slow GPUs, by device id, among those that a job has held for `slow_for_s`."""
+        """Return {device id: fault} of slow GPUs among those that a job has held for `slow_for_s`."""
         before, self._held, faults = self._held, {}, dict[str, Fault]()
         for job in jobs.list_unfinished(self._db, " AND phase = 'running'"):
             if len(job.devices) < 2:

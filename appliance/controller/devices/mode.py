@@ -1,4 +1,4 @@
-"""The mode of the box: the one set by hand last, the mode windows, which one applies now, and the power limit that
+"""The mode of the box: the mode last set by hand, the mode windows, the mode that applies now, and the power limit that
 follows from it; and the energy of jobs."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How devices are divided; stored under box["mode"].
+    """The division of devices, stored under box["mode"].
 
-    serving_floor None: the box's default. by: who set it.
+    serving_floor None means the box's default. by: who set the mode.
     """
 
     policy: PolicyKind
@@ -38,24 +38,24 @@ class Mode:
 
 
 def read_mode(db: Database) -> Mode:
-    """The mode set by hand last; `auto` if none was ever set."""
+    """Return the mode last set by hand; `auto` if no mode was ever set."""
     stored = box.get(db, "mode")
     return Mode("auto") if stored is None else Mode(**stored)
 
 
 def write_mode(db: Database, mode: Mode) -> None:
-    """Store a mode set by hand. While a window applies, it holds until the next edge."""
+    """Store a mode set by hand. If a window applies, the mode holds until a window next begins or ends."""
     box.put(db, "mode", asdict(mode))
 
 
 def policy_of(mode: Mode, box_floor: int) -> Policy:
-    """box_floor: devices that serving keeps if the mode sets no number."""
+    """Return the planner's policy for a mode. box_floor: devices that serving keeps if the mode sets no number."""
     floor = box_floor if mode.serving_floor is None else mode.serving_floor
     return Policy(mode.policy, mode.train_devices, floor)
 
 
 def floor_notes(policy: Policy, device_count: int) -> list[str]:
-    """A note for users if the floor leaves training no device."""
+    """Return a note for users if the serving floor leaves training no device."""
     if policy.kind == "serve" or not 0 < device_count <= policy.serving_floor:
         return []
     return [f"The serving floor of {policy.serving_floor} keeps all {device_count} devices: training gets none."]
@@ -67,7 +67,7 @@ def mode_windows(db: Database, box_floor: int) -> tuple[Window, ...]:
 
 @lru_cache(maxsize=256)
 def window_of(row: WindowRow, box_floor: int) -> Window:
-    """Raises InvalidSchedule for invalid windows. Cached: the scheduler calls it every round, and
+    """Convert a row to a window; raises InvalidSchedule. Cached: the scheduler calls it every round, and
     checking a cron expression costs as much as a round."""
     floor = box_floor if row.serving_floor is None else row.serving_floor
     policy = Policy(row.policy, row.train_devices, floor)
@@ -79,14 +79,14 @@ def mode_in_force(db: Database, box_floor: int, now_s: float) -> InForce:
     return in_force(mode_windows(db, box_floor), policy_of(mode, box_floor), mode.since_s, now_s)
 
 
-# --- the power limit of the GPUs of the box's own machine, as [power] has it for the mode in force
+# --- power limit of the GPUs of the box's own machine, from [power] for the mode in force
 
 POWER_EVERY_S = 15.0
 
 
 class PowerKeeper:
-    """limits_w: watts of each device by mode; empty: the box sets no limit. A mode without one has the device's own.
-    devices: those of the box's own machine."""
+    """Keeps the GPUs' power limit. limits_w: {mode: watts of each device}; empty: the box sets no limit. A mode without
+    a limit uses the device's default. devices: returns the GPUs of the box's own machine."""
 
     def __init__(self, limits_w: Mapping[str, float], db: Database, devices: Collection[Device], kind: DeviceKind):
         self._db, self._devices, self._kind = db, devices, kind
@@ -95,7 +95,7 @@ class PowerKeeper:
         self._refused: dict[str, str] = {}
 
     async def look(self) -> None:
-        """Called every `POWER_EVERY_S`: a device that was reset has lost its limit."""
+        """Set the limits; called every `POWER_EVERY_S`, because a reset device has lost its limit."""
         if not self._limits_w:
             return
         self._limit_w = self._limits_w.get(mode_in_force(self._db, 0, time.time()).policy.kind)
@@ -108,11 +108,11 @@ class PowerKeeper:
         self._refused = refused
 
     def status(self) -> dict[str, Any]:
-        """{"set": whether the box sets limits, "limit_w": None for the devices' own, "refused": why, by device}."""
+        """Return {"set": whether the box sets limits, "limit_w": None for the default, "refused": {device: why}}."""
         return {"set": bool(self._limits_w), "limit_w": self._limit_w, "refused": dict(self._refused)}
 
 
-# --- energy of jobs, as their devices count it: nothing is guessed where no counter is. Energy between two readings is
+# --- energy of jobs, as counted by their devices; devices without a counter add nothing. Energy between two readings is
 # charged to the holder at the second reading.
 
 J_PER_KWH = 3.6e6
@@ -121,14 +121,14 @@ WHOLE = 0.9
 
 
 class EnergyMeter:
-    """newest: the last reading of each device."""
+    """Charges energy to jobs. newest: returns the last reading of each device."""
 
     def __init__(self, db: Database, newest: Callable[[], Mapping[str, Reading]], status: Callable[[], dict[str, Any]]):
         self._db, self._newest, self._status = db, newest, status
         self._seen: dict[str, Reading] = {}
 
     async def look(self) -> None:
-        """Called as often as devices are read."""
+        """Charge the energy since the last call; called as often as devices are read."""
         readings = {name: newest for name, newest in self._newest().items() if newest.energy_j is not None}
         holders = {device["id"]: device["holder"] or {} for device in self._status()["devices"]} if readings else {}
         booked: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -137,7 +137,7 @@ class EnergyMeter:
             if before is None or holder.get("kind") != "job":
                 continue
             joules = (now.energy_j or 0.0) - (before.energy_j or 0.0)
-            if joules >= 0 and now.at_s > before.at_s:  # not after a restart of the driver or the reader
+            if joules >= 0 and now.at_s > before.at_s:  # a restarted driver or reader starts its counter again
                 booked[holder["id"]][0] += joules
                 booked[holder["id"]][1] += now.at_s - before.at_s
         self._seen = readings
@@ -146,8 +146,8 @@ class EnergyMeter:
 
 
 def of_job(db: Database, row: JobRow, now_s: float) -> dict[str, Any] | None:
-    """Energy of a job so far: "joules", "kwh", "metered_share" (of the time that it held devices in which
-    they counted), "joules_per_step", "joules_per_1000_tokens". None: its devices count nothing, or have not yet."""
+    """Return a job's energy so far: "joules", "kwh", "metered_share" (share of its device time in which devices
+    counted), "joules_per_step", "joules_per_1000_tokens". None: its devices have counted nothing."""
     if row.joules is None:
         return None
     held_s = usage.device_s(db, row.id, now_s)

@@ -1,5 +1,5 @@
-"""Engines as the controller knows them: their sizes and settings, the versions they load, and who is routed to them.
+"""Engines: their sizes and settings, the versions they load, and the requests routed to them.
 
-Never: Starts or stops an engine; the scheduler does.
+Never: Starts or stops an engine; only the scheduler does.
 Begin with routing_table.py.
 """

@@ -1,4 +1,4 @@
-"""Builds the routing table: which names can be called, and which engines serve them now."""
+"""Builds the routing table: the callable names, and the engines that serve them now."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from scheduler.core.workload import Demand
 from serve.core.sizing import EngineSize
 from weights.format.names import policy_of
 
-# Requests for a model whose engine failed are held if its next try is at most this far away, else refused with the time
-# of that try; the second, where that try will most likely fail too.
+# Requests for a model whose engine failed are held if its next start is at most this far away, else refused with the
+# time of that start. The second bound is for a start that will most likely fail too.
 HOLD_BEFORE_S, HOLD_BEFORE_LASTING_S = 10.0, 1.0
 
 
 @dataclass(slots=True)
 class _Served:
-    """What a replica serves. `owner`: the model whose version it is, whatever name serves it."""
+    """The version that a replica serves. `owner`: the version's model; `model` is the name under which it is served."""
 
     model: str
     version: str
@@ -39,8 +39,8 @@ class _Served:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model in training. version: of its weights, where engines of its own serve it; "": it is an adapter, which
-    engines of its base serve."""
+    """A model in training. version: of its full weights, which have their own engines; "": it is an adapter, served by
+    engines of its base."""
 
     base: str
     base_version: str
@@ -49,8 +49,8 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class _Callable:
-    """A name that can be called. of: the model behind it, whose owners may use it; "" for one in training. canary:
-    takes a share of its requests. pins: the model whose single version `MODEL@VERSION` names; None for others."""
+    """A callable name. of: its model, whose owners may use the name; "" for a model in training. canary: version that
+    takes a share of its requests. pins: for `MODEL@VERSION`, the model that engines serve; else None."""
 
     of: str
     version: str
@@ -61,14 +61,14 @@ class _Callable:
 
     @property
     def host(self) -> str | None:
-        """The model on whose engines it is served; None: its own."""
+        """The model whose engines serve this name; None: the name's own engines."""
         return self.adapter.host if self.adapter is not None else self.pins
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Traffic of one model: names, its own and those of the adapters on its engines. prefill_tokens_per_s, kv_tokens:
-    of one replica, None where unknown."""
+    """Traffic of one model. names: the model's name and its adapters' names. prefill_tokens_per_s, kv_tokens: rate and
+    cache of one replica, None if unknown."""
 
     names: tuple[str, ...] = ()
     prefill_tokens_per_s: float | None = None
@@ -82,10 +82,10 @@ class BusRouting:
         self._bus, self._db, self._engine_sizes, self._spending = bus, db, sizes, spending
         self._troubles: dict[str, Failure] = {}
         self._replicas: dict[str, _Served] = {}
-        self._avoided: set[str] = set()  # also closed replicas: engines may hang before a controller starts
+        self._avoided: set[str] = set()  # includes closed replicas: engines may hang before a controller starts
         self._names: dict[str, _Callable] = {}
-        self._guests: dict[str, list[str]] = {}  # by model, the other names that its engines serve
-        self._sizes: dict[str, EngineSize] = {}  # by model
+        self._guests: dict[str, list[str]] = {}  # {model: other names that its engines serve}
+        self._sizes: dict[str, EngineSize] = {}  # {model: why its engines do not start}
         self.policies: dict[str, Policy] = {}
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
@@ -115,12 +115,12 @@ class BusRouting:
             self.refresh()
 
     def version(self, replica_id: str) -> str:
-        """The version that an open replica serves; "" for any other."""
+        """Return the version that a replica serves; "" unless the replica is open."""
         served = self._replicas.get(replica_id)
         return served.version if served is not None and served.state == OPEN else ""
 
     def open_engines(self) -> dict[str, tuple[str, str]]:
-        """Model and socket, by replica, of those that answer requests and give signs of life."""
+        """Return {replica: (model, socket)} of replicas that answer requests and are alive."""
         return {
             replica_id: (served.model, served.socket)
             for replica_id, served in self._replicas.items()
@@ -133,14 +133,14 @@ class BusRouting:
             self.refresh()
 
     def trouble(self, model: str, trouble: Failure | None) -> None:
-        """Publish why the model's engines do not start; None: they do."""
+        """Publish why the model's engines do not start; None: they start."""
         self._troubles.pop(model, None)
         if trouble is not None:
             self._troubles[model] = trouble
         self.refresh()
 
     def models_changed(self) -> None:
-        """Publish which models can be called, and by whom: a key may call what its jobs made."""
+        """Publish the callable models and keys: a key may call the models that its owner's jobs made."""
         self.refresh()
         self._spending.publish_keys()
 
@@ -167,10 +167,10 @@ class BusRouting:
         if self.policies.get(name) != (policy := Policy(base, base_version, version)):
             self.policies[name] = policy
             self.refresh()
-        await self._bus.wait_applied(self._bus.generation)  # also if the gateway has not applied an earlier offer
+        await self._bus.wait_applied(self._bus.generation)  # wait also if the gateway has not applied an earlier offer
 
     def keep_policies(self, is_kept: Callable[[str], bool]) -> None:
-        """Withdraw the other models in training."""
+        """Withdraw all other models in training."""
         kept = {name: policy for name, policy in self.policies.items() if is_kept(name)}
         if kept != self.policies:
             self.policies = kept
@@ -190,12 +190,12 @@ class BusRouting:
         await self._bus.wait_applied(self.refresh())
 
     def host(self, name: str) -> str:
-        """The model on whose engines a name is served: the model itself, except for adapters."""
+        """Return the model whose engines serve a name: the name's own model, except for adapters."""
         row = self._names.get(name)
         return (row.host if row is not None else None) or name
 
     def demand(self, model: str) -> Demand:
-        """The gateway's report on a model and on the adapters that its engines serve, for the planner."""
+        """Return the demand for a model and its adapters, from the gateway's report, for the planner."""
         rows = self._loads(self._served_by(model))
         return Demand(
             sum(row.inflight for row in rows),
@@ -203,19 +203,19 @@ class BusRouting:
             sum(row.waiting_prompt_tokens for row in rows),
             max((row.last_request_s for row in rows if row.last_request_s is not None), default=None),
             max((row.tpot_p95_s for row in rows if row.tpot_p95_s is not None), default=None),
-            # Tokens to compute, without those in the prefix cache.
+            # Tokens to compute, excluding tokens in the prefix cache.
             round(sum(row.prompt_tokens * (1.0 if row.computed_part is None else row.computed_part) for row in rows)),
         )
 
     def traffic(self, model: str) -> Traffic:
-        """Names whose requests the model's engines serve, and how fast a replica computes prompts."""
+        """Return the names that a model's engines serve, and a replica's rate of computing prompts."""
         names = self._served_by(model)
         rows, size = self._loads(names), self._sizes.get(model)
         rates = [row.prefill_tokens_per_s for row in rows if row.prefill_tokens_per_s]
         return Traffic(names, min(rates, default=None), size.kv_tokens if size is not None else None)
 
     def _served_by(self, model: str) -> tuple[str, ...]:
-        """The names that are served on a model's engines."""
+        """Return the names that a model's engines serve."""
         return model, *self._guests.get(model, ())
 
     def _loads(self, names: tuple[str, ...]) -> list[ModelLoad]:
@@ -223,8 +223,8 @@ class BusRouting:
         return [reported[name] for name in names if name in reported]
 
     def _callable(self, rows: Mapping[str, ModelRow]) -> dict[str, _Callable]:
-        """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, `MODEL@VERSION` of versions that
-        are active or that some engine serves, and models in training."""
+        """Return the callable names: models with a deployment, their canaries, checkpoints of jobs, `MODEL@VERSION` of
+        versions that are active or served by an engine, and models in training."""
         guests = {row.name: row for row in callable_adapters(self._db)}
         deployed = [row.model for row in DEPLOYMENTS.list_all(self._db) if row.model in rows]
         callables = {}
@@ -250,7 +250,7 @@ class BusRouting:
         return callables
 
     def _model(self, name: str, row: _Callable) -> dict[str, Any]:
-        """A row as `appliance.gateway.core.table.Model` has it."""
+        """Return a row in the form of `appliance.gateway.core.table.Model`."""
         replicas = [
             {
                 "id": replica_id,
@@ -289,11 +289,11 @@ class BusRouting:
 
 
 def _answers(served: _Served, name: str, row: _Callable) -> bool:
-    """Whether a replica can take requests for `name`. An adapter fits only the weights it was trained on."""
+    """Return whether a replica can take requests for `name`. An adapter fits only its training's base weights."""
     adapter = row.adapter
     if adapter is not None:
         if policy_of(name) is not None and not served.socket.startswith("/"):
-            return False  # ranks write it only to the shared memory of their own machine
+            return False  # ranks write a policy only to the shared memory of their own machine
         return served.takes_adapters and (served.owner, served.version) == (adapter.base, adapter.base_version)
     if row.pins is not None:
         return (served.model, served.version) == (row.pins, row.version)

@@ -1,5 +1,5 @@
-"""Provides model versions to engines: in shared memory on demand, from the nearest tier that has them whole; deletes
-their bytes; sizes the engines; and asks vLLM whether it would start one with given settings."""
+"""Provides model versions to engines: loads them into shared memory on demand, from the nearest tier with all their
+bytes; deletes their bytes; sizes the engines; and asks vLLM whether an engine would start with given settings."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class VersionProvider:
         self._db, self._store, self._tiers = db, store, tiers
         self._sizes = sizes
         self._config, self._device = config, device
-        self._leases = defaultdict[tuple[str, str], list[Lease]](list)  # by model and version
-        self._served: dict[str, str] = {}  # by model, the version that was asked for last
+        self._leases = defaultdict[tuple[str, str], list[Lease]](list)  # {(model, version): leases}
+        self._served: dict[str, str] = {}  # {model: version last requested}
         self._locks: WeakValueDictionary[Name, asyncio.Lock] = WeakValueDictionary()
 
     async def in_memory(self, model: str, version: str) -> Path:
         name = Name("version", model if policy_of(model) is not None else self._resolve(model).model.id, version)
-        async with self._locks.setdefault(name, asyncio.Lock()):  # of engines that start together the first reads
+        async with self._locks.setdefault(name, asyncio.Lock()):  # if engines start together, only the first one reads
             try:
                 stored = await asyncio.to_thread(self._tiers.bring_in, name)
                 lease = self._store.lease(stored)
@@ -84,7 +84,7 @@ class VersionProvider:
                 del self._leases[model, version]
 
     def _resolve(self, name: str) -> Resolved:
-        """The model of this name; for a model in training its base, which has the same engine settings."""
+        """Return the model with this name; for a model in training its base, which has the same engine settings."""
         job = jobs.find(self._db, policy_of(name) or "")
         resolved = resolve(self._db, name if job is None else job.model)
         if resolved is None:
@@ -92,7 +92,7 @@ class VersionProvider:
         return resolved
 
     def holds(self, name: Name) -> bool:
-        """Whether an engine serves this version, or is about to. May be called from any thread."""
+        """Return whether an engine serves this version or is about to. May be called from any thread."""
         for model, version in (*self._served.items(), *self._leases):
             if version == name.version and (resolved := resolve(self._db, model)) is not None:
                 if resolved.model.id == name.model:
@@ -100,7 +100,7 @@ class VersionProvider:
         return False
 
     def let_go(self, name: str) -> None:
-        """No engine serves this model any more, under its own name or a version's: release its bytes for eviction."""
+        """Release a model's bytes for eviction, once no engine serves the model by its name or a version's name."""
         for known in [known for known in self._served if known == name or known.startswith(f"{name}@")]:
             del self._served[known]
         for key in [key for key in self._leases if key[0] == name or key[0].startswith(f"{name}@")]:
@@ -120,12 +120,12 @@ class VersionProvider:
         return settings
 
     def host_bytes(self, model: str) -> int:
-        """Host memory that one more engine of this model takes: the process, its version unless already in shared
-        memory, and on logical CPU devices its own copy of the weights and the KV cache."""
+        """Return the host memory for one more engine of this model: the process, its version unless in shared memory
+        already, and on logical CPU devices a copy of the weights and the KV cache."""
         try:
             resolved = self._resolve(model)
         except LookupError:
-            return 0  # its start will report the error
+            return 0  # the engine's start will report the error
         row, version = resolved.model, resolved.version
         shared = 0 if self._store.find("version", row.id, version.version) is not None else row.bytes
         if not kind_of(self._device.kind).on_host:
@@ -135,8 +135,8 @@ class VersionProvider:
 
 
 class AdapterSource(AdapterServer):
-    """Loads adapters that an engine misses from the nearest tier into shared memory: for engines on the home node, and
-    the nodes of engines elsewhere."""
+    """Loads adapters that an engine lacks from the nearest tier into shared memory, for engines on the home node and
+    for other nodes."""
 
     def __init__(self, path: Path, db: Database, store: WeightStore, tiers: Tiers) -> None:
         super().__init__(path, self._bring_in, (LookupError, WeightsError, OSError))
@@ -153,8 +153,8 @@ class LibraryOps:
     """Long operations on files of models, on threads. All raise OperationFailed for errors that a user can act on. Rows
     in the store are the callers' responsibility.
 
-    let_go: gives up the box's own leases on a model. elsewhere: has other nodes remove their copies of what is
-    deleted."""
+    let_go: releases the box's own leases on a model. elsewhere: makes other nodes remove their copies of deleted
+    versions."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class LibraryOps:
         try:
             return await asyncio.to_thread(work, *arguments, **named)
         except (ModelError, WeightsError, OSError) as error:
-            # For programs, the error's own name: CheckpointRefused -> checkpoint_refused.
+            # The code is the error's class name: CheckpointRefused -> checkpoint_refused.
             code = "".join("_" + c.lower() if c.isupper() else c for c in type(error).__name__).lstrip("_")
             raise OperationFailed(str(error), code=code) from error
 
@@ -186,7 +186,7 @@ class LibraryOps:
         await self._elsewhere(names)
 
     async def _forget(self, name: Name) -> None:
-        """Remove it from shared memory. If it has readers, eviction removes it later."""
+        """Remove a version from shared memory. If it has readers, eviction removes it later."""
         if (stored := await self.run(self._store.find, *name)) is None:
             return
         try:
@@ -202,8 +202,8 @@ class LibraryOps:
 
 
 class EngineSizes:
-    """devices: those that engines may be on now, one at least. Where they differ, an engine is sized for the smallest:
-    it may be placed on any, and all engines of a model answer to the same context.
+    """devices: returns the devices that engines may use now, at least one. An engine is sized for the smallest: it may
+    be placed on any device, and all engines of a model must have the same context.
     """
 
     def __init__(
@@ -220,8 +220,8 @@ class EngineSizes:
         tensor_parallel: int | None = None,
         settings: ModelSettings | None = None,
     ) -> EngineSize:
-        """An engine of this version, over the devices of its deployment and with the settings in force unless others
-        are given; bytes are per device. An adapter's is its base model's."""
+        """Size an engine of this version; bytes are per device. Devices and settings default to the deployment's and
+        those in force. An adapter has the size of its base's engine."""
         model, version = self._served(model, version)
         device = min(self._devices(), key=lambda device: device.memory_bytes)
         return engine_size(
@@ -238,7 +238,7 @@ class EngineSizes:
         )
 
     def devices(self, model: str) -> int:
-        """How many devices an engine of this model has."""
+        """Return the number of devices of this model's engines."""
         row = rows.DEPLOYMENTS.find(self._db, model)
         return row.tensor_parallel if row is not None else 1
 
@@ -249,14 +249,14 @@ class EngineSizes:
     def spec_fields(
         self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings | None = None
     ) -> dict[str, Any]:
-        """Fields of the ReplicaSpec of an engine. Raises serve.core.sizing.NotServable."""
+        """Return the fields of an engine's ReplicaSpec. Raises serve.core.sizing.NotServable."""
         model, version = self._served(model, version)
         settings = settings or self._settings(model)
         size = self.size(model, version, tensor_parallel, settings)
         return {"task": model.task} | size.spec_fields() | settings.spec_fields()
 
     def adapter_rank_limit(self, model: ModelRow) -> int:
-        """The largest LoRA rank that engines of this model accept; 0: none."""
+        """Return the largest LoRA rank that engines of this model accept; 0: they take no adapters."""
         return adapter_rank_limit(self._engine, task=model.task, arch=model.arch)
 
     def _served(self, model: ModelRow, version: VersionRow | None) -> tuple[ModelRow, VersionRow | None]:
@@ -268,7 +268,7 @@ class EngineSizes:
         return base, models.find_version(self._db, base.id, adapter["base_version"])
 
     def _shape(self, model: ModelRow, version: VersionRow | None) -> ServedShape:
-        """From the version's config.json; without its files only what the store knows of the model."""
+        """Return the model's shape from the version's config.json, or else from the model's row in the store."""
         bare = ServedShape(model.bytes, model.params, context=model.max_model_len)
         if version is None:
             return bare
@@ -292,7 +292,7 @@ class SettingsCheck:
         self._one = asyncio.Lock()
 
     async def refused(self, model: ModelRow, version: VersionRow, devices: int, settings: ModelSettings) -> str:
-        """Why vLLM would not start it, "" if it would. Raises OperationFailed if it cannot be asked now."""
+        """Return why vLLM would not start an engine, "" if it would. Raises OperationFailed if it cannot be asked."""
         folder = next(
             (f for f in (version.shm_path, version.disk_path) if f and Path(f, "config.json").is_file()), None
         )

@@ -127,7 +127,8 @@ def row_of(
     keep_s: float | None = None,
     file_id: str = "",
 ) -> FileRow:
-    """A new file with the complete bytes at `path`. keep_s: seconds until it is deleted; None: never."""
+    """Return the row of a new file with the complete bytes at `path`. keep_s: seconds until it is deleted; None:
+    never."""
     now_s, size = time.time(), path.stat().st_size
     more: Any = {"owner": owner, "key_id": key_id, "expires_s": None if keep_s is None else now_s + keep_s}
     return FileRow(file_id or new_id("file-"), filename, purpose, size, sha256, "processed", now_s, **more)
@@ -176,13 +177,14 @@ async def checked(
 
 
 async def described(context: ControllerContext, path: Path, row: FileRow) -> FileRow:
-    """The row of a complete upload at `path`. Training data is checked line by line, on a thread or in a process."""
+    """Return the row of a complete upload at `path`. Training data is checked line by line, on a thread or in a
+    process."""
     if row.purpose == "batch" and row.expires_s is None:
         return replace(row, expires_s=row.created_s + _BATCH_KEEP_S)
     if row.purpose != "fine-tune":
         return row
     report = await checked(context, path)
-    # Without the tokens of each example, which a job counts again with its model's tokenizer.
+    # Omits the tokens of each example, which a job counts with its model's tokenizer.
     stored = asdict(replace(report, example_tokens=[]))
     del stored["example_tokens"]
     return replace(
@@ -258,7 +260,7 @@ def file_routes(context: ControllerContext) -> APIRouter:
 
     @router.get("/{file_id}/errors")
     def errors(file_id: str, caller: Caller) -> dict[str, Any]:
-        """The first hundred bad examples that the check at upload found, by line. total: of all."""
+        """List the first hundred bad examples from the check at upload, by line. total: number of all."""
         report = FILES.known(db, file_id, caller).report or {}
         total, bad = report.get("n_errors", 0), report.get("errors", [])
         data = [{"object": "file.error", "line": line, "reason": reason} for line, reason in bad]
@@ -326,7 +328,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
             raise BadRequest(why, "bytes", "upload_too_large")
 
         def make() -> UploadRow:
-            context.quotas.check(caller, 2 * body.bytes, begins=True)  # its parts, and the file
+            context.quotas.check(caller, 2 * body.bytes, begins=True)  # twice the size: its parts, and the file
             now_s = time.time()
             row = new_row(
                 UploadRow,
@@ -353,7 +355,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
             await to_thread.run_sync(_copied, [data.file], incoming)
             size = incoming.stat().st_size
             with db.transaction():
-                row = _pending(context, row.id, caller)  # it may have ended while its bytes arrived
+                row = _pending(context, row.id, caller)  # the upload may have ended while its bytes arrived
                 if (size := row.part_bytes + size) > 2 * row.bytes:
                     why = f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced"
                     raise BadRequest(f"{why}; create an upload with the file's size.", "data", "upload_too_large")
@@ -389,7 +391,7 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
         try:
             sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
         except FileNotFoundError:
-            _pending(context, row.id, caller)  # it has ended meanwhile, and its parts went
+            _pending(context, row.id, caller)  # the upload has ended meanwhile, and its parts were deleted
             raise
         if body.md5 is not None and body.md5.lower() != md5:
             why = f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected."
@@ -423,7 +425,7 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
 
 
 def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
-    """Join the parts at `target`, as `_copied`. Raises BadRequest."""
+    """Join the parts at `target`; return as `_copied` does. Raises BadRequest."""
     sizes = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
     if unknown := [part_id for part_id in part_ids if part_id not in sizes]:
         raise BadRequest(f"{shown(unknown[0])} is not a part of {row.id}.", "part_ids", "part_not_found")
@@ -433,7 +435,7 @@ def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tu
 
     def parts() -> Iterator[BinaryIO]:
         for part_id in part_ids:
-            with open(folder / part_id, "rb") as part:  # one at a time: there may be 10,000
+            with open(folder / part_id, "rb") as part:  # one part at a time: there may be 10,000
                 yield part
 
     return _copied(parts(), target)

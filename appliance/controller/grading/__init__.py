@@ -1,4 +1,4 @@
-"""Grades answers by OpenAI's graders: evaluations of models, jobs that learn from their own answers, and the routes
+"""Grades answers by OpenAI's graders: evaluations of models, jobs that train on their model's own answers, and routes
 that try a grader.
 
 Never: Grades anything itself (train.graders does, in a process of its own), or takes an engine from interactive

@@ -1,8 +1,9 @@
 """Evaluations by OpenAI's API (https://platform.openai.com/docs/api-reference/evals): /v1/evals, and the work of a run,
-some items at a time: each gets a sample, if a model answers it, and then its grades.
+in groups of items: each item gets a sample, if a model answers it, and then grades.
 
 State that must outlive the controller is in the rows: an item gets its row once it is judged, and the counters of its
-run change in the same transaction. After a restart the rest continues. The runs of one owner wait for each other.
+run change in the same transaction. After a restart a run continues with the remaining items. An owner's runs proceed
+one after another.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 @dataclass
 class Answered:
-    """An item of the data with its sample. body: of the request to the model; answer: the sample as a model's answer,
-    or the reason why there is none. judged, results: by grader; the second once the item is graded."""
+    """An item of the data with its sample. body: the request to the model. answer: the sample as a model's answer, or
+    the reason why there is none. judged, results: judges' answers and grades by grader; grades are empty until the item
+    is graded."""
 
     place: int
     item: dict[str, Any]
@@ -83,7 +85,7 @@ class Answered:
 def insert_run(
     context: ControllerContext, evaluation: EvalRow, caller: Principal, data_source: dict[str, Any], **more: Any
 ) -> EvalRunRow:
-    """Make a run within the caller's bounds and start its task. Call it in a transaction. more: its name and
+    """Make a run within the caller's bounds and start its task. Call it in a transaction. more: the run's name and
     metadata. Raises ApiError."""
     context.quotas.check(caller, begins=True)
     more |= {"eval_id": evaluation.id, "model": data_source.get("model") or "", "data_source": data_source}
@@ -98,7 +100,7 @@ class EvalRunner:
         context.tasks.add(Kind(RUN_TASKS, self.run, self.fail, "run", per_owner=1))
 
     async def delete(self, object_id: str) -> None:
-        """Delete an eval, with its runs, or a run."""
+        """Delete an evaluation with its runs, or one run."""
         for run_id in evals.unfinished_ids(self._db, object_id):
             self.cancel(run_id)
         await asyncio.to_thread(evals.delete, self._db, object_id)
@@ -109,7 +111,7 @@ class EvalRunner:
         self._context.tasks.restart(RUN_TASKS, run_id)
 
     async def run(self, task: TaskRow) -> None:
-        """Raises TaskFailed."""
+        """Sample and grade a run's remaining items. Raises TaskFailed."""
         row = evals.find_run(self._db, task.id)
         evaluation = evals.find(self._db, row.eval_id, viewer=None) if row is not None else None
         if row is None or evaluation is None or row.finished:
@@ -120,7 +122,7 @@ class EvalRunner:
             async with asyncio.timeout(row.created_s + WINDOW_S - time.time()):
                 if row.status == "queued":
                     await self._check_data(row, evaluation, source)
-                # Small groups for code, which may take minutes per sample: jobs grade in between.
+                # Code gets small groups: it may take minutes per sample, and jobs need grades in between.
                 group_size = MOST_BROKEN if any(map(sources, graders)) else AT_ONCE
                 async with aclosing(finished(self._unjudged(row, source, graders), AT_ONCE)) as groups:
                     async for answered in groups:
@@ -128,7 +130,7 @@ class EvalRunner:
                             items = answered[first : first + group_size]
                             await self._grade(row, graders, items)
                             row = await to_thread.run_sync(self._store, row, items)
-        except InvalidGrader as error:  # checks may have become stricter since the eval was made
+        except InvalidGrader as error:  # checked here because checks may be stricter than when the eval was made
             raise TaskFailed("invalid_grader", f"A criterion of the eval is refused: {error}.") from None
         except TimeoutError:
             raise TaskFailed("expired", f"The run did not end within {WINDOW_S / 3600:.0f} hours.") from None
@@ -147,8 +149,8 @@ class EvalRunner:
     # --- the data
 
     async def _check_data(self, row: EvalRunRow, evaluation: EvalRow, source: Jsonl | Sampled) -> None:
-        """Check all items by the schema, some at a time: as objects, a whole file takes 20 times its size. Raises
-        TaskFailed."""
+        """Check all items by the schema, in groups: parsed at once, a file would take 20 times its size in memory.
+        Raises TaskFailed."""
         total, entries = 0, self._entries(row, source.source)
         while chunk := await asyncio.to_thread(lambda: list(islice(entries, _CHUNK))):
             try:
@@ -168,7 +170,7 @@ class EvalRunner:
                 evals.update_run(self._db, row.id, status="in_progress", total=total)
 
     def _entries(self, row: EvalRunRow, source: shapes.FileContent | shapes.FileId) -> Iterator[Entry]:
-        """The entries of the data. Raises TaskFailed, also during iteration."""
+        """Return an iterator over the entries of the data. Raises TaskFailed, also during iteration."""
         if isinstance(source, shapes.FileContent):
             return iter(source.content)
         file = file_rows.find(self._db, source.id, viewer=caller_of(self._db, row.key_id).viewer)
@@ -184,7 +186,7 @@ class EvalRunner:
     def _unjudged(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader]
     ) -> Iterator[Coroutine[Any, Any, Answered]]:
-        """Make the sample of each item that has no row, with the answers of judges. Raises TaskFailed."""
+        """Yield each item without a row, with its sample and the judges' answers. Raises TaskFailed."""
         judged = evals.passed(self._db, row.id)
         for place, entry in enumerate(self._entries(row, source.source)):
             if place % AT_ONCE == 0:
@@ -223,7 +225,7 @@ class EvalRunner:
                 item.results.append(_result(grader, reward, list(answers.values())))
 
     def _store(self, row: EvalRunRow, items: list[Answered]) -> EvalRunRow:
-        """Store judged items together with the run's counters, unless it was cancelled meanwhile. Returns the run."""
+        """Store judged items and the run's counters, unless the run was cancelled meanwhile. Returns the run."""
         rows = [item.row(row.id) for item in items]
         results = {name: Counter(sums) for name, sums in row.results.items()}
         counts, size = Counter(row.counts), row.bytes
@@ -337,7 +339,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
 
         def make() -> EvalRunRow:
-            evaluation = EVALS.known(db, eval_id, caller)  # another key may have made it
+            evaluation = EVALS.known(db, eval_id, caller)  # another key may have made the eval
             for model in sorted(set[str]().union(*map(judge_models, evaluation.criteria))):
                 check_may_ask(db, caller, model)
             if isinstance(body.data_source.source, shapes.FileId):
@@ -353,7 +355,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         eval_id: str, caller: Caller, part: Annotated[Part, part(20, order="asc")], status: RunStatus = None
     ) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
-        scope = {"eval_id": eval_id, **owned_by(caller.viewer)}  # an administrator may run another's eval, too
+        scope = {"eval_id": eval_id, **owned_by(caller.viewer)}  # an administrator may also run another owner's eval
         return list_object(EVAL_RUNS.page(db, scope, where=_OF_STATUS, parameters=[status, status], **part), view)
 
     @of_runs.get("/{run_id}")
@@ -390,7 +392,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
 
 
 async def _check_sampling(context: ControllerContext, source: Jsonl | Sampled, caller: Principal) -> None:
-    """Raises ApiError."""
+    """Check the sampling fields of a request. Raises ApiError."""
     if isinstance(source, Jsonl):
         return
     try:
@@ -399,13 +401,13 @@ async def _check_sampling(context: ControllerContext, source: Jsonl | Sampled, c
         where = f"data_source.{error.param}"
         raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
     fields, param = shapes.fields_of(source), "data_source.sampling_params"
-    # On a thread: the schema of its answers may have 25,000 parts.
+    # Checked on a thread: the schema of answers may have 25,000 parts.
     await asyncio.to_thread(check_completion, fields, param)
     await check_form(context.graders, fields.get("response_format"), caller, f"{param}.response_format")
 
 
 async def _criteria(context: ControllerContext, body: shapes.EvalCreate, caller: Principal) -> list[dict[str, Any]]:
-    """The graders in their stored form. Raises BadRequest, NotFound."""
+    """Return the graders in their stored form. Raises BadRequest, NotFound."""
     kept: dict[str, dict[str, Any]] = {}
     for place, criterion in enumerate(body.testing_criteria):
         grader = grader_of(context, criterion, caller, f"testing_criteria.{place}")

@@ -61,8 +61,8 @@ _NONE = -9999.0
 
 
 class Sampled(NamedTuple):
-    """One answer. ids end with the token that ended it, unless it was cut; log_probs: one for each; text: without that
-    token and other special ones."""
+    """One answer. ids: tokens, ending with the end token unless the answer was cut off; log_probs: one for each token;
+    text: the answer without special tokens."""
 
     ids: list[int]
     log_probs: list[float]
@@ -72,8 +72,8 @@ class Sampled(NamedTuple):
 def sampling_request(
     model: str, prompt: Sequence[int], *, n: int, seed: int, max_tokens: int, ends: Sequence[int], form: Any = None
 ) -> dict[str, Any]:
-    """The body. n: answers, up to MOST_ANSWERS. seed: answer i has the random numbers of seed + i. ends: tokens
-    that end an answer. form: the `response_format` that answers are held to."""
+    """Return a request's body. n: number of answers, up to MOST_ANSWERS. seed: answer i uses the seed `seed` + i. ends:
+    tokens that end an answer. form: `response_format` that constrains answers."""
     return {
         "model": model,
         "prompt": list(prompt),
@@ -87,14 +87,14 @@ def sampling_request(
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # only the sampled token's log-probability
         "return_token_ids": True,
         **({"response_format": form} if form else {}),
     }
 
 
 def samples_of(body: Any, n: int) -> list[Sampled]:
-    """The n answers of a response. Raises ValueError, in words, if one is missing or incomplete."""
+    """Return the n answers of a response. Raises ValueError if an answer is missing or incomplete."""
     try:
         choices = sorted(body["choices"], key=lambda choice: choice["index"])
         samples = [Sampled(list(c["token_ids"]), c["logprobs"]["token_logprobs"], c["text"]) for c in choices]
@@ -107,7 +107,7 @@ def samples_of(body: Any, n: int) -> list[Sampled]:
 
 
 def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
-    """The log-probability of each of the last tokens, given those before it. Raises ValueError, in words."""
+    """Return the log-probability of each of the `last` tokens, given all tokens before it. Raises ValueError."""
     try:
         places = body["choices"][0]["prompt_logprobs"][-last:]
         scores = [place[str(token)]["logprob"] for token, place in zip(tokens[-last:], places, strict=True)]
@@ -136,10 +136,10 @@ class CannotGoOn(Exception):
 class Grading:
     def __init__(self, db: Database, hosts: GraderHosts, asking: Asking):
         self._db, self._hosts, self._asking = db, hosts, asking
-        self._event_s: dict[str, float] = {}  # of a job's newest warning
+        self._event_s: dict[str, float] = {}  # {job id: time of its newest warning}
 
     async def chat(self, key_id: str | None, body: dict[str, Any], within_s: float | None = None) -> ModelAnswer:
-        """A model's answer to a chat completion, asked on behalf of this key, or in `error` why there is none."""
+        """Request a chat completion on behalf of this key; return the answer, with `error` set if there is none."""
         model = str(body["model"])
         answer = await self._asking.ask(key_id, model, "/v1/chat/completions", body, within_s=within_s)
         if answer.error:
@@ -160,7 +160,7 @@ class Grading:
     async def ask_judges(
         self, key_id: str | None, grader: Grader, sample: Sample, item: Any, within_s: float | None = None
     ) -> Judged:
-        """Ask the models of a grader about a sample on behalf of this key. within_s: time that each has."""
+        """Ask the models of a grader about a sample on behalf of this key. within_s: seconds that each model has."""
         bodies = await asyncio.to_thread(requests, grader, sample, item) if judges(grader) else {}
         answers = await asyncio.gather(*(self.chat(key_id, body, within_s) for body in bodies.values()))
         return dict(zip(bodies, zip(bodies.values(), answers, strict=True), strict=True))
@@ -173,7 +173,7 @@ class Grading:
         judged: Sequence[Judged],
         waited_for: bool = False,
     ) -> list[Graded]:
-        """Rewards of samples with their items, 0 with flags where there is none.
+        """Return the rewards of samples with their items; a sample without a reward has 0 and error flags.
 
         Args:
             judged: of each sample, from `ask_judges`.
@@ -190,8 +190,8 @@ class Grading:
     # --- answers of models in training
 
     async def verdict(self, row: JobRow, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
-        """Judge the answers to one prompt: "errors" in their order, and "rewards" of a grader or "log_probs" of a
-        teacher. Raises CannotGoOn."""
+        """Judge the answers to one prompt. Returns, in the answers' order, "errors" and a grader's "rewards" or a
+        teacher's "log_probs". Raises CannotGoOn."""
         judge_row = jobs.find_judge(self._db, row.id)
         if judge_row is None:
             raise CannotGoOn("the judge of the job was deleted")
@@ -199,12 +199,12 @@ class Grading:
             raise CannotGoOn(f"the API key of the job {how}, and its answers are judged on behalf of it")
         if teacher := judge_row.judge.get("teacher"):
             return await self._teach(row, teacher, prompt, answers)
-        grader = await asyncio.to_thread(parse, judge_row.judge["grader"])  # one of 2 MB takes seconds
+        grader = await asyncio.to_thread(parse, judge_row.judge["grader"])  # 2 MB take seconds
         return await self._reward(row, grader, prompt, answers)
 
     async def _reward(self, row: JobRow, grader: Grader, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
-        """Rewards: None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, 0 where the
-        grader failed. An answer that is not the expected JSON, or lacks a field, is no error: the model learns that."""
+        """Return rewards: None for an answer that the box could not grade or with a reward beyond MOST_REWARD, 0 if the
+        grader failed. An answer without the expected JSON or field is not an error: the model trains on that."""
         record = prompt.record
         item = {**record["item"], "messages": record["messages"]}
         sample_of = Sample.with_calls if record.get("tools") else Sample
@@ -220,15 +220,15 @@ class Grading:
         return {"rewards": rewards, "errors": errors}
 
     async def _teach(self, row: JobRow, teacher: str, prompt: Prompt, samples: Sequence[Sampled]) -> Verdict:
-        """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
+        """Return the teacher's log-probability of each token of each answer; None with a reason in "errors"."""
         texts = [[*prompt.tokens, *sample.ids] for sample in samples]
-        # `prompt_logprobs` 0: of the token itself alone.
+        # `prompt_logprobs` 0 requests only the log-probability of the token itself.
         fields = {"model": teacher, "max_tokens": GENERATED_TOKENS, "temperature": 0.0, "prompt_logprobs": 0}
         bodies = [{**fields, "prompt": tokens} for tokens in texts]
         ask = partial(self._asking.ask, row.key_id, teacher, URL, within_s=ANSWER_WITHIN_S)
         answers = await asyncio.gather(*map(ask, bodies))
         if fatal := next((answer for answer in answers if answer.code == ENGINES_DIED), None):
-            # Repeated, the same sample would kill engines with the requests of others.
+            # Not repeated, because the sample would crash engines that also serve others.
             raise CannotGoOn(f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}")
         log_probs, errors = list[list[float] | None](), list[str]()
         for answer, tokens, sample in zip(answers, texts, samples, strict=True):
@@ -254,7 +254,7 @@ class Grading:
 
 
 def _rewarded(graded: Graded) -> tuple[float | None, str]:
-    """The reward of an answer, None without one, and its error."""
+    """Return an answer's reward (None without a valid one) and its error."""
     errors = graded.errors
     if abs(graded.reward) > MOST_REWARD:
         return None, f"the reward is {graded.reward:g}: a model can learn from rewards within ±{MOST_REWARD:,.0f}"
@@ -267,8 +267,8 @@ def _rewarded(graded: Graded) -> tuple[float | None, str]:
 
 
 def grader_of(context: ControllerContext, definition: Any, caller: Principal, param: str = "grader") -> Grader:
-    """Raises BadRequest if it is not a grader or this machine cannot run it, Forbidden and NotFound if it asks a model
-    that the caller may not ask."""
+    """Parse a grader. Raises BadRequest if it is not a grader or this machine cannot run it, Forbidden and NotFound if
+    it uses a model that the caller may not use."""
     try:
         grader = graders.parse(definition)
     except MissingField as error:
@@ -287,7 +287,7 @@ def grader_of(context: ControllerContext, definition: Any, caller: Principal, pa
 
 
 async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, param: str) -> None:
-    """Raises BadRequest for code of python graders that cannot grade, ApiError where the box could not check it."""
+    """Check python graders' code. Raises BadRequest if it cannot grade, ApiError if the box could not check it."""
     if not (code := graders.sources(grader)):
         return
     try:
@@ -299,7 +299,7 @@ async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, para
 
 
 async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Principal, param: str) -> None:
-    """Raises BadRequest if it is not a JSON schema, ApiError where the box could not check it."""
+    """Check a JSON schema. Raises BadRequest if it is invalid, ApiError if the box could not check it."""
     try:
         refused = await hosts.refused_schema(caller.owner, schema)
     except ForkBroke as error:
@@ -319,7 +319,7 @@ async def check_form(hosts: GraderHosts, form: Any, caller: Principal, param: st
 
 
 def form_of(form: Any, param: str) -> dict[str, Any] | None:
-    """The form that a job's ranks hold their answers to (train.rollouts.rollouts); None for plain text. Raises
+    """Return the form that constrains a job's answers (train.rollouts.rollouts); None for unconstrained text. Raises
     BadRequest."""
     if form is None or form == {"type": "text"}:
         return None
@@ -339,9 +339,9 @@ def form_of(form: Any, param: str) -> dict[str, Any] | None:
 def teacher_of(
     context: ControllerContext, name: Any, student: Resolved, longest: int, caller: Principal, param: str
 ) -> str:
-    """The name, checked. longest: tokens of a prompt with its answer. Raises Forbidden and NotFound for a model that
-    the caller may not ask, BadRequest for one that cannot teach this student; whether both have the same tokens takes a
-    second, so the job's validation checks it."""
+    """Return the teacher's name after checks. longest: tokens of the longest prompt with its answer. Raises Forbidden
+    and NotFound for a model that the caller may not ask, BadRequest for one that cannot teach this student; whether
+    both have the same tokens takes a second, so the job's validation checks it."""
     if not isinstance(name, str) or not name:
         why = f"{shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION)"
         raise _invalid(param, why, "invalid_value")
@@ -373,7 +373,7 @@ def _invalid(path: str, why: str, code: str) -> BadRequest:
 
 
 def _not_checked(noun: str, error: WorkerBroke) -> ApiError:
-    """The worker broke by itself; the request is not at fault."""
+    """Return the error for a check whose worker failed through no fault of the request."""
     return ApiError(503, f"{noun} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
 
 
@@ -439,7 +439,7 @@ def _result(grader: Grader, graded: Graded, took_s: float) -> dict[str, Any]:
             "scores": graded.sub_rewards or {grader.name: graded.reward},
             "token_usage": tokens if models else None,
             "sampled_model_name": ", ".join(sorted(models)) or None,
-            # Not in OpenAI's type: messages of the errors.
+            # Beyond OpenAI's type: messages of the errors.
             "messages": graded.messages,
         },
         "model_grader_token_usage_per_model": {

@@ -1,9 +1,9 @@
-"""Writes the samples of jobs that learn from their model's own answers: one coroutine for each job.
+"""Writes the samples of jobs that train on their model's own answers, by one coroutine per job.
 
     newest weights in shared memory -> engines, through the gateway -> judge -> RUN_DIR/rollouts/train-3.json -> ranks
 
-It is level-triggered: what is missing follows from the newest weights and the files that are there
-(train.rollouts.samples). Whatever dies, a file that is there is never drawn again, and one that is not is drawn whole.
+It is level-triggered: the newest weights and the existing files determine the missing files (train.rollouts.samples).
+Whichever process dies, an existing file is never drawn again, and a missing one is drawn in full.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ class Rollouts:
         self._db, self._store, self._jobs_dir = db, store, jobs_dir
         self._routing, self._asking, self._grading, self._nudge = routing, asking, grading, nudge
         self._followed: dict[str, asyncio.Task[None]] = {}
-        self._news = asyncio.Event()  # the next `follow` sets it
-        self._drawn: dict[str, SamplesFile] = {}  # by job, the file that is being drawn
-        self._weights: dict[str, int] = {}  # by job, the step of its newest weights
+        self._news = asyncio.Event()  # set by the next `follow`
+        self._drawn: dict[str, SamplesFile] = {}  # {job: file being drawn}
+        self._weights: dict[str, int] = {}  # {job: step of its newest weights}
 
     def starved(self, row: JobRow) -> bool:
-        """Whether the job's ranks wait for the samples that are being drawn. One that has given its devices back for
-        them takes those of later steps along."""
+        """Return whether the job's ranks wait for the samples being drawn. A job that released its devices meanwhile
+        also waits for the samples of later steps."""
         file = self._drawn.get(row.id)
         return file is not None and (row.phase != "running" or file.step <= self._weights.get(row.id, -1))
 
     def published(self, job_id: str, step: int) -> None:
-        """The job's weights after this step are in shared memory."""
+        """Note that the job's weights after this step are in shared memory."""
         self._weights[job_id] = step
         self.follow()
         self._nudge()
 
     def follow(self) -> None:
-        """Follow each job that learns from its own answers; called now and then."""
+        """Keep a coroutine for each job that trains on its own answers; called periodically."""
         rows = {row.id: row for row in jobs.list_unfinished(self._db) if row.wanted == "run"}
         for job_id, task in list(self._followed.items()):
             if job_id not in rows or task.done():
@@ -104,7 +104,7 @@ class Rollouts:
             self._drawn.pop(job_id, None)
 
     def _plan(self, job_id: str) -> SamplesPlan | None:
-        """None before the job's first start."""
+        """Return the job's plan for samples; None before the job's first start."""
         folder = self._jobs_dir / job_id
         try:
             return SamplesPlan(TrainSpec.from_dict(json.loads((folder / "spec.json").read_bytes())))
@@ -112,7 +112,7 @@ class Rollouts:
             return None
 
     def _newest(self, plan: SamplesPlan) -> int:
-        """The step of the newest weights in shared memory; -1 without any."""
+        """Return the step of the newest weights in shared memory; -1 if there are none."""
         stored = self._store.list(plan.policy_kind, policy_name(plan.spec.job_id))
         return max((step_of(entry.version) for entry in stored), default=-1)
 
@@ -145,7 +145,7 @@ class Rollouts:
     async def _answered(
         self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, n: int
     ) -> tuple[list[Sampled], Verdict]:
-        """The answers to one prompt. Raises CannotGoOn."""
+        """Return the answers to one prompt. Raises CannotGoOn."""
         room, form = plan.spec.options["max_completion_tokens"], plan.spec.options.get("response_format")
         each, name = max(1, min(judging.MOST_ANSWERS, judging.MOST_TOKENS // room)), policy_name(row.id)
 
@@ -178,4 +178,4 @@ class Rollouts:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s stopped, and is tried again", task.get_name(), exc_info=error)
+        log.error("%s stopped, and is retried", task.get_name(), exc_info=error)

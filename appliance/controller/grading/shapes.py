@@ -1,5 +1,5 @@
-"""Evaluations, runs and their items as OpenAI's API has them (openai 3.52, `types/evals`): what a request may contain,
-the chat completion that makes a sample of an item, and the objects that are shown."""
+"""Evaluations, runs and their items in the form of OpenAI's API (openai 3.52, `types/evals`): fields of requests, the
+chat completion that makes an item's sample, and the objects in answers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Jsonl(StrictBody):
 
 
 class Sampled(StrictBody):
-    """`completions` and `responses` differ in how tools and formats are written."""
+    """Data that a model samples. `completions` and `responses` differ in the form of tools and formats."""
 
     type: Literal["completions", "responses"]
     source: Annotated[FileContent | FileId, Field(discriminator="type")]
@@ -101,14 +101,14 @@ class RunCreate(EvalUpdate):
 
 
 def without_items(source: dict[str, Any]) -> dict[str, Any]:
-    """A run's data source as it is shown, and as it is stored once the run has ended."""
+    """Return a run's data source without items, as the API shows it and as it is stored after the run's end."""
     if source["source"].get("type") != "file_content":
         return source
     return {**source, "source": {**source["source"], "content": []}}
 
 
 def check_sampled(source: Sampled) -> None:
-    """Raises InvalidGrader, whose `param` is below `data_source`."""
+    """Check a data source that a model samples. Raises InvalidGrader, with a `param` relative to `data_source`."""
     messages = source.input_messages
     if isinstance(messages, Template):
         turns = enumerate(messages.template)
@@ -120,19 +120,19 @@ def check_sampled(source: Sampled) -> None:
     for place, text in texts:
         templates.check(text, param := f"input_messages.{place}")
         if any(namespace == "sample" for namespace, *_ in templates.variables(text)):
-            raise InvalidGrader(param, "names a sample, and there is none before the model is asked")
+            raise InvalidGrader(param, "names a sample, but there is no sample before the model answers")
     for place, tool in enumerate((source.sampling_params and source.sampling_params.tools) or []):
         if tool.get("type") != "function":
             raise InvalidGrader(f"sampling_params.tools.{place}", "is not a function; a box runs no tools of its own")
 
 
 def body_of(source: Sampled, item: dict[str, Any]) -> dict[str, Any]:
-    """The chat completion that makes the sample. Raises GradingFailed when the item lacks a variable."""
+    """Return the chat completion request for an item's sample. Raises GradingFailed if the item lacks a variable."""
     return {"model": source.model, "messages": _messages(source.input_messages, item), **fields_of(source)}
 
 
 def fields_of(source: Sampled) -> dict[str, Any]:
-    """What the chat completions of all items have in common."""
+    """Return the fields that the chat completions of all items share."""
     sampling = source.sampling_params or Sampling()
     fields = {"max_completion_tokens": sampling.most_tokens, **sampling.fields()}
     if sampling.response_format is not None:
@@ -145,7 +145,7 @@ def fields_of(source: Sampled) -> dict[str, Any]:
 
 
 def _nested(value: dict[str, Any], kind: str) -> dict[str, Any]:
-    """A tool or a format of /v1/responses, as chat completions have it."""
+    """Convert a tool or a format of /v1/responses to the form of chat completions."""
     if value.get("type") != kind or kind in value:
         return value
     return {"type": kind, kind: {name: field for name, field in value.items() if name != "type"}}
@@ -163,7 +163,7 @@ def _messages(messages: Template | ItemReference, item: dict[str, Any]) -> list[
 
 
 def sample_of(fields: dict[str, Any] | None) -> Sample:
-    """The sample of an entry of the data: `output_text`, or the message of its first choice."""
+    """Return the sample in an entry of the data: `output_text`, or the message of its first choice."""
     fields = fields or {}
     choices = fields.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
@@ -177,7 +177,7 @@ def sample_of(fields: dict[str, Any] | None) -> Sample:
 
 
 def entries(path: Path) -> Iterator[Entry]:
-    """Entries of a JSONL file. Raises TaskFailed."""
+    """Yield the entries of a JSONL file. Raises TaskFailed."""
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(iter(partial(file.readline, MAX_ENTRY_BYTES + 1), b""), 1):
@@ -192,8 +192,8 @@ def entries(path: Path) -> Iterator[Entry]:
 
 
 def _entry(number: int, line: bytes) -> Entry:
-    """Raises TaskFailed."""
-    data, why = json_of(line)  # pydantic's parser accepts NaN, and integers that no engine takes
+    """Parse a line of the file. Raises TaskFailed."""
+    data, why = json_of(line)  # orjson, because pydantic's parser accepts NaN, and integers that no engine takes
     if why:
         raise TaskFailed("invalid_data", f"Line {number} is not JSON: {why}.")
     try:
@@ -217,7 +217,7 @@ def eval_object(row: EvalRow) -> dict[str, Any]:
 
 
 def run_object(row: EvalRunRow, url: str, waits_for: str = "") -> dict[str, Any]:
-    """In addition to OpenAI's fields: `waits_for`, why it does not proceed, and the mean reward of each criterion."""
+    """Return OpenAI's object of a run, plus `waits_for` (why it does not proceed) and each criterion's mean reward."""
     counts = {"passed": "pass", "failed": "fail", "errored": "error"}
     return object_of(
         row,
@@ -226,7 +226,7 @@ def run_object(row: EvalRunRow, url: str, waits_for: str = "") -> dict[str, Any]
         waits_for=waits_for or None,
         data_source=without_items(row.data_source),
         error=row.error or NO_ERROR,
-        # The page asks for a key; a browser has no key to open the API's own URL with.
+        # The URL is the web page's, which asks for a key: a browser cannot send a key to the API's URL.
         report_url=f"{url}/ui#/evals/{row.eval_id}/{row.id}",
         result_counts={"total": row.total, **{name: row.counts.get(status, 0) for name, status in counts.items()}},
         per_testing_criteria_results=[
@@ -251,8 +251,8 @@ def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
 
 
 def sample_object(body: Mapping[str, Any], answers: Sequence[ModelAnswer]) -> dict[str, Any]:
-    """Questions to models and their answers. body: the chat completion request to the first of them. The SDK's types
-    have no null."""
+    """Return a sample: requests to models and their answers. body: the request to the first model. The SDK's types have
+    no null."""
     why = next((answer.error for answer in answers if answer.error), "")
     prompt = sum(answer.prompt_tokens for answer in answers)
     completion = sum(answer.completion_tokens for answer in answers)

@@ -4,8 +4,8 @@ A route file declares its `Resource`, gets a router from `serve` (list and retri
 own. Scopes, owner, 404, paging, retries and the audit row of each verb follow from the declaration.
 
 The `openai` client retries POSTs without an Idempotency-Key but marks them in `x-stainless-retry-count` (0, 1, 2). So
-an Idempotency-Key decides if there is one; otherwise a retry finds the newest object that the same key made from the
-same body within a time window, and a first attempt always makes a new one.
+an Idempotency-Key decides if present; otherwise a retry finds the newest object that the same key made from the same
+body within a time window, and a first attempt always makes a new one.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Resource(Generic[Row]):
-    """noun: "file" of the audit's "file.create". scopes: any one of them, or admin, may call its routes. find: (db, id,
-    viewer=owner or None) -> row or None. missing: message of the 404, with {} for the id; param and code of it, where
-    they are not "NOUN_id", as in URLs, and "NOUN_not_found". fields: of an answer, kept in the audit log."""
+    """noun: "file" of the audit's "file.create". scopes: a caller needs one of them, or admin. find: (db, id,
+    viewer=owner or None) -> row or None. missing: message of the 404, with {} for the id; param, code: of the 404, by
+    default "NOUN_id", as in URLs, and "NOUN_not_found". fields: fields of an answer for the audit log."""
 
     noun: str
     prefix: str
@@ -58,7 +58,8 @@ class Resource(Generic[Row]):
     fields: tuple[str, ...] = ()
 
     def known(self, db: Database, row_id: str, caller: Principal, param: str = "") -> Row:
-        """param: where the request names it. Raises NotFound, also for another owner's."""
+        """Return the row with this id. param: the request's field with the id. Raises NotFound, also for another
+        owner's row."""
         row = self.find(db, row_id, viewer=caller.viewer)
         if row is None:
             raise self.absent(row_id, param)
@@ -76,8 +77,7 @@ class Resource(Generic[Row]):
         that has ended since.
 
         Args:
-            body: its bytes; of an upload, its identity.
-            make: checks bounds and inserts the row.
+            body: the request's bytes; for an upload, its identity. make: checks bounds and inserts the row.
         """
         db: Database = request.app.state.context.db
         key, sha256 = request.headers.get("idempotency-key") or None, hashlib.sha256(body).hexdigest()
@@ -90,7 +90,7 @@ class Resource(Generic[Row]):
                 if earlier is not None and earlier.body_sha256 != sha256:
                     message = f"The Idempotency-Key {shown(key, 60)} was used with another body; use a new key."
                     raise Conflict(message, code="idempotency_key_reused")
-            elif request.headers.get("x-stainless-retry-count", "0") != "0":  # the SDK marks it as one
+            elif request.headers.get("x-stainless-retry-count", "0") != "0":  # the SDK marks a retry
                 newest = "key_id = ? AND route = ? AND body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
                 since_s = time.time() - RETRY_WINDOW_S
                 earlier = db.one(IdempotencyRow, f"{select} {newest}", [*source, sha256, since_s])
@@ -115,13 +115,13 @@ class Resource(Generic[Row]):
         part: Any,
         filters: Callable[..., dict[str, Any]] = lambda: {},
     ) -> APIRouter:
-        """A router with the routes of the list and of one.
+        """Return a router with the routes to list objects and to retrieve one.
 
         Args:
-            view: the row as OpenAI's object, with fields of the box's own.
+            view: converts a row to OpenAI's object, with the box's own fields.
             page: (db, viewer=, **filters, **part) -> rows.
             part: `part(...)`.
-            filters: a dependency that reads the list's other arguments.
+            filters: dependency that reads the list's other arguments.
         """
         router, db, filtered = self.router(), context.db, Depends(filters)
 
@@ -136,17 +136,18 @@ class Resource(Generic[Row]):
         return router
 
 
-# --- rows, and objects and lists in OpenAI's format
+# --- rows; objects and lists in OpenAI's format
 
 
 def new_row(kind: Callable[..., Row], prefix: str, caller: Principal, **fields: Any) -> Row:
-    """A row that the caller makes now: with a new id, the caller's key and its owner."""
+    """Return a new row of the caller's: with a new id, the current time, the caller's key and owner."""
     made = {"id": new_id(prefix), "created_s": time.time(), **columns(caller, "key_id owner")}
     return kind(**made | fields)
 
 
 def object_of(row: Any, kind: str, names: str, **more: Any) -> dict[str, Any]:
-    """The object of a row: these columns, whole seconds, and its owner, which is ours. more: its other fields."""
+    """Return a row's object: these columns, times in whole seconds, and the owner (not in OpenAI's). more: further
+    fields."""
     fields = {"id": row.id, "object": kind, "created_at": int(row.created_s), **columns(row, names), **more}
     if hasattr(row, "expires_s"):
         fields["expires_at"] = None if row.expires_s is None else int(row.expires_s)
@@ -154,12 +155,12 @@ def object_of(row: Any, kind: str, names: str, **more: Any) -> dict[str, Any]:
 
 
 def part(limit: int, *, most: int = MOST, order: Literal["asc", "desc"] = "desc") -> Any:
-    """A dependency: which part of a list a request wants, for `Database.page`.
+    """Return a dependency that reads the requested part of a list, for `Table.page`.
 
     Args:
-        limit: number of rows if the request names none.
-        most: the largest limit. 0 asks only whether there is a row: the SDK's own tests ask every list for 0.
-        order: if the request names none; desc: newest first.
+        limit: default number of rows. most: the largest limit. A limit of 0 only tests for rows: the SDK's own tests
+        send it to every list.
+        order: default order; desc: newest first.
     """
 
     def part_of(
@@ -177,7 +178,7 @@ RECENT = part(100, most=1000)
 
 
 def metadata_of(request: Request) -> dict[str, str]:
-    """The pairs of `metadata[key]=value` by which a list is filtered."""
+    """Return the pairs of `metadata[key]=value` that filter a list."""
     query = request.query_params.multi_items()
     return {name[9:-1]: value for name, value in query if name.startswith("metadata[") and name.endswith("]")}
 
@@ -187,7 +188,7 @@ def list_object(page: Page[Item], view: Callable[[Item], dict[str, Any]]) -> dic
 
 
 def sliced(data: list[dict[str, Any]], after: str | None, limit: int, *, descending: bool) -> dict[str, Any]:
-    """A page of objects that are all at hand, oldest first. Raises UnknownCursor."""
+    """Return a page from a complete list of objects, oldest first. Raises UnknownCursor."""
     rest = data[::-1] if descending else data
     if after is not None:
         ids = [item["id"] for item in rest]

@@ -51,12 +51,12 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 def make_router(
     prefix: str, *scopes: str, reads: tuple[str, ...] = (), noun: str = "", fields: tuple[str, ...] = ()
 ) -> APIRouter:
-    """A router whose routes require one of `scopes`, or admin; a GET admits `reads` too. `needs` declares those of a
-    single route. noun: "file" of the audit's "file.create". fields: of answers, kept in the audit log."""
+    """Return a router whose routes require one of `scopes`, or admin; a GET also admits `reads`. `needs` sets scopes of
+    a single route. noun: "file" of the audit's "file.create". fields: fields of answers for the audit log."""
 
     group = {"prefix": prefix, "admitted": (scopes, reads), "noun": noun, "fields": fields}
     route_class = type("Route", (StrictRoute,), group)
-    # After the body has arrived: the key may have ended meanwhile.
+    # Checked after the body has arrived: the key may have ended meanwhile.
     return APIRouter(
         prefix=prefix, route_class=route_class, responses=RESPONSES, dependencies=[Depends(read_principal)]
     )
@@ -71,18 +71,18 @@ def _declares(**attributes: Any) -> Callable[[Endpoint], Endpoint]:
 
 
 def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
-    """The scopes of one route, in place of its router's."""
+    """Set the scopes of one route, in place of its router's."""
     return _declares(scopes=scopes)
 
 
 def takes(max_bytes: Callable[[ControllerConfig], int]) -> Callable[[Endpoint], Endpoint]:
-    """The most that the body of this route may have, in place of MAX_BYTES."""
+    """Set the largest body of this route in bytes, in place of MAX_BYTES."""
     return _declares(max_bytes=max_bytes)
 
 
 def audited(action: str, *fields: str) -> Callable[[Endpoint], Endpoint]:
-    """The action of the audit row of one route, which keeps the request's body (so no secret may be in it) and these
-    fields of the answer. Empty: it leaves no row; say why."""
+    """Set the action of one route's audit row, which stores the request's body (so it must not have secrets) and these
+    fields of the answer. Empty: the route writes no row; add a comment why."""
     return _declares(audited=(action, fields))
 
 
@@ -96,12 +96,12 @@ class StrictBody(BaseModel):
 
 
 class StrictRequest(Request):
-    """A request whose body has at most `most` bytes. Raises BodyTooLarge as soon as that is known."""
+    """A request with a body of at most `most` bytes. Raises BodyTooLarge as soon as the body exceeds them."""
 
     def __init__(self, scope: Scope, receive: Receive, most: int):
         super().__init__(scope, receive)
         self._most = most
-        self.content: Any = None  # its JSON, once it is read
+        self.content: Any = None  # the body's JSON, once read
         announced = self.headers.get("content-length", "0")
         self.announced = int(announced[:20]) if announced.isdigit() else 0
         if self.announced > most:
@@ -116,21 +116,23 @@ class StrictRequest(Request):
             yield chunk
 
     async def json(self) -> Any:
-        """Raises BadRequest."""
+        """Return the body's JSON. Raises BadRequest."""
         self.content, why = await asyncio.to_thread(json_of, await self.body())
         if why:
             raise BadRequest(f"We could not parse the JSON body of your request: {why}.", code="invalid_json")
         return self.content
 
     async def form(self, **_: Any) -> FormData:  # type: ignore[override]
-        """One file, which Starlette spools to the disk of the box, and a few short fields. Raises ApiError 507."""
+        """Return a form: one file, which Starlette spools to the box's disk, and a few short fields. Raises ApiError
+        507."""
         self.app.state.context.quotas.disk.check(self.announced)
         with disk_may_be_full():
             return await super().form(max_files=1, max_fields=16, max_part_size=1024)
 
 
 def json_of(text: bytes) -> tuple[Any, str]:
-    """The value, or the reason why there is none. Never raises: orjson's error keeps the text, in a cycle."""
+    """Return the parsed value and "", or the reason why parsing failed. It does not raise, because orjson's error would
+    keep the text in memory by a reference cycle."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -143,8 +145,8 @@ def json_of(text: bytes) -> tuple[Any, str]:
 
 class StrictRoute(APIRoute):
     """A route with one method and declared scopes. An endpoint that is not a coroutine only reads, and runs on a
-    thread. A change is answered once the gateways know it, and leaves an audit row: the handler's own, or else this
-    one's."""
+    thread. A change is answered once the gateways have it, and has an audit row, by its handler or else by this
+    class."""
 
     admitted: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]]
     prefix: ClassVar[str]
@@ -152,14 +154,14 @@ class StrictRoute(APIRoute):
     fields: tuple[str, ...]
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any):
-        """options: of APIRoute, as APIRouter gives them. Raises TypeError for a route without scopes."""
+        """options: APIRouter's arguments for APIRoute. Raises TypeError for a route without scopes."""
         (self.verb,) = options["methods"]
         scopes, reads = self.admitted
         of_router = scopes + (reads if self.verb == "GET" else ())
         self.scopes: tuple[str, ...] = getattr(endpoint, "scopes", of_router)
         if not self.scopes:
             raise TypeError(f"{self.verb} {path} declares no scope: give its router one, or the route `@needs(...)`")
-        last = path.removeprefix(self.prefix).rpartition("/")[2]  # the verb, or what follows from the method
+        last = path.removeprefix(self.prefix).rpartition("/")[2]  # the given action's verb, else the method's
         verb = "create" if not last else _VERBS.get(self.verb, "") if last.startswith("{") else last
         declared_audit = getattr(endpoint, "audited", None)
         self.keeps_body = declared_audit is not None
@@ -181,7 +183,7 @@ class StrictRoute(APIRoute):
                 caller: Principal = request.scope["state"]["principal"]
                 if self.action and not caller.recorded:
                     self._record(strict, caller, response)
-                # The next request, for a new key or a canary, may follow at once.
+                # Wait for the gateways, because a request by the new key or to the canary may follow at once.
                 await context.bus.caught_up()
             return response
 
@@ -198,16 +200,16 @@ class StrictRoute(APIRoute):
         record(request.app.state.context, caller, self.action, target, **body | kept)
 
 
-# --- answers made on threads, and what they need of the loop
+# --- answers made on threads, and their state from the loop
 
 
 async def answer(work: Callable[[], Any]) -> Response:
-    """The result of `work`, done on a thread, as JSON."""
+    """Run `work` on a thread; return its result as a JSON response."""
     return await asyncio.to_thread(lambda: as_json(work()))
 
 
 def _on_a_thread(endpoint: Callable[..., Any]) -> Callable[..., Response]:
-    """Make an endpoint that FastAPI runs on a thread."""
+    """Wrap an endpoint so that FastAPI runs it on a thread."""
 
     @wraps(endpoint)
     def on_thread(**values: Any) -> Response:
@@ -222,7 +224,7 @@ def as_json(result: Any) -> Response:
 
 
 def on_loop(read: Callable[[Any], Any]) -> Any:
-    """A dependency: the result of this function of the context, called on the loop as of the request."""
+    """Return a dependency: the result of this function of the context, called on the loop at the request's start."""
 
     async def call(request: Request) -> Any:
         return read(request.app.state.context)

@@ -1,4 +1,4 @@
-"""The controller's settings, errors and their shapes, and principals as its sockets identify them.
+"""The controller's settings, its errors and their JSON, and its callers as the sockets identify them.
 
 Never: Imports another package of the controller.
 Begin with principal.py.

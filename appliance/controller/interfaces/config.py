@@ -11,8 +11,8 @@ MIB, GIB = 2**20, 2**30
 
 
 class OwnerBounds(BaseModel):
-    """What the keys of one owner may store or run at once in total; admins have no limits, and a key may have limits of
-    its own (`appliance key limit --bound`)."""
+    """Limits on what all keys of one owner may store or run at once; admins have no limits, and a key may override
+    limits (`appliance key limit --bound`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -28,8 +28,8 @@ class OwnerBounds(BaseModel):
 
 
 class RetentionSettings(BaseModel):
-    """Days after which housekeeping deletes (those without a default: never, unless set; for never, set a large
-    number). Stored responses and chat completions have `responses_kept_days`."""
+    """Days after which housekeeping deletes data; None: never. Where None is not allowed, set a large number. Stored
+    responses and chat completions have `responses_kept_days`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -61,13 +61,13 @@ PublicUrl = Annotated[str, AfterValidator(_public)]
 
 
 def is_secure(url: str) -> bool:
-    """Whether nobody on the way can read what is sent there: TLS, or this machine."""
+    """Return whether nobody can read data on the way to this URL: it has TLS or is on this machine."""
     return url.startswith(("https://", "http://127.0.0.1", "http://localhost"))
 
 
 class OidcSettings(BaseModel):
-    """Logins of the page by an OpenID provider (docs/ui.md), which has to allow the return to `public_url` of `[box]`
-    with `/ui` behind it. Unset `issuer`: there are none."""
+    """Logins of the web page by an OpenID provider (docs/ui.md), which must allow the redirect URL `public_url` of
+    `[box]` plus `/ui`. Without `issuer` there are no such logins."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

@@ -1,4 +1,4 @@
-"""Errors of the controller, and how each appears to a client: always as OpenAI's error object, whether it is ours,
+"""Errors of the controller and their answers: always OpenAI's error object, whether the error is the controller's,
 FastAPI's, Starlette's or a bug.
 
 OperationFailed       long work ended with a reason a person can act on (raised by `LibraryOps`)
@@ -46,17 +46,18 @@ class OperationFailed(Exception):
 
 
 class SwapFailed(Exception):
-    """Replicas could not be swapped to the wanted version; they keep the previous one or go back to it."""
+    """Replicas could not be swapped to the wanted version; they keep the previous version or return to it."""
 
     def __init__(self, model: str, wanted: str | None, reason: str):
         super().__init__(f"the replicas of {model} could not be brought to version {wanted}: {reason}")
 
 
 class ApiError(HTTPException):
-    """An answer with OpenAI's error object. It is an HTTPException because FastAPI passes only those through its
-    parsing of request bodies unchanged.
+    """An answer with OpenAI's error object. It is an HTTPException because FastAPI's parsing of bodies passes only
+    HTTPExceptions on unchanged.
 
-    message: for people. param: the field at fault, dotted. code: for programs. kind: the object's `type`.
+    message: text for people. param: dotted path of the field at fault. code: name for programs. kind: the object's
+    `type`.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Forbidden(ApiError):
 
 
 class KeyRevoked(ApiError):
-    """The gateways say it in the same words (`gateway.core.errors.key_ended`). how: as of `keys.how_ended`."""
+    """The key ended; gateways use the same text (`gateway.core.errors.key_ended`). how: from `keys.how_ended`."""
 
     def __init__(self, how: str):
         super().__init__(401, f"The API key of this request {how} while it ran.", code="invalid_api_key")
@@ -122,7 +123,7 @@ class BodyTooLarge(ApiError):
 
 
 def shown(value: Any, limit: int = 120) -> str:
-    """A client's value for use in a message: bounded and without control characters."""
+    """Quote a client's value for a message, with bounded length and without control characters."""
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
 
@@ -161,7 +162,7 @@ def _shaped(request: Request, error: Exception) -> ApiError:
             hint = "OpenAI's clients want a base URL that ends with /v1, Anthropic's one without it."
             return NotFound(f"Unknown request URL: {where}. {hint}", code="unknown_url")
         code, message = None, str(error.detail)
-        if error.status_code == 400:  # of a form that Starlette cannot read
+        if error.status_code == 400:  # Starlette's error for a form that it cannot read
             code = "invalid_body"
         if error.status_code == 405:
             code = "method_not_supported"
@@ -178,7 +179,7 @@ def _shaped(request: Request, error: Exception) -> ApiError:
         return BadRequest(message, param, code)
     if isinstance(error, UnknownCursor):
         return BadRequest(f"{error}.", "after", "invalid_cursor")
-    if isinstance(error, ClientDisconnect):  # no bug, and nobody receives the answer; 499 is nginx's status for it
+    if isinstance(error, ClientDisconnect):  # not a bug, and nobody receives the answer; 499 is nginx's status for this
         return ApiError(499, "The client left before its request was complete.")
     # Starlette logs the traceback after this answer; the client learns only where to look.
     log.error("%s failed: %s", where, type(error).__name__)
@@ -187,8 +188,8 @@ def _shaped(request: Request, error: Exception) -> ApiError:
 
 
 def _place(first: Mapping[str, Any], value: Any) -> list[str]:
-    """The path of a mistake in a client's value, without the branches of unions that pydantic names by kinds and by
-    names of ours, which no client knows."""
+    """Return the path of a mistake in a client's value, without pydantic's parts for branches of unions, whose names no
+    client knows."""
     where, *loc = first["loc"]
     if where != "body":
         return [str(part) for part in loc[:1]]
@@ -204,8 +205,8 @@ def _place(first: Mapping[str, Any], value: Any) -> list[str]:
 
 
 def first_error(errors: Sequence[Any]) -> dict[str, Any]:
-    """The error to report: of a union, that of the branch which accepted most of the value; for a missing field, an
-    unknown field of the same object, because a misspelt name causes both."""
+    """Choose the error to report: in a union, the error in the branch that accepted most of the value; instead of a
+    missing field, an unknown field of the same object, because a misspelt name causes both."""
     first: dict[str, Any] = errors[0]
     parent = first["loc"][:-1]
     if first["type"] == "missing":
@@ -216,7 +217,7 @@ def first_error(errors: Sequence[Any]) -> dict[str, Any]:
 
 
 def message_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
-    """Message and code of this mistake: the gateway has the same codes."""
+    """Return message and code of a mistake; the gateway uses the same codes."""
     kind = first["type"]
     if kind == "extra_forbidden":
         return f"Unrecognized request argument supplied: {param}.", "unknown_parameter"

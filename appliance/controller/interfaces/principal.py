@@ -1,4 +1,4 @@
-"""The caller of a request, by the socket it arrived on and not by missing headers; and an id for each request.
+"""The caller of a request, determined by its socket and never by missing headers; and an id for each request.
 
 The controller listens on two Unix sockets. `controller.sock` is for the machine's users who own the box, their commands
 and the main process: without an identity they are the box itself, which may do everything. `gateway.sock` is for
@@ -32,8 +32,8 @@ ANY = (READ, INFERENCE, FINE_TUNING, METRICS)
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """key_id None: a process of the box itself (its socket is 0600), which may do everything. A gateway acting for
-    itself has GATEWAY as its key's id and as its only scope.
+    """The caller of a request. key_id: None: a process of the box itself (its socket is 0600), which may do everything.
+    A gateway acting for itself has GATEWAY as its key's id and as its only scope.
 
     owner: owns what this request creates; empty for the box itself. session: the login of the page by which the key's
     owner came, None: by the key. recorded: actions of this caller's that the audit log has, of this request.
@@ -47,7 +47,7 @@ class Principal:
     recorded: list[str] = field(default_factory=list, compare=False)
 
     def may(self, *scopes: str) -> bool:
-        """Whether it has any of these scopes. An admin may do everything."""
+        """Return whether the caller has any of these scopes. An admin may do everything."""
         return self.is_admin or not self.scopes.isdisjoint(scopes)
 
     @property
@@ -61,8 +61,8 @@ class Principal:
 
 
 async def read_principal(request: Request) -> Principal:
-    """The caller with its owner, which is stored with the key alone. Raises ApiError 401 for a key or a login that
-    ended before the whole request had arrived: gateways learn that a moment later than the store."""
+    """Return the caller with its owner, which only the key's row has. Raises ApiError 401 for a key or login that ended
+    before the request had fully arrived: gateways learn that a moment after the store."""
     caller, db = request.scope["state"]["principal"], request.app.state.context.db
     owner, ended = ("", "") if caller.key_id is None else keys.standing(db, caller.key_id)
     if ended:
@@ -91,8 +91,8 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 
 
 class Listener:
-    """The app behind one socket, mode 0600. token: known only to this box's gateways, on theirs; None on that of the
-    box's users, where an identity is trusted, and none means the box itself.
+    """The app behind one socket, mode 0600. token: secret of this box's gateways, for their socket; None for the socket
+    of the box's users, where a given identity is trusted and a missing one means the box itself.
 
     Every answer has `x-request-id`: the gateway's if it is well-formed, else a new one."""
 
@@ -107,7 +107,7 @@ class Listener:
         request_id = next(iter(_values(scope, b"x-request-id")), b"")
         if not _REQUEST_ID.match(request_id):
             request_id = b"req_" + secrets.token_hex(12).encode()
-        REQUEST_ID.set(request_id.decode())  # of this request's own task
+        REQUEST_ID.set(request_id.decode())  # set in this request's own task
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -130,7 +130,7 @@ class Listener:
 
 
 def _caller_of(scope: Scope, request_id: str) -> Principal | None:
-    """The identity from exactly one header of each kind, of sessions at most one; None for anything else."""
+    """Return the identity from exactly one header of each kind (at most one for sessions); None for other headers."""
     key_ids, scopes, sessions = _values(scope, KEY_ID), _values(scope, SCOPES), _values(scope, SESSION)
     if len(key_ids) != 1 or len(scopes) != 1 or not key_ids[0].strip() or len(sessions) > 1:
         return None

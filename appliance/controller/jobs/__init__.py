@@ -1,4 +1,4 @@
-"""A fine-tuning job from its row to its end: its settings, fit check, validation of its data, events, pauses.
+"""The life of a fine-tuning job: its settings, fit check, validation of its data, events and pauses.
 
 Never: Places a job on devices; the scheduler reads the job's row and places it.
 Begin with settings.py, then events.py.

@@ -1,5 +1,5 @@
-"""Persists what a running job reports: metrics rows, OpenAI events, checkpoints, versions, the end; and what people ask
-of a job: to cancel, pause or resume it. A job whose key loses its rights is paused.
+"""Stores reports of running jobs (metrics rows, OpenAI events, checkpoints, versions, the end) and people's requests to
+cancel, pause or resume a job. A job whose key loses its rights is paused.
 
 Events come from rank 0 through the group (see train.control.group); each is ingested in one transaction, and ingesting
 one twice (after a crash between the commit and its acknowledgement) changes nothing but a repeated event line.
@@ -90,9 +90,9 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
 
 
 def answers_at_once(db: Database, job: JobRow, new: VersionRow) -> bool:
-    """Whether this version of a job answers now: the job requests it, no version answers yet, or one of the job's own
-    does. Never if the active version is of the other kind (adapter, whole weights), whose engines would have to stop
-    first, nor if a gate judges the job."""
+    """Return whether a job's version becomes active at once: if the job requests it, or no version or one of the job's
+    own is active. Never if the active version is of the other kind (adapter, full weights), whose engines would have to
+    stop first, nor if the job has a gate."""
     active = resolve(db, job.output_model)
     if job.gate is not None or active is None:
         return job.gate is None
@@ -102,7 +102,7 @@ def answers_at_once(db: Database, job: JobRow, new: VersionRow) -> bool:
 
 
 def serve_if_allowed(db: Database, row: JobRow, version: str) -> bool:
-    """Let a job's version answer, and have its model served, if the job may do that. Returns whether it did."""
+    """Activate a job's version and deploy its model, if the job may do that. Returns whether it did."""
     if not answers_at_once(db, row, VERSIONS.get(db, row.output_model, version)):
         models.update_version(db, row.output_model, version, held_back=1)
         return False
@@ -125,7 +125,7 @@ class JobEvents:
         }
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
-        """One event of `train.control.group`; those of a kind without a handler change nothing. Raises RowNotFound."""
+        """Ingest an event of `train.control.group`; events without a handler change nothing. Raises RowNotFound."""
         # JSON has no NaN or infinity: a gradient norm that overflowed is reported as unknown.
         event = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
         if (handler := self._handlers.get(event["event"])) is not None:
@@ -133,7 +133,7 @@ class JobEvents:
                 handler(jobs.get(self._db, job_id), event)
 
     def started(self, job_id: str, devices: list[str]) -> None:
-        """The group of the job runs on these devices."""
+        """Record that the job's ranks run on these devices."""
         db = self._db
         with db.transaction():
             row = jobs.get(db, job_id)
@@ -144,7 +144,7 @@ class JobEvents:
             add_message(db, job_id, text, data={"devices": devices})
 
     def resumed(self, job_id: str, step: int) -> None:
-        """Its ranks begin after `step`. Records which steps are repeated, if any."""
+        """Record that the job's ranks begin after `step`, and which steps they repeat."""
         # Not the row's step, which was already reset to the snapshot's.
         reached = jobs.last_step(self._db, job_id)
         if (lost := reached - step) > 0:
@@ -152,7 +152,7 @@ class JobEvents:
             add_message(self._db, job_id, text, data={"step": step, "steps_anew": lost})
 
     def suspended(self, job_id: str, step: int, reason: str) -> None:
-        """The job left its devices; its state is in the snapshot of this step."""
+        """Record that the job left its devices, with its state in the snapshot of this step."""
         with self._db.transaction():
             jobs.set_phase(self._db, job_id, "suspended", step=step, reason=reason)
             text = f"Fine-tuning job suspended at step {step}: {reason}"
@@ -190,7 +190,7 @@ class JobEvents:
             add_message(self._db, row.id, f"On {estimate['devices']} devices it took {text}.")
 
     def succeeded(self, job_id: str) -> None:
-        """The newest published version becomes the model."""
+        """End the job successfully: its newest published version becomes the model."""
         db = self._db
         with db.transaction():
             row = jobs.get(db, job_id)
@@ -200,11 +200,11 @@ class JobEvents:
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
-            if not row.result_files:  # after a restart of the controller between the two
+            if not row.result_files:  # if the controller restarted between the two writes
                 self.conclude(job_id)
             if METHODS[row.method].judged_by == "grader":
                 steps = [m for m in jobs.all_metrics(db, job_id) if 0 < m.step <= versions[-1].step]
-                # Where the answers to each prompt of a step got one reward, the step trained nothing.
+                # If all answers to each prompt of a step got the same reward, the step trained nothing.
                 if steps and all((m.measured or {}).get("equal_rewards") == 1.0 for m in steps):
                     fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(steps)))
                     return
@@ -237,25 +237,25 @@ class JobEvents:
         return f"New version of {name}: {version}, which answers{replaced}"
 
     def cancelled(self, job_id: str) -> None:
-        """The group of a job that was being cancelled is gone."""
+        """Record the end of a cancelling job, whose ranks have ended."""
         with self._db.transaction():
             if not jobs.get(self._db, job_id).finished:
                 jobs.set_phase(self._db, job_id, "cancelled", reason="cancelled by request")
 
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, at_s = self._db, int(event["step"]), event.pop("at_s", None)
-        # A step that is repeated, for example after the death of a rank, counts once.
+        # A repeated step, for example after the death of a rank, counts once.
         before = jobs.find_metric(db, row.id, step)
         if before is not None and before.created_s == at_s:
             return  # an event that an earlier controller recorded, delivered again
-        # Not the time of reading: after a controller's restart many steps are read at once.
+        # The event's time, not the time of reading: after a controller's restart many steps are read at once.
         created_s, measured = time.time() if at_s is None else float(at_s), _measured(row, event, "train_")
         of_step = {name: event.get(name) for name in _OF_STEP}
         jobs.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
         total = event.get("total_steps") or row.total_steps
         tokens = (row.trained_tokens or 0) + (int(event.get("tokens") or 0) if before is None else 0)
         latest = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
-        # From the median time of the last steps, so that one suspension does not distort it.
+        # The estimate uses the median time of the last steps, so that a suspension does not distort it.
         recent = jobs.last_metrics(db, row.id, _ETA_WINDOW_STEPS)
         gaps = sorted((b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False))
         eta_s = None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
@@ -267,7 +267,7 @@ class JobEvents:
         add_message(db, row.id, f"Step {step}/{total}: {shown}", data=data, kind="metrics")
 
     def _steps(self, row: JobRow, event: dict[str, Any]) -> None:
-        """The newest steps before a snapshot: a box that died may not have recorded them."""
+        """Record the newest steps before a snapshot, which a killed box may not have recorded."""
         for report in event["steps"]:
             self._metrics(jobs.get(self._db, row.id), {**report, "event": "metrics"})
 
@@ -276,7 +276,7 @@ class JobEvents:
         metric = JobMetricRow(row.id, step, time.time(), valid_loss=loss, valid_measured=_measured(row, event))
         jobs.upsert_metric(db, metric)
         jobs.update(db, row.id, valid_loss=loss)
-        total = event.get("total_steps") or row.total_steps  # before the first step only the event has it
+        total = event.get("total_steps") or row.total_steps  # before the first step only the event has the value
         known = ("event", "job", "step", "total_steps")
         data = {"step": step, "total_steps": total}
         data |= _of_validation({key: value for key, value in event.items() if key not in known})
@@ -287,7 +287,7 @@ class JobEvents:
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
         if models.find(db, row.output_model) is None:
-            base = resolve(db, row.model)  # deleted during training
+            base = resolve(db, row.model)  # the model was deleted during training
             fields: dict[str, Any] = {"arch": "unknown", "params": 0}
             if base is not None:
                 fields = columns(base.model, "arch params max_model_len info")
@@ -299,7 +299,7 @@ class JobEvents:
         meta = {name: event.get(name) for name in ("epoch", "seconds")}
         publish = (row.resolved or {}).get("publish")
         if publish in ("checkpoints", "best"):
-            meta["of_epoch"] = True  # until it is the job's result
+            meta["of_epoch"] = True  # until it becomes the job's result
         if event.get("adapter"):
             meta["adapter"] = event["adapter"]
         of_job: dict[str, Any] = {"id": new_id("ftckpt_"), "checkpoint": checkpoint_name(row, step)}
@@ -307,7 +307,7 @@ class JobEvents:
         stored: dict[str, Any] = {"bytes": int(event["bytes"]), "shm_path": str(event["path"]), "meta": meta}
         source, now_s = f"job {row.id}", time.time()
         new = VersionRow(row.output_model, version, source, created_s=now_s, **stored, **of_job)
-        # Also earlier epochs, and epochs of a job that does not reach its end.
+        # This includes earlier epochs, and epochs of a job that does not reach its end.
         held_back = publish != "epoch" or not answers_at_once(db, row, new)
         models.insert_version(db, replace(new, held_back=int(held_back)))
         kind = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
@@ -315,7 +315,7 @@ class JobEvents:
         add_message(db, row.id, f"{kind} created at step {step}", data=data)
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Only the first one gets an event: small models write one at nearly every step."""
+        """Record a snapshot. Only the first has an event: small models write snapshots at nearly every step."""
         jobs.update(self._db, row.id, snapshot={"step": int(event["step"]), "path": str(event["path"])})
         if row.snapshot is None:
             data = {key: event[key] for key in ("step", "bytes", "seconds")}
@@ -340,19 +340,20 @@ def _shown(name: str, value: float | None) -> str:
 
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:
-    """The values that the job's method measures besides the loss, if the event has them."""
+    """Return the values in an event that the job's method measures besides the loss."""
     values = {name: event.get(f"{prefix}{name}", event.get(name)) for name in METHODS[row.method].measured}
     return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _of_validation(scores: dict[str, Any]) -> dict[str, Any]:
-    """A validation's scores by OpenAI's names; a score of the whole file has a second one."""
+    """Return a validation's scores by OpenAI's names; a score of the full file has two names."""
     whole = {f"full_valid_{name}": scores[name] for name in _OF_VALIDATION if name in scores}
     return {f"valid_{name}": value for name, value in scores.items()} | whole
 
 
 def _metrics_table(db: Database, job: JobRow) -> bytes:
-    """The content of a result file as at OpenAI: CSV in base64, one line per step; extra columns for other methods."""
+    """Return a result file's content in OpenAI's form: CSV in base64, one line per step; extra columns for other
+    methods."""
     out = io.StringIO()
     writer = csv.writer(out)
     first, *others = METHODS[job.method].measured
@@ -407,21 +408,21 @@ def set_wanted(context: ControllerContext, job_id: str, wanted: JobWanted, calle
         message = f"The fine-tuning job {job_id} is {error.found}; it cannot be asked to {verb} any more."
         raise Conflict(message, "fine_tune_id", "invalid_job_state") from error
     if wanted == "cancel":
-        context.tasks.restart(VALIDATIONS, job_id)  # frees its slot
+        context.tasks.restart(VALIDATIONS, job_id)  # frees the validation's slot
     context.scheduler.nudge(f"{verb} of {job_id}")
     return after
 
 
 def max_priority(db: Database, caller: Principal) -> int:
-    """The highest priority that the jobs of the caller's key may have; 0 for a caller without a key."""
+    """Return the highest priority that jobs of the caller's key may have; 0 for a caller without a key."""
     key = keys.find(db, caller.key_id) if caller.key_id else None
     return 0 if key is None else key.max_priority
 
 
 def _taken_over(db: Database, row: JobRow, caller: Principal) -> JobRow:
-    """The job as the caller resumes it. One whose key was revoked becomes a job of the caller's key, and loses what
-    that key may not claim; not if an admin resumes it. Raises NotFound once the caller's or the job's key may not use
-    the model that the job trains."""
+    """Return the job as the caller resumes it. If its key was revoked, it becomes a job of the caller's key, reduced to
+    that key's claims; not if an admin resumes it. Raises NotFound once the caller's or the job's key may not use the
+    model that the job trains."""
     if not caller.is_admin and keys.how_ended(db, row.key_id):
         most = max_priority(db, caller)
         claims: dict[str, Any] = {} if most > 0 else {"preemptible": 1, "deadline_s": None}
@@ -437,7 +438,7 @@ def _taken_over(db: Database, row: JobRow, caller: Principal) -> JobRow:
 
 
 def pause_reason(db: Database, row: JobRow) -> str | None:
-    """The reason to show in place of the planner's; None: show the planner's."""
+    """Return a paused job's reason, shown in place of the planner's; None: show the planner's reason."""
     if row.wanted != "pause":
         return None
     if keys.how_ended(db, row.key_id):
@@ -452,7 +453,7 @@ def pause_jobs_of(db: Database, key_id: str) -> list[str]:
 
 
 def pause_jobs_without_model(db: Database) -> list[str]:
-    """Pause the jobs whose keys may not use the models that they train any more; returns their ids. Call it in every
+    """Pause the jobs whose keys may no longer use the models that they train; return the jobs' ids. Call it in every
     transaction that takes away access to a model."""
     lost = [row for row in jobs.list_unfinished(db) if not may_use(db, row.key_id, row.model)]
     return _pause(db, lost, MODEL_WITHDRAWN)

@@ -68,7 +68,8 @@ class NodeSizes:
         return max(self.counts)
 
     def refuse_more(self, name: str, devices: int, shown: str = "") -> None:
-        """Raise BadRequest if no node has as many devices. name: the field at fault. shown: its value, in words."""
+        """Raise BadRequest if no node has as many devices. name: the field at fault. shown: the field's value, in
+        words."""
         if devices > self.largest:
             node = "the box" if len(self.counts) == 1 else "the largest node of the box"
             why = f"{name} is {shown or devices}; expected at most {self.largest}, which is all that {node} has"
@@ -91,7 +92,7 @@ def host_cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBounds:
-    """The numbers of devices that a request allows, as a JobRow has them."""
+    """The numbers of devices that a request allows, with the fields of a JobRow."""
 
     min_devices: int | None = None
     max_devices: int | None = None
@@ -101,19 +102,20 @@ class DeviceBounds:
         return self.min_devices or 1
 
     def most(self, nodes: NodeSizes, together: int = 1) -> int:
-        """The most devices that the job may take, present or not. together: ranks that compute one row."""
+        """Return the most devices that the job may take, present or not. together: number of ranks that share a row."""
         return self.max_devices or max(nodes.default_most, self.least, together)
 
     def divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> tuple[list[int], list[int]]:
-        """Numbers of devices that divide the work of a step, and those of them within the bounds."""
+        """Return numbers of devices that divide the work of a step: all of them, and those within the bounds."""
         together = auto.ranks_of_row(resolved)
         most = self.most(nodes, together)
         by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"], together)
         return by_batch, [size for size in by_batch if size >= self.least]
 
     def check(self, resolved: dict[str, Any] | None, nodes: NodeSizes) -> list[int]:
-        """The numbers of devices within the bounds that divide a step, also those that only a node yet to join has;
-        none before the job is resolved. Raises BadRequest if there is none, or none that a known node has."""
+        """Return the numbers of devices within the bounds that divide a step, even if only a node yet to join has so
+        many; empty before the job is resolved. Raises BadRequest if no number fits the bounds, or none fits a known
+        node."""
         least, most = self.least, self.max_devices
         if most is not None and least > most:
             raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
@@ -156,7 +158,7 @@ class SettingsRequest:
     bounds: DeviceBounds
 
     def resolve(self) -> dict[str, Any]:
-        """The fields of a TrainSpec, before a layout is chosen. Raises InvalidHyperparameter."""
+        """Return the fields of a TrainSpec, before a layout is chosen. Raises InvalidHyperparameter."""
         requested, bounds, nodes = self.hyperparameters, self.bounds, nodes_of(self.context)
         model = model_stats(self.context, self.base)
         together = math.prod(
@@ -165,7 +167,7 @@ class SettingsRequest:
         most = max(1, min(bounds.most(nodes, together), nodes.largest))
         resolved = self.method.resolve(requested, self.dataset, model, most)
         if bounds.min_devices and not self._is_set("batch_size") and not bounds.divided(resolved, nodes)[1]:
-            # An automatic batch follows the requested devices, not the other way round.
+            # An automatic batch size follows from the requested devices, not the other way round.
             each = bounds.min_devices * resolved["micro_batch"]
             rows = math.ceil(resolved["batch_size"] / each) * each
             resolved = self.method.resolve({**requested, "batch_size": rows}, self.dataset, model, most)
@@ -190,7 +192,7 @@ class SettingsRequest:
             shared = resolved | {"sequence_parallel": parts}
             sizes = bounds.divided(shared, nodes)[1]
             by_micro = {n: bounds.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
-            # The micro-batch that the box chooses must not exclude a number of devices.
+            # A micro-batch that the box chooses must not exclude any number of devices.
             by_micro = {n: possible for n, possible in by_micro.items() if possible and set(sizes) <= set(possible)}
             layouts, warning = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
             if layouts:
@@ -210,7 +212,7 @@ class SettingsRequest:
         return resolved, verdict, [estimator.described(layout, resolved, steps) for layout in layouts]
 
     def _row_parts(self, resolved: dict[str, Any], box: BoxFacts) -> list[int]:
-        """Numbers of ranks that may share a row: the requested one; or one, and more."""
+        """Return the numbers of ranks that may share a row: the requested number, else one and more."""
         first = resolved["sequence_parallel"]
         if self._is_set("sequence_parallel") or not self.method.sums or box.on_host:
             return [first]
@@ -223,13 +225,13 @@ class SettingsRequest:
 
 
 def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
-    """Facts of a base model and of the box that `train.plan.auto` needs."""
+    """Return the facts about a base model and the box that `train.plan.auto` needs."""
     kind = context.scheduler.status()["devices"][0]["kind"]
     return auto.ModelStats(
         shape=shape_of(base),
         max_position_embeddings=base.model.max_model_len or DEFAULT_CONTEXT_TOKENS,
         device_kind=kind,
-        # Training on an adapter uses merged weights below it, which no engine serves.
+        # Training on an adapter uses base weights merged with it, which no engine serves.
         adapter_max_rank=0 if base.version.meta.get("adapter") else context.sizes.adapter_rank_limit(base.model),
         computes_bf16=kind_of(kind).computes_bf16(),
         quantised=base.quantization is not None,
@@ -237,7 +239,7 @@ def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
 
 
 def shape_of(base: Resolved) -> ModelShape:
-    """From the version's config.json; if the model's files are not available, only the number of parameters counts."""
+    """Return the shape from the version's config.json; without the model's files, only the number of parameters."""
     config = config_in(base.version.disk_path, base.version.shm_path)
     return ModelShape(base.model.params) if config is None else ModelShape.from_config(config, base.model.params)
 
@@ -279,7 +281,7 @@ def refuse_without_validation(resolved: dict[str, Any]) -> None:
 
 
 def cut_warning(method: Method, dataset: auto.DatasetStats, resolved: dict[str, Any]) -> list[str]:
-    """A warning if max_length cuts examples of a counted dataset; prompts and documents are never cut."""
+    """Return a warning if max_length cuts examples of a counted dataset; prompts and documents are never cut."""
     longest, most = dataset.longest_example_tokens, resolved["max_length"]
     if longest <= most or method.rolls_out or dataset.documents:
         return []
@@ -290,7 +292,7 @@ def cut_warning(method: Method, dataset: auto.DatasetStats, resolved: dict[str, 
 
 
 def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:
-    """The directory of the job's tokenizer and chat template; None while its files are elsewhere."""
+    """Return the directory of the job's tokenizer and chat template; None while they are not on this machine."""
     version = _tokenizer_version(context, base)
     folders = (version.disk_path, version.shm_path) if version is not None else ()
     return next((Path(folder) for folder in folders if folder and has_tokenizer(Path(folder))), None)
@@ -336,7 +338,7 @@ class JobValidation:
         context.tasks.add(Kind(VALIDATIONS, self.run, self.fail, at_once=8, per_owner=2))
 
     async def run(self, task: TaskRow) -> None:
-        """Raises TaskFailed."""
+        """Validate a job and queue it. Raises TaskFailed."""
         row = self._validating(task.id)
         if row is None:
             return
@@ -368,7 +370,7 @@ class JobValidation:
         self._context.scheduler.nudge(f"{job_id} was validated")
 
     def _validating(self, job_id: str) -> JobRow | None:
-        """The job as it is now, unless it was cancelled meanwhile."""
+        """Return the job's current row; None if it was cancelled meanwhile."""
         row = jobs.find(self._db, job_id)
         return row if row is not None and row.phase == "validating" else None
 
@@ -405,7 +407,7 @@ class JobValidation:
             await self._check_cut(row, tokenizer, method.data_length(fields["max_length"], fields["options"]), reports)
         if (now := self._validating(row.id)) is None:
             return
-        # Of the row as it is now: an operator may have changed it during the check.
+        # Uses the current row: an operator may have changed it during the check.
         bounds = DeviceBounds(now.min_devices, now.max_devices)
         resolved, verdict, layouts = replace(request, bounds=bounds).choose()
         # Fixed from now on, so that a waiting job does not train a version made after the request.
@@ -426,21 +428,22 @@ class JobValidation:
             jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
     async def _tokenizer(self, base: Resolved) -> Path | None:
-        """As `tokenizer_of`; brings back a version that only a remote tier has. Raises OSError if memory is full."""
+        """Return the tokenizer's directory; loads a version that only a remote tier has. Raises OSError if memory is
+        full."""
         context, folder = self._context, tokenizer_of(self._context, base)
         if folder is not None or (version := _tokenizer_version(context, base)) is None:
             return folder
         bring = partial(context.tiers.bring_in, name_of(version))
         try:
             path = (await to_thread.run_sync(bring, limiter=context.file_threads)).path
-        except StoreFull as error:  # wait, as for a full disk: without tokens the job could never start
+        except StoreFull as error:  # retried as for a full disk: without tokens the job could never start
             raise OSError(errno.ENOSPC, str(error)) from error
         except (LookupError, WeightsError):  # the start of the job reports it
             return None
         return path if has_tokenizer(path) else None
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
-        """Check that the teacher has the student's tokens. Raises TaskFailed."""
+        """Check that the teacher's tokenizer has the student's tokens. Raises TaskFailed."""
         context, judge = self._context, jobs.find_judge(self._db, row.id)
         name = judge.judge["teacher"] if judge is not None else ""
         teacher = resolve(self._db, name)
@@ -458,7 +461,8 @@ class JobValidation:
             raise TaskFailed("invalid_teacher", why, f"method.{row.method}.teacher")
 
     async def _check_cut(self, row: JobRow, tokenizer: Path, most: int, reports: dict[str, DataReport]) -> None:
-        """Refuse, by line, what ranks would refuse only once they held devices. most: tokens. Raises InvalidData."""
+        """Refuse lines that ranks would refuse only once they held devices. most: tokens per line. Raises
+        InvalidData."""
         for param, report in reports.items():
             if report.longest_example_tokens <= most:
                 continue
@@ -477,7 +481,8 @@ class JobValidation:
 
 
 def _compare_rows(training: Path, validation: Path) -> str:
-    """A warning if both files share many rows, else "". Raises TaskFailed if they have the same, OSError."""
+    """Return a warning if both files share many rows, else "". Raises TaskFailed if they have the same rows,
+    OSError."""
     trained, held_out = set(_hashes(training)), set(_hashes(validation))
     if held_out == trained:
         raise TaskFailed(

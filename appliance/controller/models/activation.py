@@ -28,7 +28,7 @@ from appliance.store import models
 from appliance.store.database import RowNotFound
 from appliance.store.rows import CANARIES, DEPLOYMENTS, CanaryRow, ModelRow, VersionRow, columns
 
-_LOCKS: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # names come and go
+_LOCKS: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # weak: names come and go
 
 
 def lock(model: str) -> asyncio.Lock:
@@ -38,7 +38,7 @@ def lock(model: str) -> asyncio.Lock:
 async def change(
     context: ControllerContext, row: ModelRow, version: str, caller: Principal, action: str, why: str
 ) -> None:
-    """`switch` at a person's request; a failure is audited as `action`. Raises Conflict."""
+    """Run `switch` at a person's request; audit a failure as `action`. Raises Conflict."""
     try:
         await switch(context, row, version, f"{row.id} {why}")
     except SwapFailed as error:
@@ -47,14 +47,14 @@ async def change(
 
 
 async def switch(context: ControllerContext, row: ModelRow, version: str, why: str) -> None:
-    """Raises SwapFailed: the store has the version of `row` again, and its replicas keep it or go back to it; unless
-    that version, or the model, was deleted meanwhile."""
+    """Activate a version and swap the replicas. Raises SwapFailed after restoring the version of `row` in the store and
+    in replicas, unless that version, or the model, was deleted meanwhile."""
     models.activate(context.db, row.id, version)
     context.scheduler.nudge(why)
     try:
         await context.scheduler.converge_model(row.id)
     except SwapFailed:
-        with suppress(RowNotFound), context.db.transaction():  # the version before is gone too
+        with suppress(RowNotFound), context.db.transaction():  # the previous version was deleted too
             now = models.find(context.db, row.id)
             if now is not None and now.active_version == version and row.active_version is not None:
                 models.activate(context.db, row.id, row.active_version)
@@ -73,20 +73,21 @@ SLOWER_SLACK_S = 0.005
 
 
 class Canaries:
-    """All canaries of a box. Code that ends a canary holds its model's `lock`."""
+    """All canaries of a box. Code that ends a canary holds the model's `lock`."""
 
     def __init__(self, context: ControllerContext):
         self._context, self._db = context, context.db
 
     async def look(self, now_s: float) -> None:
-        """Start a task for each canary whose model is not being changed; it ends the canary if that is due. Separate
-        tasks, because a swap may take minutes, during which another model's canary may have to be rolled back."""
+        """Start a task for each canary whose model is not being changed; the task ends the canary if that is due.
+        Separate tasks, because a swap may take minutes, during which another model's canary may have to be rolled
+        back."""
         for row in models.running_canaries(self._db):
             if not lock(row.model).locked():
                 self._context.background.once(f"canary: {row.model}", partial(self._look_at, row.model, now_s))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in {row.name for row in CANARIES.list_all(self._db, "state != 'running'")} - served:
-            self._context.model_ops.let_go(name)  # after its engine has gone
+            self._context.model_ops.let_go(name)  # runs after the canary's engine has gone
 
     async def _look_at(self, name: str, now_s: float) -> None:
         # NotFound: the model may be deleted meanwhile.
@@ -110,7 +111,8 @@ class Canaries:
                     self._end(row, caller, reason, promoted=verdict == "promote")
 
     def begin(self, name: str, caller: Principal, *, version: str, **settings: Any) -> CanaryRow:
-        """settings: share, auto, watch_s and min_requests of the row. Raises NotFound, Conflict, BadRequest."""
+        """Begin a canary. settings: share, auto, watch_s and min_requests of its row. Raises NotFound, Conflict,
+        BadRequest."""
         db, model = self._db, stored_model(self._db, name)
         stored = stored_version(db, name, version)
         if version == model.active_version:
@@ -120,7 +122,9 @@ class Canaries:
             text = f"{running.version} is the canary of {name}; promote it or roll it back first."
             raise Conflict(text, "version", "canary_running")
         self._check_room(model, stored)
-        created_s = time.time() if running is None else running.created_s  # new settings keep the counts
+        created_s = (
+            time.time() if running is None else running.created_s
+        )  # new settings of a running canary keep its counts
         row = CanaryRow(name, version, model.active_version or "", created_s=created_s, **settings)
         CANARIES.put(db, row)
         self._context.scheduler.loop.reset_failures(row.name)
@@ -129,8 +133,8 @@ class Canaries:
         return row
 
     async def promote(self, model: ModelRow, caller: Principal, reason: str) -> dict[str, Any]:
-        """Make the canary the active version. Raises Conflict if there is none, or if the swap failed; it then stays a
-        canary."""
+        """Make the canary the active version. Raises Conflict if there is no canary, or if the swap failed, after which
+        it stays a canary."""
         row = self._running(model.id)
         compared = self._compared(row)  # before the swap, after which both names mean one version
         why = f"promotes {row.version}: {reason}"
@@ -139,7 +143,7 @@ class Canaries:
         return {"model": model.id, "from": row.before, "to": row.version}
 
     def roll_back(self, name: str, caller: Principal) -> dict[str, Any]:
-        """Send all requests to the previous version again. Raises Conflict: there is no canary."""
+        """Send all requests to the previous version again. Raises Conflict if there is no canary."""
         row, to = self._running(name), stored_model(self._db, name).active_version
         self._end(row, caller, "asked for", promoted=False)
         return {"model": name, "from": row.version, "to": to}
@@ -169,7 +173,7 @@ class Canaries:
         return decide(row, loads[row.version], loads[row.before], now_s)
 
     def _compared(self, row: CanaryRow) -> dict[str, Any]:
-        """For each version {"requests", "errors", "first_byte_p95_s", "duration_p95_s"}."""
+        """Return {version: {"requests", "errors", "first_byte_p95_s", "duration_p95_s"}}."""
         return {
             version: {
                 **columns(load, "requests errors"),
@@ -180,13 +184,13 @@ class Canaries:
         }
 
     def _loads(self, row: CanaryRow) -> dict[str, VersionLoad]:
-        """The gateways' counts of requests to the canary and to the version before it."""
+        """Return the gateways' counts of requests to the canary and to the version before it."""
         load = self._context.bus.load().canaries.get(row.model)
         counted = load.versions if load is not None and load.since_s == row.created_s else {}
         return {version: counted.get(version, VersionLoad()) for version in (row.version, row.before)}
 
     def _check_room(self, model: ModelRow, version: VersionRow) -> None:
-        """Raises Conflict."""
+        """Check that the devices suffice for the canary's engine. Raises Conflict."""
         deployment, active = DEPLOYMENTS.find(self._db, model.id), models.active(self._db, model)
         if deployment is None:
             remedy = f"`appliance model deploy {model.id}` changes that."
@@ -226,7 +230,7 @@ class Decision(NamedTuple):
 
 
 def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> Decision:
-    """new, old: counts of the canary and of the version before it. The first rule that matches decides."""
+    """Decide on a canary by the first matching rule. new, old: counts of the canary and of the version before it."""
     sides = ((row.version, new), (row.before, old))
     counts = ", ".join(f"{name} failed {load.errors} of {load.requests} requests" for name, load in sides)
     if chance_of_errors(new, old) < ERROR_CHANCE:
@@ -234,7 +238,7 @@ def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> 
     for name, load in sides:
         if load.requests < row.min_requests:
             return Decision("wait", f"{name} answered {load.requests} of {row.min_requests} requests")
-    # Times are compared at the end, so that an engine's first slow requests do not decide.
+    # Times are compared only at the end of the canary, so that an engine's slow first requests do not decide.
     if (left_s := row.created_s + row.watch_s - now_s) > 0:
         return Decision("wait", f"watched for {math.ceil(left_s)} s more")
     for measure, canary_s, active_s in (
@@ -248,7 +252,8 @@ def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> 
 
 
 def p95_s(counts: Mapping[int, int]) -> float | None:
-    """95th percentile of times counted in buckets (s): the upper end of its bucket. None without any."""
+    """Return the 95th percentile (seconds) of times counted in buckets, as its bucket's upper end; None without
+    times."""
     total, seen = sum(counts.values()), 0
     for index in sorted(counts):
         seen += counts[index]
@@ -258,11 +263,11 @@ def p95_s(counts: Mapping[int, int]) -> float | None:
 
 
 def chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
-    """P-value of Fisher's exact test: the chance of at least as many errors of `new` if both fail equally often; 1
-    if `new` fails no more often than `old`."""
+    """Return the p-value of Fisher's exact test: the chance of at least as many errors of `new` if both fail equally
+    often; 1 if `new` fails no more often than `old`."""
     requests, errors = new.requests + old.requests, new.errors + old.errors
     if not old.requests or new.errors * requests <= errors * new.requests:
         return 1.0
-    from scipy.stats import hypergeom  # takes a second; only boxes with canaries need it
+    from scipy.stats import hypergeom  # importing scipy takes a second; only boxes with canaries need it
 
     return float(hypergeom.sf(new.errors - 1, requests, errors, new.requests))

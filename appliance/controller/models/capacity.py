@@ -24,7 +24,7 @@ CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 """Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
 context and pinned buffers."""
 _LEAST_TOKENS = 512  # shortest advised row: shorter ones save little and truncate examples
-_MOST_DEVICES = 16  # of one machine
+_MOST_DEVICES = 16  # most devices of one machine
 FOUR_BITS = 0.5 + estimate.SCALE_BYTES  # bytes of a quantised weight
 LAYOUT = ("zero_stage", "offload", "activation_checkpointing", "micro_batch")
 """Fields of a TrainSpec that decide where a job's numbers are held and computed, and nothing of what it learns."""
@@ -41,12 +41,12 @@ NO_RISK = (0, False)  # Layout.risk
 
 @dataclass(frozen=True, slots=True)
 class BoxFacts:
-    """devices: how many, all alike. device_memory_bytes: of one; logical CPU devices share the host's, so each of a
-    few may use more. store_budget_bytes: of shared memory for weights, None without a limit. store_room_bytes: how much
-    of it a new reservation could get now. node_devices: of the largest node, the limit for a job or one engine; 0: no
-    such limit. host_memory_bytes: of one node, None if unknown. asleep_per_device: sleeping engines that may keep
-    memory of one. device_name: as their driver gives it. memory_factor, speed_factor: what jobs like this one took
-    here over what was estimated for them; None: there were none."""
+    """devices: number of devices, all alike. device_memory_bytes: memory of one device; logical CPU devices share the
+    host's, so each of a few may use more. store_budget_bytes: limit on shared memory for weights, None: no limit.
+    store_room_bytes: part of it that a new reservation could get now. node_devices: devices of the largest node, the
+    limit for a job or an engine; 0: no limit. host_memory_bytes: memory of one node, None if unknown.
+    asleep_per_device: sleeping engines that may hold memory of a device. device_name: from the driver. memory_factor,
+    speed_factor: measured over estimated values of similar jobs here; None: no such jobs."""
 
     devices: int
     device_kind: str
@@ -66,24 +66,25 @@ class BoxFacts:
 
     @property
     def on_host(self) -> bool:
-        """Its devices are parts of the host: they share the host's memory, and one may use what another leaves."""
+        """Whether the devices are parts of the host: they share its memory, and one may use memory that another does
+        not."""
         return kind_of(self.device_kind).on_host
 
     def room_per_rank(self, ranks: int) -> int:
-        """Bytes that weights, states and activations of a job may take on each of its devices."""
+        """Return the bytes that a job's weights, states and activations may take on each device."""
         if self.on_host:
             return self.devices * self.device_memory_bytes // ranks
         residual = estimate.residual_bytes(self.device_kind, self.device_memory_bytes, self.asleep_per_device)
         return self.device_memory_bytes - residual
 
     def takes(self, memory: estimate.RankMemory) -> int:
-        """Bytes that a rank takes of its device: a logical CPU device has the host's memory, so offloading saves
-        nothing there."""
+        """Return the bytes that a rank takes on its device. On a logical CPU device, which has the host's memory,
+        offloading saves nothing."""
         return int(self.memory_factor * memory.device_bytes) + (memory.host_bytes if self.on_host else 0)
 
     def rank_host_bytes(self, memory: estimate.RankMemory) -> int:
-        """Host memory of a rank: on a logical CPU device all that it holds, on a GPU the process and what it
-        offloads."""
+        """Return the host memory of a rank: on a logical CPU device all its memory, on a GPU its process and offloaded
+        data."""
         return CPU_RANK_BYTES + self.takes(memory) if self.on_host else GPU_RANK_BYTES + memory.host_bytes
 
     def holds(self, memory: estimate.RankMemory, ranks: int) -> bool:
@@ -94,8 +95,9 @@ class BoxFacts:
 class Layout:
     """A layout that fits.
 
-    fields: values of LAYOUT. sizes: numbers of devices that it fits; the rest is of a rank on the most of them.
-    device_bytes: taken of room_bytes. weighed_s: time of a step, more the longer a micro-batch is; 0 on the host.
+    fields: values of LAYOUT. sizes: numbers of devices on which it fits; the other fields are for a rank on the largest
+    number. device_bytes: bytes used of room_bytes. weighed_s: seconds of a step, with a penalty for long micro-batches;
+    0 on the host.
     """
 
     fields: dict[str, Any]
@@ -116,8 +118,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """fits: now or later. waits: fits, but only after shared memory is freed; the sentence why. problems: why not, one
-    sentence each. instead: jobs that would fit, in words. numbers: memory taken, by part."""
+    """fits: the job fits now or later. waits: a sentence why it fits only after shared memory is freed, "" if it fits
+    now. problems: sentences why it does not fit. instead: jobs that would fit, in words. numbers: {part: memory
+    needed}."""
 
     fits: bool
     problems: tuple[str, ...]
@@ -128,20 +131,20 @@ class Verdict:
     sizes: tuple[int, ...] = ()
 
     def memory(self) -> dict[str, Any]:
-        """Of a job, as `JobRow.estimate` has it."""
+        """The job's memory in the form of `JobRow.estimate`."""
         needed, limit = self.numbers["host"]["needed_bytes"], self.numbers["host"]["limit_bytes"]
         return {"store_bytes": needed, "host_bytes": self.numbers["job_bytes"], "limit_bytes": limit}
 
 
 def gb(count_bytes: int) -> str:
-    """1,234,567,890 bytes are "1.23 GB"; small ones in MB."""
+    """Format bytes: 1,234,567,890 is "1.23 GB"; small numbers are in MB."""
     return f"{count_bytes / 1e9:.2f} GB" if abs(count_bytes) >= 1e9 else f"{count_bytes / 1e6:.1f} MB"
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
     """Estimates the memory and time of jobs that train this model with this method on this box. load: contents of a
-    row; None: full rows of one sequence."""
+    row; None: rows filled by one sequence each."""
 
     shape: ModelShape
     box: BoxFacts
@@ -151,8 +154,8 @@ class Estimator:
     def verdict(self, fields: Mapping[str, Any], sizes: Sequence[int]) -> Verdict:
         """Whether a job whose TrainSpec has `fields` fits at any of the world sizes `sizes`.
 
-        It needs memory on the devices for its ranks, host memory for what it offloads, and room in the store for its
-        result. A snapshot that does not fit the store goes to disk, which only costs time.
+        The job needs device memory for its ranks, host memory for offloaded data, and room in the store for its result.
+        A snapshot that does not fit the store goes to disk, which only costs time.
         """
         box, shape, method = self.box, self.shape, self.method
         fields = {**fields, "device_kind": box.device_kind}
@@ -191,8 +194,8 @@ class Estimator:
         return Verdict(not problems, tuple(problems), tuple(instead), numbers, waits, tuple(warnings), fitting)
 
     def _stored(self, fields: Mapping[str, Any], offloaded: int) -> tuple[int, int | None]:
-        """Shared memory that a job needs whose ranks take `offloaded` bytes of the host's, and the limit of the store
-        or the host for which its snapshots go to disk (None: they do not)."""
+        """Return the shared memory that a job needs if its ranks take `offloaded` bytes of host memory, and the limit
+        that sends its snapshots to disk (None: they stay in memory)."""
         box, versions = self.box, 1 + self.method.policies(fields.get("options", {}))
         results = versions * estimate.version_bytes(self.shape, fields)
         both = results + estimate.snapshot_bytes(self.shape, fields)
@@ -205,13 +208,13 @@ class Estimator:
     def layouts(
         self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], kept: Collection[str] = ()
     ) -> list[Layout]:
-        """The layouts of a job that fit, one of each kind with its best micro-batch, the best first: nothing is
-        offloaded that need not be, then the fastest on the most devices; of those nearly as fast the one that fits the
-        most numbers of devices, then the simplest and smallest.
+        """Return a job's fitting layouts, one of each kind with its best micro-batch, best first. The order: least
+        offloading, then speed on the most devices; among nearly equal speeds, the layout that fits the most numbers of
+        devices, then the simplest and smallest.
 
         Args:
-            fields: of a TrainSpec. A layout decides how its sums are shared out, not what they are.
-            sizes: numbers of devices that it may have, ascending, by micro-batch.
+            fields: of a TrainSpec. A layout decides how the work is divided, not its results. sizes: {micro-batch:
+            allowed numbers of devices, ascending}.
             kept: names of LAYOUT whose value in `fields` stays.
         """
         fields = {**fields, "device_kind": self.box.device_kind}
@@ -228,7 +231,7 @@ class Estimator:
     def _candidates(
         self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], kept: Collection[str]
     ) -> Iterator[dict[str, Any]]:
-        """Values of LAYOUT worth an estimate. Arguments as of `layouts`."""
+        """Yield values of LAYOUT worth an estimate. Arguments as for `layouts`."""
         on_host = self.box.on_host
         is_single = max(map(max, sizes.values())) <= fields["tensor_parallel"]
         requested = {name: fields[name] for name in kept}
@@ -245,7 +248,7 @@ class Estimator:
                 yield values
 
     def _fitting(self, fields: Mapping[str, Any], sizes: Sequence[int]) -> Layout | None:
-        """The layout of `fields` on those of `sizes` that it fits; None if it fits none."""
+        """Return the layout of `fields` with those `sizes` on which it fits; None if it fits on none."""
         box = self.box
         memory = {size: self.method.rank_memory(self.shape, fields, size) for size in sizes}
         offloaded = {size: size * of_rank.host_bytes for size, of_rank in memory.items()}
@@ -266,8 +269,8 @@ class Estimator:
     def fit(
         self, fields: Mapping[str, Any], sizes: Mapping[int, Sequence[int]], requested: Collection[str]
     ) -> tuple[list[Layout], str]:
-        """The layouts that fit, as in `layouts`, and a warning if none of them has all requested settings: then they
-        keep as many of them as they can."""
+        """Return the fitting layouts as `layouts` does, and a warning if no layout has all requested settings: the
+        layouts then keep as many settings as possible."""
         for left_out in range(len(requested) + 1):
             for names in combinations(requested, len(requested) - left_out):
                 if fitting := self.layouts(fields, sizes, names):
@@ -278,14 +281,14 @@ class Estimator:
         return [], ""
 
     def leanest(self) -> dict[str, Any]:
-        """The layout that needs the least device memory."""
+        """Return the layout that needs the least device memory."""
         offload = "none" if self.box.on_host else "parameters"
         return {"zero_stage": 3, "offload": offload, "activation_checkpointing": True}
 
     def described(self, layout: Layout, fields: Mapping[str, Any], steps: int) -> dict[str, Any]:
-        """A layout in numbers. "modelled_tokens_per_s": of one device, by arithmetic alone. Time and energy are None
-        where neither a table nor a job says how fast the devices are, and of methods whose answers take most of the
-        time."""
+        """Return a layout's numbers. "modelled_tokens_per_s": rate of one device, by arithmetic alone. Time and energy
+        are None if neither a table nor a past job gives the devices' speed, and for methods that mostly generate
+        answers."""
         box, count, time, factor = self.box, layout.sizes[-1], layout.time, self.box.speed_factor or 1.0
         assert self.load is not None
         tokens_per_s = self.load.row_tokens * fields["batch_size"] / time.step_s
@@ -306,7 +309,7 @@ class Estimator:
         }
 
     def _instead(self, fields: Mapping[str, Any], sizes: Sequence[int]) -> list[str]:
-        """The nearest jobs that fit where this one does not: LoRA, a base of 4 bits, shorter rows, more devices."""
+        """Return the nearest jobs that fit if this one does not: LoRA, a base of 4 bits, shorter rows, more devices."""
         whole_rows, micro = replace(self, load=None), fields["micro_batch"]
 
         def option(label: str, by: Estimator = whole_rows, sizes: Sequence[int] = sizes, **changes: Any) -> str:
@@ -338,7 +341,7 @@ def store_full(needed_bytes: int, room_bytes: int) -> str:
 
 
 def _too_large(memory: Mapping[int, estimate.RankMemory], box: BoxFacts) -> str:
-    """memory: of a rank, by the number of ranks."""
+    """Describe the shortage. memory: {number of ranks: memory of a rank}."""
     best = min(memory, key=lambda size: box.takes(memory[size]) - box.room_per_rank(size))
     rank = memory[best]
     parts = ", ".join(
@@ -352,8 +355,8 @@ def _too_large(memory: Mapping[int, estimate.RankMemory], box: BoxFacts) -> str:
 
 
 def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[str]:
-    """host_bytes: that all ranks of a job offload to, besides the job's `stored_bytes` in the store, which is also host
-    memory. On logical CPU devices, device memory is host memory and counts there."""
+    """Describe a shortage of host memory. host_bytes: host memory of all ranks, without the `stored_bytes` in the
+    store, which are also host memory. On logical CPU devices, device memory is host memory and counts there."""
     host = box.host_memory_bytes
     if not host_bytes or host is None or box.on_host or host_bytes <= host - stored_bytes:
         return []
@@ -364,7 +367,7 @@ def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[
 
 
 def fastest_of(layouts: Sequence[Layout], near: float = 1.0) -> Layout:
-    """The cheapest of the safest layouts that take at most `near` times as long as the fastest."""
+    """Return the cheapest of the safest layouts that take at most `near` times as long as the fastest."""
     least = min(layout.risk for layout in layouts)
     safest = [layout for layout in layouts if layout.risk == least]
     near_s = near * min(layout.weighed_s for layout in safest)

@@ -27,7 +27,7 @@ KEPT_CHECKPOINTS = 3
 
 def adapter_base(context: ControllerContext, name: str, trained_on: str, base: str | None) -> dict[str, Any]:
     """The version to serve the adapter `name` on, as arguments of `ModelLibrary.import_adapter`: of the model `base`,
-    else of the one that the adapter says it was `trained_on`. Raises BadRequest, Conflict."""
+    else of the model `trained_on` that the adapter's files name. Raises BadRequest, Conflict."""
     db = context.db
     row = models.find(db, base) if base is not None else _named(db, trained_on)
     if row is None:
@@ -54,7 +54,7 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
 
 
 def _named(db: Database, named: str) -> ModelRow | None:
-    """The only model with this name, else with this source, else with the last part of this hub id or path."""
+    """Return the only model with this name, else source, else last part of this hub id or path."""
     if not named:
         return None
     rows = models.list_all(db, "active_version IS NOT NULL")
@@ -98,7 +98,9 @@ async def register(
     elif info.get("chat_template") is not None:
         meta = {"chat_template": info["chat_template"]}
     if not serves:
-        meta["quantization"] = info.get("quantization")  # its format may differ from that of the model's other versions
+        meta["quantization"] = info.get(
+            "quantization"
+        )  # the version's format may differ from the model's other versions
     now_s = time.time()
     version = VersionRow(imported.name, imported.version, source, imported.bytes, now_s, str(imported.path), meta=meta)
     why, code = "", "model_exists"
@@ -179,7 +181,7 @@ async def remove_bytes(context: ControllerContext, *versions: VersionRow) -> Non
 
 
 def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
-    """Delete the rows of this job's checkpoints, but for those of its last epochs and those in use. Returns the rows:
+    """Delete the rows of this job's checkpoints, except those of its last epochs and those in use. Returns the rows:
     the caller removes their bytes."""
     checkpoints = (row for row in models.versions_made_by(db, job.id) if row.meta.get("of_epoch"))
     by_step = sorted(checkpoints, key=lambda row: row.step)
@@ -198,7 +200,7 @@ def _is_in_use(db: Database, row: VersionRow) -> bool:
 
 
 def _answers(db: Database, row: VersionRow) -> str:
-    """Why this version answers requests, with the remedy; "" if it does not."""
+    """Return why this version answers requests, with the remedy; "" if it does not answer."""
     model, running = models.find(db, row.model), models.find_canary(db, row.model)
     if model is not None and model.active_version == row.version:
         return f"the active version of {row.model}; roll back to another version first, or delete the model."
@@ -208,12 +210,12 @@ def _answers(db: Database, row: VersionRow) -> str:
 
 
 def _names(row: VersionRow) -> set[str]:
-    """Names by which a job may refer to this version itself."""
+    """Return the names by which a job may refer to this version."""
     return {f"{row.model}@{row.version}"} | ({row.checkpoint} if row.checkpoint else set())
 
 
 def _refuse_if_in_use(db: Database, name: str, model: str, version: VersionRow | None, caller: Principal) -> None:
-    """Raises Conflict, whose message does not name another owner's objects."""
+    """Raise Conflict if in use; the message does not name another owner's objects."""
     if version is not None and (how := _answers(db, version)):
         raise Conflict(f"{name} is {how}", param="model", code="version_in_use")
     names = {name, *([model] if version is None else _names(version))}

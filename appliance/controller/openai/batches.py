@@ -109,7 +109,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
 
 def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
-    """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
+    """Return OpenAI's object, plus `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
     waits, tokens = "", row.usage or {}
     if row.status == "in_progress":
         waits = context.asking.why(row.key_id, row.model or "")
@@ -140,7 +140,7 @@ def set_status(db: Database, row: BatchRow, status: BatchStatus, **changes: Any)
 
 
 def kind(context: ControllerContext) -> Kind:
-    """The kind of task that batches are."""
+    """Return the kind of task for batches."""
 
     async def opened(task: TaskRow) -> Batch | None:
         row = ROWS.find(context.db, task.id)
@@ -167,7 +167,7 @@ class Batch:
         self._context, self._db, self._row, self._answers = context, context.db, row, answers
 
     async def run(self) -> None:
-        """Raises OSError, TaskFailed."""
+        """Run the batch to its end. Raises OSError, TaskFailed."""
         row = self._row
         if row.status in ("finalizing", "cancelling"):
             await self.end("completed" if row.status == "finalizing" else "cancelled")
@@ -185,11 +185,11 @@ class Batch:
                 except ApiError as error:
                     lines.add_error(error.code or "", error.message, 1, "body.model")
             ROWS.update(self._db, row.id, total=len(lines.requests))
-        if lines.errors:  # also of a batch in progress, if validation became stricter since then
+        if lines.errors:  # also ends a batch in progress, if validation has become stricter since its start
             await self.end("failed", errors=lines.errors)
             return
         row = ROWS.get(self._db, row.id)
-        if row.status == "validating":  # one that was cancelled meanwhile runs again
+        if row.status == "validating":  # a batch that was cancelled meanwhile runs again
             set_status(self._db, row, "in_progress", model=lines.model)
         end: BatchStatus = "completed"
         with open(path, "rb") as source:
@@ -211,7 +211,7 @@ class Batch:
         await self.end(end)
 
     async def _ask(self, custom_id: str, span: tuple[int, int], model: str, source: BinaryIO) -> dict[str, Any]:
-        """Send one line of the input file; return the line of the output. span: its offset and size in bytes."""
+        """Send one line of the input file; return the line of the output. span: the line's offset and size in bytes."""
         url, request_id = self._row.endpoint, new_id("req_")
 
         async def body() -> dict[str, Any]:
@@ -269,7 +269,7 @@ async def _run_to_completion(work: Callable[[], T]) -> T:
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait([running])  # without its result: its error would hide the cancellation
+        await asyncio.wait([running])  # ignore its result: an error would hide the cancellation
         raise
 
 
@@ -287,7 +287,7 @@ _RENAMED = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens
 
 class Answers:
     """The answered lines of a batch, in its files on disk. Create it and call `append` on a thread; create it again
-    after an OSError. tokens: of lines that succeeded. paths: of "output" and "error". Raises OSError."""
+    after an OSError. tokens: usage of lines that succeeded. paths: {"output": path, "error": path}. Raises OSError."""
 
     def __init__(self, folder: Path, batch_id: str):
         self.paths = {name: folder / f"{batch_id}.{name}.jsonl" for name in ("output", "error")}
@@ -299,13 +299,13 @@ class Answers:
             with open(path, "rb+") as file:
                 whole = 0
                 for line in file:
-                    if line.endswith(b"\n"):  # not torn
+                    if line.endswith(b"\n"):  # the last line is not torn
                         self._count(orjson.loads(line))
                         whole += len(line)
                 file.truncate(whole)
 
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """Each {"id", "custom_id", "response", "error"}; synced on return. Raises OSError."""
+        """Append answers, each {"id", "custom_id", "response", "error"}; they are synced on return. Raises OSError."""
         for name, path in self.paths.items():
             if group := [line for line in lines if _is_good(line) == (name == "output")]:
                 with open(path, "ab") as file:
@@ -325,7 +325,7 @@ class Answers:
 
 
 def _usage_of(body: Any) -> dict[str, int]:
-    """The token counts of an answer, by the names of /v1/responses."""
+    """Return the token counts of an answer under the names of /v1/responses."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return {}
@@ -400,7 +400,7 @@ class _Request(BaseModel):
 
 
 def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
-    """(custom_id, model). Raises TaskFailed."""
+    """Check a line; return (custom_id, model). Raises TaskFailed."""
     data, why = json_of(raw)
     if not isinstance(data, dict):
         raise TaskFailed("invalid_json_line", f"This line is not a JSON object: {why or 'it is another value'}.")

@@ -1,5 +1,6 @@
-"""/v1/fine_tuning/jobs (https://platform.openai.com/docs/api-reference/fine-tuning); and of the box's own: whether a
-job would fit (/admin/v1/plan), what is in its data (/v1/files/{id}/check), the queue and an operator's changes to jobs.
+"""/v1/fine_tuning/jobs (https://platform.openai.com/docs/api-reference/fine-tuning); and the box's own routes: whether
+a job would fit (/admin/v1/plan), statistics of its data (/v1/files/{id}/check), the queue and an operator's changes to
+jobs.
 
 The API writes the wanted state and wakes the scheduler; it never waits for devices to move.
 """
@@ -89,7 +90,7 @@ def routes(context: ControllerContext) -> APIRouter:
         after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
         limit: Annotated[int, Query(ge=1, le=MOST)] = 1000,
     ) -> dict[str, Any]:
-        """Steps behind `after_step`, oldest first."""
+        """List the metrics of steps after `after_step`, oldest first."""
         known(job_id, caller)
         rows = jobs.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
         return {"object": "list", "data": [asdict(row) for row in rows[:limit]], "has_more": len(rows) > limit}
@@ -133,13 +134,13 @@ def routes(context: ControllerContext) -> APIRouter:
 
 
 def _view(context: ControllerContext, row: JobRow, caller: Principal) -> dict[str, Any]:
-    """The job's object, with its grader or teacher unless the caller has only the scope `read`."""
+    """Return the job's object, with its grader or teacher unless the caller has only the scope `read`."""
     sees = row.method in _JUDGED and caller.viewer in (None, row.owner)
     return job_object(row, context.config.organization, jobs.find_judge(context.db, row.id) if sees else None)
 
 
 def method_routes() -> APIRouter:
-    """/v1/fine_tuning/methods: the methods of training that this box has, and what each takes."""
+    """/v1/fine_tuning/methods: the box's training methods and their fields."""
     router = make_router("/v1/fine_tuning/methods", FINE_TUNING)
 
     @router.get("")
@@ -159,7 +160,7 @@ def method_routes() -> APIRouter:
 
 
 def job_phase(row: JobRow) -> str:
-    """The detailed phase for operators: also pausing, paused, cancelling."""
+    """Return the detailed phase for operators: also pausing, paused, cancelling."""
     if row.finished:
         return row.phase
     if row.wanted == "cancel":
@@ -170,7 +171,7 @@ def job_phase(row: JobRow) -> str:
 
 
 def hyperparameters(row: JobRow) -> dict[str, Any]:
-    """The requested values, with "auto" replaced by its result; a multiplier of "auto" is 1."""
+    """Return the requested values, with "auto" replaced by the chosen value; an "auto" multiplier is 1."""
     own = [option.name for option in METHODS[row.method].options]
     values = {name: "auto" for name in (*_OPENAI_HYPERPARAMETERS, *own)} | row.hyperparameters
     if row.resolved:
@@ -189,8 +190,8 @@ _JOB_COLUMNS = (
 
 
 def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None) -> dict[str, Any]:
-    """OpenAI's object, and what the box knows of the job; times that end in `_s` are Unix times with fractions. judge:
-    of a job that has one."""
+    """Return OpenAI's object of a job with the box's own fields. Names in `_s` are Unix times with fractions. judge:
+    the job's judge, if any."""
     judged_by = judge.judge if judge is not None else {}
     succeeded, trained_with = row.phase == "succeeded", hyperparameters(row)
     # An accepted cancellation is final, so it shows before the devices are free.
@@ -222,7 +223,7 @@ def checkpoint_object(row: VersionRow) -> dict[str, Any]:
     return object_of(row, "fine_tuning.job.checkpoint", "", **of, metrics={"step": row.step, **row.metrics})
 
 
-# --- POST /admin/v1/plan: whether a job would fit, by the estimate that every job passes before it is queued
+# --- POST /admin/v1/plan: whether a job would fit, by the same estimate as before queueing
 
 TYPICAL_EXAMPLES, TYPICAL_TOKENS = 1000, 200
 Count = Annotated[int, Field(ge=1, le=65536)]
@@ -233,8 +234,8 @@ _CHOSEN = (
 
 
 class JobPlan(StrictBody):
-    """training_file: whose tokens are counted; else `examples` of typical length are assumed, on which "auto" depends.
-    devices: the most that it may have."""
+    """training_file: file whose tokens are counted; without it, `examples` of typical length are assumed, on which
+    "auto" depends. devices: most devices of the job."""
 
     model: Name
     hyperparameters: Hyperparameters = Field(default_factory=dict)
@@ -253,7 +254,7 @@ def plan_routes(context: ControllerContext, router: APIRouter) -> None:
     async def plan(body: JobPlan, caller: Caller) -> dict[str, Any]:
         base, method = usable_model(context.db, caller, body.model), METHODS[body.method]
         counted = body.training_file is not None
-        if body.training_file is not None:  # counted as the job's validation does
+        if body.training_file is not None:  # counted as in the job's validation
             row = FILES.known(context.db, body.training_file, caller, "training_file")
             tokenizer = settings.tokenizer_of(context, base)
             report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
@@ -293,7 +294,7 @@ def plan_routes(context: ControllerContext, router: APIRouter) -> None:
         }
 
 
-# --- POST /v1/files/{id}/check: what is in training data. The request waits for the answer, as an upload does.
+# --- POST /v1/files/{id}/check: statistics of training data. The request waits for the answer, as an upload does.
 
 
 class CheckRequest(StrictBody):
@@ -357,7 +358,7 @@ def queue_routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/queue")
     def show_queue(now: Status) -> dict[str, Any]:
-        """Every unfinished job in the order in which the planner serves them, and what each owner has."""
+        """Show every unfinished job in the planner's order, and each owner's devices."""
         planned = {job["id"]: job for job in now["queue"]}
         rows = [row for row in jobs.list_unfinished(db) if row.wanted != "cancel"]
         rows.sort(key=lambda row: (0, planned[row.id]["position"]) if row.id in planned else (1, row.created_s))
@@ -389,7 +390,7 @@ def queue_routes(context: ControllerContext, router: APIRouter) -> None:
 
 
 def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) -> dict[str, Any]:
-    """Columns to write for these fields. Raises BadRequest."""
+    """Return the columns to write for these fields. Raises BadRequest."""
     if not fields:
         raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
     changes = dict(fields)
@@ -404,7 +405,7 @@ def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) ->
 
 
 def _entry(job: dict[str, Any], position: int, planned: dict[str, Any] | None, paused: str | None) -> dict[str, Any]:
-    """job: as the API shows it."""
+    """Return a job's entry in the queue. job: the API's object."""
     if planned is not None:
         reason, message = planned["reason"], paused or planned["message"]
     else:

@@ -64,7 +64,7 @@ def routes(context: ControllerContext) -> APIRouter:
         range_header: Annotated[str | None, Header(alias="range")] = None,
         if_range: Annotated[str | None, Header()] = None,
     ) -> StreamingResponse:
-        """All files of a version in one tar file, for the model's owner; base models for all who may use them.
+        """Send all files of a version as one tar file: to the model's owner; base models to all who may use them.
         `Range` resumes an interrupted download. base: download the base version of this adapter instead."""
         resolved = usable_model(db, caller, name)
         if base:
@@ -95,7 +95,7 @@ def routes(context: ControllerContext) -> APIRouter:
         if not caller_may_use(db, caller, name):
             raise unknown_model(name)
         model, version = models.find(db, name), None
-        if model is None:  # the name is one version's
+        if model is None:  # the name means one version
             resolved = known_model(db, name)
             model, version = resolved.model, resolved.version
         if model.kind == "base" and not caller.is_admin:
@@ -108,8 +108,8 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("/{name:path}/share")
     async def share(name: str, body: Share, caller: Caller) -> dict[str, Any]:
         """Share a model with other owners, with all its versions and checkpoints, or stop sharing it, which pauses
-        their jobs that train it. What these have made stays theirs. For an operator, who sees all keys, "without_key"
-        has those of the owners who have none."""
+        their jobs that train it. Those owners keep what the jobs have made. For an operator, "without_key" lists given
+        owners who have no key."""
         resolved = usable_model(db, caller, name)
         model, change = resolved.model, models.unshare if body.stop else models.share
         if name != model.id:
@@ -133,7 +133,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
 
 class Share(StrictBody):
-    """owners: of keys. everybody: all keys, including future ones. stop: end the sharing."""
+    """owners: names of keys' owners. everybody: all keys, including future keys. stop: end the sharing."""
 
     owners: Annotated[list[OwnerName], Field(max_length=100)] = Field(default_factory=list)
     everybody: bool = False
@@ -150,8 +150,8 @@ def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
 
 
 def _view(context: ControllerContext, resolved: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
-    """OpenAI's object, plus the box's fields: its context in tokens, what the model does now, and why if it does not
-    serve; for its owner and admins also the owner and whom it is shared with."""
+    """Return OpenAI's object, plus the box's fields: context in tokens, state, and the reason if it does not serve; for
+    its owner and admins also the owner and the owners it is shared with."""
     made_s = (resolved.model if resolved.name == resolved.model.id else resolved.version).created_s
     own = caller.viewer in (None, resolved.model.owner)
     return {
@@ -167,7 +167,7 @@ def _view(context: ControllerContext, resolved: Resolved, caller: Principal, sta
 
 
 def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
-    """Raises ApiError for another owner's model, which the caller may see."""
+    """Raise ApiError for another owner's model, which the caller may see but not change."""
     if caller.viewer not in (None, model.owner):
         why = f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it."
         raise ApiError(403, why, "model", "insufficient_permissions")
@@ -186,8 +186,8 @@ def _archive(
 ) -> StreamingResponse:
     """Answer with the archive of a version directory, its manifest first, or with a part of it (RFC 9110, 14.2).
 
-    range_header: an unknown form means the whole. done: runs after the last byte, or when the client leaves. Raises
-    ApiError 416, IntegrityError, OSError.
+    range_header: None or an unknown form: the full archive. done: runs after the last byte, or when the client leaves.
+    Raises ApiError 416, IntegrityError, OSError.
     """
     manifest, parts = Manifest.read(folder), list[Part]()
     own_bytes = (folder / MANIFEST_FILE).read_bytes()
@@ -216,7 +216,7 @@ def _part_bytes(part: Part) -> int:
 
 
 def _read(parts: Sequence[Part], start: int, end: int) -> Iterator[bytes]:
-    """The bytes [start, end)."""
+    """Yield the archive's bytes from `start` up to `end`, exclusive."""
     at = 0
     for part in parts:
         first, last, at = max(0, start - at), min(_part_bytes(part), end - at), at + _part_bytes(part)

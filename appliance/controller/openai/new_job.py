@@ -1,5 +1,5 @@
-"""Creates jobs from requests, checked as far as possible before the data is converted: first the request's own
-fields (`JobCreate`, `training_of`), then what it names (`insert_job`)."""
+"""Creates jobs from requests, checked as far as possible before the data is converted: first the request's own fields
+(`JobCreate`, `training_of`), then the objects that it names (`insert_job`)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _JUDGES = {
 
 
 def _choice() -> type[BaseModel]:
-    """The model of `method`: its type, and a block for each method with hyperparameters and its other fields."""
+    """Build the Pydantic model of `method`: a type, and for each method a block of hyperparameters and other fields."""
     blocks = dict[str, Any]()
     for name, method in METHODS.items():
         fields: dict[str, Any] = {"hyperparameters": (Hyperparameters | None, None)}
@@ -57,8 +57,8 @@ MethodChoice = _choice()
 
 
 class Wandb(StrictBody):
-    """W&B's own limits: names of 128 characters, a project's without certain ones, tags of 64. W&B refuses anything
-    else every time, and the job would have no run there."""
+    """W&B's own limits: names of 128 characters, a project's without certain ones, tags of 64. W&B would refuse other
+    values, and the job would have no run there."""
 
     project: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")]
     entity: Annotated[str, StringConstraints(max_length=128)] | None = None
@@ -72,8 +72,8 @@ class Integration(StrictBody):
 
 
 class Gate(StrictBody):
-    """An evaluation that has been run on a file. pass_rate_at_least: the share of its items that the version has to
-    pass; None: the version must not be shown to be worse than the one that answers."""
+    """An evaluation that has been run on a file. pass_rate_at_least: share of items that the version must pass; None:
+    the version must not be significantly worse than the active one."""
 
     eval_id: Name
     pass_rate_at_least: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -82,8 +82,9 @@ class Gate(StrictBody):
 class JobCreate(StrictBody):
     """OpenAI's request plus our own fields (`extra_body` in the SDK) for how the job may use the box's devices.
 
-    publish_as: the model that the job makes a version of, new or the owner's; None: a model of its own. activate: the
-    version answers at once. gate: it answers once an evaluation lets it. deadline_s: seconds since 1970.
+    publish_as: name of the owner's model, new or existing, that gets a version; None: a separate new model. activate:
+    the version becomes active at once. gate: it becomes active after passing an evaluation. deadline_s: seconds since
+    1970.
     """
 
     model: Name
@@ -107,8 +108,8 @@ class JobCreate(StrictBody):
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The training that a request describes. where: the path of the hyperparameters, for errors. block: the fields of
-    the method's block apart from its hyperparameters (`Method.takes`)."""
+    """The training that a request describes. where: path of the hyperparameters, for errors. block: other fields of the
+    method's block (`Method.takes`)."""
 
     method: Method
     hyperparameters: dict[str, Any]
@@ -116,13 +117,13 @@ class Training:
     block: dict[str, Any]
 
     def path(self, name: str) -> str:
-        """Where the request has a field of `block`."""
+        """Return the path of a field of `block` in the request."""
         return f"method.{self.method.name}.{name}"
 
 
 def training_of(request: JobCreate) -> Training:
-    """The method and its hyperparameters, also from the deprecated top-level field, which may repeat but not contradict
-    them. Raises BadRequest."""
+    """Return the method and its hyperparameters, also from the deprecated top-level field, which may repeat but not
+    contradict them. Raises BadRequest."""
     choice: Any = request.method
     method = METHODS.get(choice.type) if choice else DEFAULT
     if method is None:
@@ -154,7 +155,7 @@ def refused(error: InvalidHyperparameter, where: str) -> BadRequest:
     return BadRequest(message, param, "invalid_hyperparameter")
 
 
-# The event of a job's wandb integration. A box without W&B accepts the job, so that scripts run unchanged.
+# Event for a job's wandb integration, which is off. A box without W&B accepts the job, so that scripts run unchanged.
 _WANDB = {
     "online": "W&B gets a run of this job when it starts; its address follows here.",
     "offline": "A W&B run of this job is written on the box when it starts, for `wandb sync`; where follows here.",
@@ -184,8 +185,8 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     if body.validation_file is not None:
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
     bounds, nodes = settings.DeviceBounds(body.min_devices, body.max_devices), settings.nodes_of(context)
-    bounds.check(None, nodes)  # before the batch size is derived from them
-    # Estimates of the check at upload, which had no tokenizer.
+    bounds.check(None, nodes)  # the bounds are needed before the batch size is derived from them
+    # These are estimates from the check at upload, which had no tokenizer.
     counted, names = data["training_file"].report or {}, ("n_examples", "n_rows", "n_tokens_estimate")
     of_upload = DataReport(**{name: counted[name] for name in (*names, "longest_example_tokens") if name in counted})
     try:
@@ -216,7 +217,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     )
     judge = _judge(context, training, base, resolved, caller) if method.judged_by else None
     for param, file in data.items():
-        # By the check at upload; the validation reports bad lines by their numbers.
+        # Known from the check at upload; the validation reports bad lines by their numbers.
         report = file.report or {}
         if report.get("n_errors") == 0 and (why := method.refuses(report["shape"])) is not None:
             message = f"invalid {param}: {shown(file.id)} ({shown(file.filename)}) {why}."
@@ -231,8 +232,8 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
 
 
 def _check_claims(context: ControllerContext, body: JobCreate, caller: Principal) -> None:
-    """Refuse claims over other jobs beyond the `max_priority` of the key; admins have no limit. A key with one above 0
-    may also make jobs that are not preemptible, or have a deadline. Raises ApiError."""
+    """Refuse claims over other jobs beyond the `max_priority` of the key; admins have no limit. A `max_priority` above
+    0 also allows jobs that are not preemptible, or have a deadline. Raises ApiError."""
     most, param, why = max_priority(context.db, caller), "", ""
     if body.priority > most:
         param, why = "priority", f"priority is {body.priority}; jobs of this API key have at most {most}."
@@ -245,7 +246,7 @@ def _check_claims(context: ControllerContext, body: JobCreate, caller: Principal
 
 
 def _base(context: ControllerContext, name: str, caller: Principal) -> Resolved:
-    """The model to begin from. Raises BadRequest, NotFound."""
+    """Return the model to begin from. Raises BadRequest, NotFound."""
     base, why = usable_model(context.db, caller, name), ""
     if base.model.task != "generate":
         why = f"The model {shown(name)} makes embeddings; only text-generating models can be tuned."
@@ -268,7 +269,7 @@ def _base(context: ControllerContext, name: str, caller: Principal) -> Resolved:
 def _output_model(
     context: ControllerContext, body: JobCreate, base: Resolved, resolved: dict[str, Any], caller: Principal
 ) -> str:
-    """The name of the model that the job makes: a generated one, or `publish_as`, of which it makes a version. Raises
+    """Return the name of the job's model: a generated name, or `publish_as`, which gets a version. Raises
     BadRequest, Conflict."""
     db, name, suffix = context.db, body.publish_as, body.suffix
     if suffix is not None and not (len(suffix) <= 64 and model_access.suffix_in_name(suffix)):
@@ -314,8 +315,8 @@ def _name_refused(name: str, why: str) -> Conflict:
 
 
 def _gate(context: ControllerContext, gate: Gate, caller: Principal) -> dict[str, Any]:
-    """The new job's `JobRow.gate`. Raises ApiError."""
-    if not caller.may(INFERENCE):  # the box asks models for it
+    """Return the new job's `JobRow.gate`. Raises ApiError."""
+    if not caller.may(INFERENCE):  # a gate needs inference, because the box asks models for it
         raise Forbidden(INFERENCE)
     EVALS.known(context.db, gate.eval_id, caller, "gate.eval_id")
     if evals.newest_sampled(context.db, gate.eval_id, viewer=caller.viewer) is None:
@@ -328,13 +329,13 @@ def _gate(context: ControllerContext, gate: Gate, caller: Principal) -> dict[str
 def _judge(
     context: ControllerContext, training: Training, student: Resolved, resolved: dict[str, Any], caller: Principal
 ) -> dict[str, Any]:
-    """The judge for a method that trains on the model's own answers. Raises ApiError."""
+    """Return the judge for a method that trains on the model's own answers. Raises ApiError."""
     kind = training.method.judged_by
     judge, param = training.block[kind], training.path(kind)
     if kind == "teacher":
         return {"teacher": teacher_of(context, judge, student, resolved["max_length"], caller, param)}
     grader = grader_of(context, judge, caller, param).as_given()
-    if not caller.may(INFERENCE):  # its key asks the engine
+    if not caller.may(INFERENCE):  # the job's key sends requests to the engine
         raise Forbidden(INFERENCE)
     form_at = training.path("response_format")
     form = form_of(training.block.get("response_format"), form_at)
@@ -342,7 +343,7 @@ def _judge(
 
 
 def _data_file(context: ControllerContext, file_id: str, param: str, caller: Principal) -> FileRow:
-    """Raises BadRequest."""
+    """Return the row of a data file. Raises BadRequest."""
     row = files.find(context.db, file_id, viewer=caller.viewer)
     if row is None:
         why, code = "is not a file on this box; upload it and pass its id.", "file_not_found"

@@ -48,12 +48,12 @@ _CHOICE = ("index", "message", "logprobs", "finish_reason")
 
 
 def bytes_of(*parts: Any) -> int:
-    """As they are stored."""
+    """Return the size of values as stored JSON."""
     return len(orjson.dumps(parts))
 
 
 def _row(key_id: str, owner: str, items: Any, answer: Object, request: Object | None = None, **of: Any) -> ResponseRow:
-    """items: of its input, or the messages of a completion. request: of one in background."""
+    """Return an answer's row. items: of its input, or a completion's messages. request: of a background response."""
     return ResponseRow(
         id=answer["id"],
         key_id=key_id,
@@ -69,12 +69,12 @@ def _row(key_id: str, owner: str, items: Any, answer: Object, request: Object | 
 
 
 def ended_status(status: str | None) -> ResponseStatus:
-    """The status of an answer as rows have it: newer engines may report others, and a completion has none."""
+    """Return the status of an answer for its row: newer engines may report other statuses, and completions none."""
     return cast(ResponseStatus, status) if status in _ENDED else "completed"
 
 
 def copy_row(copy: Object, owner: str) -> ResponseRow:
-    """The row for a gateway's copy of an answer, as `StoredResponses.take` has it."""
+    """Return the row for a gateway's copy of an answer, in the form of `StoredResponses.take`."""
     if copy["response"].get("object") == COMPLETION:
         return completion_row(copy["key"], owner, copy["input"], copy["response"])
     return _row(copy["key"], owner, items_of(copy["input"]), copy["response"], previous_id=copy["previous"])
@@ -90,7 +90,7 @@ def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> 
 
 
 def queued_row(body: Object, key_id: str, owner: str) -> ResponseRow:
-    """The row of a response in background, with the API's defaults. body: of its request."""
+    """Return the row of a background response, with the API's defaults. body: the request's body."""
     settings = {name: default if body.get(name) is None else body[name] for name, default in _DEFAULTS.items()}
     response = {"id": f"resp_{secrets.token_hex(16)}", "created_at": int(time.time()), **_QUEUED, **settings}
     request = {name: value for name, value in body.items() if name != "input"}
@@ -102,28 +102,28 @@ def queued_row(body: Object, key_id: str, owner: str) -> ResponseRow:
 
 
 def items_of(content: Any) -> list[Object]:
-    """The items of an `input`, which may be a plain string."""
+    """Return the items of an `input`, which may be a string."""
     if isinstance(content, str):
         return [{"type": "message", "role": "user", "content": content}]
     return [item for item in content if isinstance(item, dict)]
 
 
 def listed(row: ResponseRow, *, answered: bool) -> list[Object]:
-    """The input items of one response, each with an id. answered: also its output, since a later response receives that
-    too."""
+    """Return the input items of one response, each with an id. answered: append its output, which a later response also
+    receives."""
     items = [_shown(item, row.id, place) for place, item in enumerate(row.input)]
     return [*items, *outputs(row)] if answered else items
 
 
 def outputs(row: ResponseRow) -> Iterator[Object]:
-    """Its output in the form an engine accepts as input: messages without text are left out."""
+    """Return a response's output in the form that an engine accepts as input, omitting messages without text."""
     for item in row.response.get("output") or ():
         if isinstance(item, dict) and (item.get("type") != "message" or item.get("content")):
             yield item
 
 
 def _shown(item: Object, response_id: str, place: int) -> Object:
-    """An input item in its full form. Its id is a function of its position, so that it is the same every time."""
+    """Return an input item in its full form, with an id derived from its position so that the id never changes."""
     kind = item.get("type") or "message"
     item_id = f"item_{response_id.removeprefix('resp_')}{place:04x}"
     shown = {**item, "id": item.get("id") or item_id, "type": kind}
@@ -147,8 +147,8 @@ def _parts(content: Any, answered: bool) -> Any:
 
 
 def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
-    """Yield the events of its stream so far with numbers above `after`, each with its number, in wire format. While the
-    response runs, later calls append events and change none."""
+    """Yield (number, event in wire format) for the events of a response's stream so far with numbers above `after`.
+    While the response runs, later calls append events and change none."""
     for place, (kind, data) in enumerate(_events(response)):
         if place > after:
             body = orjson.dumps({"type": kind, "sequence_number": place, **data})
@@ -194,7 +194,7 @@ def completion_object(row: ResponseRow) -> Object:
 
 
 def stored_messages(row: ResponseRow) -> Iterator[Object]:
-    """Yield the messages of its request, each with an id."""
+    """Yield the messages of a completion's request, each with an id."""
     for place, message in enumerate(row.input):
         content = message.get("content")
         parts = content if isinstance(content, list) else None

@@ -60,25 +60,26 @@ class CompletionUpdate(StrictBody):
 
 
 class StoredResponses:
-    """Stored answers of all owners. `viewer`: the owner who asks and sees only their own; None: an admin or the box."""
+    """Stored answers of all owners. `viewer`: the requesting owner, who sees only their own answers; None: an admin or
+    the box."""
 
     def __init__(self, context: ControllerContext):
         self._context, self._db, self._config, self._quotas = context, context.db, context.config, context.quotas
         context.tasks.add(Kind(TASKS, self.run, self.fail, "response"))
 
     async def take(self, copies: list[Any]) -> int:
-        """Store copies from a gateway: each {"key", "previous", "input", "response"}; of a chat completion `input` is
-        what it was asked with, an object. Returns how many were new. Raises ApiError 507."""
+        """Store copies from a gateway: each {"key", "previous", "input", "response"}; for a chat completion, `input` is
+        the request's object. Returns the number of new copies. Raises ApiError 507."""
         if not self._config.responses_kept_days:
             return 0
         self._quotas.disk.check()  # gateways count refused copies as not stored
         return await asyncio.to_thread(lambda: sum(map(self._add, copies)))
 
     def _add(self, copy: Any) -> bool:
-        """Insert a copy in its own transaction, for it may have megabytes; whether it was new."""
+        """Insert a copy in its own transaction, because it may have megabytes; return whether it was new."""
         row = objects.copy_row(copy, keys.owner_of(self._db, copy["key"]))
         with self._db.transaction():
-            # A gateway may send old copies, also of a person who was forgotten meanwhile.
+            # A gateway may send old copies, even for a person who was forgotten meanwhile.
             has_left = keys.how_ended(self._db, row.key_id) and keys.without_key(self._db, [row.owner])
             if has_left or ROWS.find(self._db, row.id) is not None:  # a copy may arrive twice
                 return False
@@ -86,7 +87,7 @@ class StoredResponses:
         return True
 
     async def find(self, response_id: str, viewer: str | None, kind: AnswerKind = "response") -> ResponseRow:
-        """The row, which may arrive within ARRIVES_WITHIN_S. Raises NotFound."""
+        """Return the row; wait up to ARRIVES_WITHIN_S for its arrival. Raises NotFound."""
         until_s = time.monotonic() + ARRIVES_WITHIN_S
         find = partial(ROWS.find_visible, self._db, response_id, viewer=viewer)
         while (row := await asyncio.to_thread(find)) is None and time.monotonic() < until_s:
@@ -96,8 +97,8 @@ class StoredResponses:
         return row
 
     async def conversation(self, response_id: str, viewer: str | None) -> list[Object]:
-        """The items that a new response with this previous id continues from. Raises BadRequest, also when they exceed
-        what one request may hold."""
+        """Return the items that a new response with this previous id continues. Raises BadRequest, also if there are
+        too many items for one request."""
         try:
             await self.find(response_id, viewer)
         except NotFound as error:
@@ -121,13 +122,14 @@ class StoredResponses:
         return [item for turn in reversed(turns) for item in turn]
 
     def turns(self, response_id: str | None, viewer: str | None) -> Iterator[ResponseRow]:
-        """This response and those that lead to it, the newest first, as far back as they are there."""
+        """Yield this response and its predecessors, newest first, as far back as they are stored."""
         while response_id and (row := ROWS.find_visible(self._db, response_id, viewer=viewer)) is not None:
             yield row
             response_id = row.previous_id
 
     def keep_house(self, now_s: float) -> None:
-        """Delete old answers, those beyond an owner's bounds, and those of owners without a live key. On a thread."""
+        """Delete old answers, answers beyond an owner's bounds, and answers of owners without a live key. Runs on a
+        thread."""
         db, ended = self._db, f"NOT {UNFINISHED['responses']}"
         lives = "SELECT owner FROM keys WHERE revoked_s IS NULL"
         left = f"SELECT id FROM keys WHERE revoked_s IS NOT NULL AND owner NOT IN ({lives})"
@@ -140,7 +142,7 @@ class StoredResponses:
             over = f"seq IN (SELECT seq FROM ({held}) WHERE is_over AND {ended})"
             db.delete("responses", over, [owner, bounds.responses, bounds.responses_bytes])
 
-    # --- in background: a task each; the row has the request until the response has ended
+    # --- background responses: a task each; the row stores the request until the response has ended
 
     def cancel(self, response_id: str) -> None:
         """Cancel a response, unless it has ended."""
@@ -148,7 +150,7 @@ class StoredResponses:
         self._context.tasks.restart(TASKS, response_id)
 
     async def follow(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
-        """Events of its stream with numbers above `after`, until it has ended."""
+        """Yield the events of a response's stream with numbers above `after`, until the response has ended."""
         while (row := ROWS.find(self._db, response_id)) is not None:
             for place, event in objects.events(row.response, after):
                 after = place
@@ -163,7 +165,7 @@ class StoredResponses:
                 await asyncio.sleep(STATUS_EVERY_S)
 
     async def run(self, task: TaskRow) -> None:
-        """Raises TaskFailed."""
+        """Run a background response. Raises TaskFailed."""
         row = ROWS.find(self._db, task.id)
         if row is None or row.finished:
             return
@@ -178,7 +180,7 @@ class StoredResponses:
         self._change(task.id, **fields | {"status": objects.ended_status(answer.body.get("status"))})
 
     async def _body(self, response_id: str) -> Object:
-        """The request to the engine. Raises ApiError if earlier turns are gone."""
+        """Return the request to the engine. Raises ApiError if earlier turns were deleted."""
         row = ROWS.find(self._db, response_id)
         if row is None:
             raise ApiError(404, "The response was deleted.")
@@ -195,7 +197,7 @@ class StoredResponses:
         self._change(task.id, status="failed", error={"code": code, "message": str(error)})
 
     def _change(self, response_id: str, **fields: Any) -> None:
-        """Change fields of the object of a response, unless it has ended."""
+        """Change fields of a response's object, unless the response has ended."""
         with self._db.transaction():
             row = ROWS.find(self._db, response_id)
             if row is None or row.finished:
@@ -294,7 +296,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
     @internal.get("/context", include_in_schema=False)
     @needs(INFERENCE)
     async def conversation(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
-        """The items of the conversation up to this response, a JSON array."""
+        """Return the items of the conversation up to this response, as a JSON array."""
         return as_json(await stored.conversation(id, caller.viewer))
 
     completions = COMPLETIONS.router()
@@ -307,7 +309,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         model: Annotated[str | None, Query(max_length=512)] = None,
         messages: bool = False,
     ) -> dict[str, Any]:
-        """messages: ours, each with what it was asked with."""
+        """List stored completions. messages: the box's own parameter: include each completion's request messages."""
         where = f"kind = '{COMPLETION}' AND (? IS NULL OR model = ?)"  # the kind as a literal, for the partial index
         chosen = {"where": where, "parameters": [model, model], "unread": () if messages else ("input",)}
         page = ROWS.page_visible(db, viewer=caller.viewer, metadata=metadata_of(request), **chosen, **part)

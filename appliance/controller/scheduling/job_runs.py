@@ -38,7 +38,7 @@ TIDY_EVERY_S = 10.0
 
 
 class JobRuns:
-    """Implements `scheduler.ray.groups.Jobs`. The tiers copy a job's results on their own once notified.
+    """Implements `scheduler.ray.groups.Jobs`. The tiers copy a job's results by themselves once notified.
 
     Versions and snapshots that ranks are about to read are leased here until `taken`, so that they are not evicted
     while memory is short.
@@ -64,13 +64,13 @@ class JobRuns:
         self._dropped: list[VersionRow] = []  # checkpoints without rows whose bytes are still there
 
     async def prepare(self, job_id: str) -> None:
-        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""
+        """Load the parts of the base model that neither shared memory nor disk has in full. Raises LookupError."""
         for row in self._parts(jobs.get(self._db, job_id))[1]:
             await asyncio.to_thread(self._prepare, row)
 
     def _prepare(self, row: VersionRow) -> None:
-        """Load it into shared memory unless ranks can read it where it is: what is in shared memory was verified on
-        arrival, what is on disk is verified once per controller lifetime."""
+        """Load a version into shared memory unless ranks can read it where it is. Shared memory was verified on
+        arrival; a copy on disk is verified once per controller lifetime."""
         try:
             path = Path(self._path_of(row))
             if path not in self._verified and not path.is_relative_to(self._shm_root):
@@ -87,8 +87,8 @@ class JobRuns:
             raise LookupError(str(error)) from error
 
     def spec(self, job_id: str, device_kind: str) -> TrainSpec:
-        """The spec for the job's ranks, which compute on devices of this kind. Raises LookupError when the base
-        model's bytes are gone."""
+        """Return the spec for the job's ranks on devices of this kind. Raises LookupError if the base model's bytes are
+        gone."""
         row = jobs.get(self._db, job_id)
         assert row.resolved is not None, f"job {job_id} was scheduled before it was validated"
         fields, parts = self._parts(row)
@@ -101,7 +101,7 @@ class JobRuns:
         spec = TrainSpec.from_dict(
             {
                 **row.resolved,
-                # The format of its answers, which the request has next to its grader.
+                # The answers' format, which the request has next to the grader.
                 "options": row.resolved.get("options", {}) | {name: value for name, value in form.items() if value},
                 "job_id": job_id,
                 "method": row.method,
@@ -112,8 +112,8 @@ class JobRuns:
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
                 "run_dir": str(folder),
                 "shm_root": str(self._shm_root),
-                # Otherwise ranks would fill the tmpfs beyond the box's share, and other processes would find it full,
-                # and snapshots the host's memory alongside what is offloaded.
+                # Otherwise ranks would fill the tmpfs beyond the box's share, so that other processes find it full, and
+                # snapshots would fill host memory that offloaded data needs.
                 "shm_budget_bytes": min((limit for limit in limits if limit is not None), default=None),
                 "output_model": row.output_model,
                 "version_prefix": version_prefix(row),
@@ -124,8 +124,8 @@ class JobRuns:
         return spec
 
     def _parts(self, row: JobRow) -> tuple[dict[str, str], list[VersionRow]]:
-        """Name and version of the base that was active when the job was queued, and the rows of its bytes: weights,
-        plus an adapter if the base is one. Raises LookupError when one is gone."""
+        """Return name and version of the base that was active when the job was queued, and the rows of its weights and,
+        if the base is an adapter, of that. Raises LookupError if a version is gone."""
         base = base_of(self._db, row)
         if base is None:
             raise LookupError(f"the base model {row.model} was deleted, or is not shared with the job's owner any more")
@@ -142,8 +142,8 @@ class JobRuns:
         return fields, [weights, part]
 
     def _path_of(self, row: VersionRow, held_for: str = "") -> str:
-        """Directory of the version, in shared memory or on disk. held_for: the job that holds it in shared memory until
-        `taken`. Raises LookupError."""
+        """Return the version's directory, in shared memory or on disk. held_for: id of the job that holds the version
+        in shared memory until `taken`. Raises LookupError."""
         kind = "adapter" if row.meta.get("adapter") else "version"
         stored = self._store.find(kind, row.model, row.version)
         if stored is not None and (not held_for or self._hold(held_for, stored)):
@@ -158,7 +158,7 @@ class JobRuns:
             lease = self._store.lease(stored)
         except VersionNotFound:
             return False
-        except IntegrityError:  # its reader reports the damage
+        except IntegrityError:  # the version's reader reports the damage
             return True
         self._leases.setdefault(job_id, []).append(lease)
         return True
@@ -168,8 +168,8 @@ class JobRuns:
             lease.release()
 
     def newest_snapshot(self, job_id: str) -> Path | None:
-        """The newest complete snapshot, from shared memory or else read in from the nearest tier; held until `taken`.
-        Callable from any thread."""
+        """Return the newest complete snapshot, in shared memory or else loaded from the nearest tier; it is held until
+        `taken`. Callable from any thread."""
         while (snapshot := self._tiers.newest_snapshot(job_id)) is not None:
             if self._hold(job_id, snapshot):
                 return snapshot.path
@@ -177,7 +177,7 @@ class JobRuns:
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
         """Record the event; the tiers copy published versions at once, and snapshots in their next pass."""
-        if event["event"] == "started":  # the loop records this with the device names
+        if event["event"] == "started":  # the scheduler's loop records the start with the device names
             self._events.resumed(job_id, int(event["step"]))
             return
         if event["event"] == "policy":
@@ -203,15 +203,15 @@ class JobRuns:
             log.warning("the table of its steps is not written yet: %s", error, extra={"job_id": job_id})
 
     def on_stopped(self, job_id: str) -> None:
-        """Its ranks were ended by force; this completes the cancellation of a job."""
+        """Complete the cancellation of a job whose ranks were ended by force."""
         row = jobs.find(self._db, job_id)
         if row is not None and row.wanted == "cancel":
             self._events.cancelled(job_id)
 
     async def tidy(self, unload: Unload, remove: Remove) -> None:
         """Delete the snapshots of jobs that are over, their policies, and the bytes of checkpoints that newer ones
-        replaced; called every `TIDY_EVERY_S`. unload: has every engine unload the adapters of these names. remove:
-        takes the bytes of a version, whose row is gone, out of engines and tiers."""
+        replaced; called every `TIDY_EVERY_S`. unload: makes every engine unload the adapters with these names. remove:
+        removes a version, whose row is gone, from engines and tiers."""
         for row in jobs.list_left_snapshots(self._db):
             if await asyncio.to_thread(self._forget, row.id):
                 jobs.update(self._db, row.id, snapshot=None)
@@ -227,8 +227,8 @@ class JobRuns:
                 log.warning("%s %s was replaced by newer checkpoints, but %s", version.model, version.version, error)
 
     async def _tidy_policies(self, unload: Unload) -> None:
-        """Remove models in training: what ranks write for every step under a private name (train.rollouts). The
-        newest stay while the job trains, as do those in use."""
+        """Remove models in training: weights that ranks write at every step under a private name (train.rollouts). The
+        newest weights, and weights in use, stay while the job trains."""
         by_model = defaultdict[tuple[str, str], list[StoredVersion]](list)
         for kind in ("adapter", "version"):
             for stored in await asyncio.to_thread(self._store.list, kind):  # oldest first
@@ -245,7 +245,7 @@ class JobRuns:
                         await unload([f"{stored.model}@{stored.version}"])
                     await asyncio.to_thread(self._store.remove, stored)
                 except VersionNotFound:
-                    continue  # its ranks removed it
+                    continue  # the job's ranks removed it
                 except (OperationFailed, VersionLeased) as error:
                     log.info("the model in training %s %s stays for now: %s", stored.model, stored.version, error)
 

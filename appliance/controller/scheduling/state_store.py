@@ -46,7 +46,7 @@ MOST_REPLICAS = 64
 
 
 def job_host_bytes(row: JobRow) -> dict[int, int]:
-    """Host memory that the job takes when it starts, by the numbers of devices that it may run on, ascending."""
+    """Return the host memory that a job takes at its start, for each allowed number of devices, ascending."""
     by_size = (row.estimate or {}).get("memory", {}).get("host_bytes", {})
     return {size: by_size.get(str(size), 0) for size in row.allowed_sizes or (1,)}
 
@@ -69,8 +69,8 @@ class SqliteStateStore:
     ):
         """
         Args:
-            serving_floor: devices that serving keeps in every mode.
-            max_replicas: of deployments without a limit of their own.
+            serving_floor: number of devices that serving keeps in every mode. max_replicas: limit for deployments
+            without one.
             starved: whether a job's ranks wait for samples (Rollouts.starved).
         """
         self._db, self._events, self._routing = db, events, routing
@@ -79,7 +79,7 @@ class SqliteStateStore:
         self._starved = starved
         self._settings: dict[str, str] = {}
         self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
-        self._remaining_device_s: dict[str, float] = {}  # as last reported by each job
+        self._remaining_device_s: dict[str, float] = {}  # {job: value last reported}
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
         """Requeue jobs that a crash left "running", except those whose ranks still run (`adopted`)."""
@@ -142,7 +142,7 @@ class SqliteStateStore:
             jobs.set_phase(self._db, job_id, "suspended", reason=reason)
 
     def _add_event(self, row: JobRow, reason: str, text: str) -> None:
-        """Add an event to a job that has not begun, where its reason differs in more than numbers: OpenAI's clients see
+        """Add an event to a job that has not begun if its reason changed in more than numbers: OpenAI's clients see
         the reason nowhere else, and a suspended job has an event of its own."""
         if row.phase == "queued" and _DIGITS.sub("", reason) != _DIGITS.sub("", row.reason or ""):
             add_message(self._db, row.id, text)
@@ -162,7 +162,7 @@ class SqliteStateStore:
                 self._events.cancelled(job_id)
 
     def model_trouble(self, model: str, trouble: Failure | None) -> None:
-        """Not stored: failures before a restart predict nothing about tries after it."""
+        """Hold a model's trouble in memory only: failures before a restart predict nothing about tries after it."""
         self._routing.trouble(model, trouble)
 
     def model_served(self, model: str, build: Build) -> None:
@@ -185,7 +185,7 @@ class SqliteStateStore:
         return True
 
     def _deployments(self) -> tuple[DeploymentView, ...]:
-        """All names that need engines of their own. The demand for an adapter counts for its host."""
+        """Return all names that need their own engines. The demand for an adapter counts for its host."""
         # From an index alone: whole rows of 2,400 models take 50 ms.
         active = dict(self._db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL"))
         adapters = {row.name: row for row in callable_adapters(self._db)} | self._routing.policy_adapters()
@@ -204,7 +204,7 @@ class SqliteStateStore:
             # An adapter's canary needs none: the engines of its host serve both versions.
             if canary.model in views and canary.name not in adapters:
                 like = views[canary.model]
-                # No request waits for it, so demand alone would not start one.
+                # No request waits for its engine, so demand alone would not start one.
                 own = {"min_replicas": 1, "max_replicas": max(1, like.max_replicas), "idle_limit_s": None}
                 views[canary.name] = self._on_demand(canary.name, canary.model, canary.version, like, **own)
         for name, model, version in models.checkpoint_names(self._db):
@@ -219,7 +219,7 @@ class SqliteStateStore:
         self, name: str, model: str, version: str, like: DeploymentView | None = None, **changes: Any
     ) -> DeploymentView:
         """A version of `model` that is not deployed under this name and has an engine only while in use. like: the
-        deployment whose engines it gets; None: engines by the settings of `model`."""
+        deployment whose engine settings it gets; None: the settings of `model`."""
         view = like or DeploymentView(name, version, settings=self._settings.get(model, ""))
         own: dict[str, Any] = {"min_replicas": 0, "pinned": False, "served": None, "idle_sleep_s": None}
         own |= {"idle_limit_s": CHECKPOINT_IDLE_S, "demand": self._demand(name)}
@@ -281,9 +281,9 @@ class QueuedDemand:
         self._db, self._bus, self._routing, self._asking = db, bus, routing, asking
 
     def demands(self, free_devices: int) -> Callable[[str], Demand]:
-        """The demand of each model for one round of the scheduler: the gateways' reports, and this work. For a model
-        that is asleep, it is one more request; one that is awake counts as just used, which keeps it from idling to
-        sleep but claims nothing. free_devices: how many have no holder."""
+        """Return each model's demand for one round of the scheduler: the gateways' reports, and this work. The work is
+        one more request to a sleeping model; an awake model counts as just used, so it does not idle to sleep but
+        claims nothing. free_devices: number of devices without a holder."""
         routing, queued = self._routing, dict[str, str]()
         for name in self._asking.models:
             queued.setdefault(routing.host(name), name)
@@ -315,11 +315,11 @@ class QueuedDemand:
 
 class DemandLearning:
     """Adds to deployments the measured prefill rate, and the standby learned from each model's traffic; neither while
-    the rate is unknown or there is no target for the first token. A learner begins again when its bounds change.
+    the rate is unknown or there is no target for the first token. A learner restarts when its bounds change.
 
     Args:
-        arrivals: by name, the requests since the last call by bucket of their prompt tokens.
-        devices: how many serving may have.
+        arrivals: returns {name: requests since the last call by bucket of prompt tokens}. devices: number that serving
+        may have.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class DemandLearning:
         self._learned_s = now_s()
 
     def learned(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
-        """The deployments as the planner should see them."""
+        """Return the deployments with their learned values, for the planner."""
         now_s, arrived = self._now_s(), None
         if now_s - self._learned_s >= LEARN_EVERY_S:
             self._learned_s, arrived = now_s, self._arrivals()
@@ -347,7 +347,7 @@ class DemandLearning:
     def _with_standby(
         self, deployment: DeploymentView, now_s: float, arrived: Mapping[str, Counter[int]] | None
     ) -> DeploymentView:
-        """arrived: None: learn nothing."""
+        """Return the deployment with its standby. arrived: new requests; None: learn nothing."""
         traffic = self._traffic(deployment.model)
         rate, target_s = traffic.prefill_tokens_per_s, deployment.ttft_target_s
         deployment = replace(deployment, kv_tokens=traffic.kv_tokens)

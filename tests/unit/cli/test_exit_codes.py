@@ -33,7 +33,7 @@ def test_answer_without_an_error_object_fails(prepared):
     assert "answered 500" in prepared.run("gpu", "list").stderr
     prepared.prepare("GET", "/admin/v1/devices", (200, b"<html>hello"))
     wrong = prepared.run("gpu", "list")
-    assert wrong.exit_code == 1 and "this is not an appliance" in wrong.stderr
+    assert wrong.exit_code == 1 and "the URL is not an appliance's" in wrong.stderr
 
 
 def test_unreachable_box_exits_with_6():

@@ -67,7 +67,7 @@ def test_interrupted_export_resumes_at_last_byte(box, tmp_path, monkeypatch, cha
     result = box.run("model", "export", "m", "--to", str(target))
     assert len(starts) == 2 and starts[0] == 0 and result.exit_code == (Conflict.exit_code if changed else 0)
     if changed:
-        assert "begin again" in result.stderr and starts[1] == 0 and not target.exists()
+        assert "download it again" in result.stderr and starts[1] == 0 and not target.exists()
     else:
         assert starts[1] > 512 and load_file(target / "model.safetensors")["w"][-1] == 2999
 
