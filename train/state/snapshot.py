@@ -39,7 +39,7 @@ KIND = "snapshot"
 PARTS = ("master", *fragments.MOMENTS)
 # Fields of the spec that must be equal for a run to resume the snapshot.
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
-_GUESSED_BYTES_S = 1e9  # of one rank, before the first snapshot was measured
+_GUESSED_BYTES_S = 1e9  # assumed rate of one rank until the first snapshot is measured
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Validations:
 
     def add(self, step: int, results: dict[str, Any]) -> None:
         """Add the score of a validation: its mean reward if it has one, else minus its loss."""
-        if step > 0:  # before it the weights are the starting model's
+        if step > 0:  # before step 1 the weights are the starting model's
             score = results["mean_reward"] if "mean_reward" in results else -results["loss"]
             self.scores[step] = score if math.isfinite(score) else -sys.float_info.max
 
@@ -87,7 +87,7 @@ class Snapshots:
 
     def due(self) -> bool:
         """Whether it is time for the next snapshot, on the rank that decides."""
-        fixed_s = self._spec.snapshot_every_s  # 0: only when the run is suspended
+        fixed_s = self._spec.snapshot_every_s  # 0: a snapshot only when the run is suspended
         if fixed_s is None:
             fixed_s = every_s(self._cost_s or self._layout.nbytes / self._grid.world_size / _GUESSED_BYTES_S)
         return fixed_s > 0 and time.monotonic() - self._last_s >= fixed_s
@@ -125,7 +125,7 @@ class Snapshots:
         return Layout.plan([*state, *kept])
 
     def _write(self, step: int, store: WeightStore) -> Written:
-        """Raises as `write_together`."""
+        """Write one snapshot. Raises as `write_together`."""
         self._progress.enter("snapshot")
         if self._grid.rank == 0:
             _forget_older(store, self._spec.job_id)
@@ -184,7 +184,7 @@ class Snapshots:
             copies.read(lease, _state_of(fragments.trained_fragments(engine)))
             if fragments.is_zero3(engine):
                 fragments.gather_weights(engine)
-            else:  # far cheaper than an all-gather through gloo
+            else:  # every rank reads the file: far faster than an all-gather through gloo
                 copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
             copies.read(lease, self._kept_pieces())
         engine.global_steps, engine.global_samples = step, step * self._spec.batch_size

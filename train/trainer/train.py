@@ -1,4 +1,4 @@
-"""The training loop: data, step, save, publish, stop. `Run.run` is all of it, `Run.train_step` one step.
+"""The training loop: data, step, save, publish, stop. `Run.run` is the whole loop, `Run.train_step` one step.
 
 Every rank runs this. Before each step and each micro-batch the ranks agree over the host whether any of them was asked
 to leave (train.control.rank); then all of them raise DevicesWanted at the same point. A step is a pure function of the
@@ -36,7 +36,7 @@ from weights.format.names import replace_file
 KEPT_S = 60.0
 """The first step of a world is not aborted before this time, so that a job makes progress however often its devices
 are taken."""
-_KEPT_VALIDATION_S = 5.0  # the same for a validation
+_KEPT_VALIDATION_S = 5.0  # the same limit for a validation
 
 
 def equal_shares(count: int, grid: Grid) -> range:
@@ -204,7 +204,7 @@ class Run:
         for group in engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
         until_s = time.monotonic() + (KEPT_S if step == self.first_step else 0.0)
-        scale = 1.0 / data.denominator  # of the global step, so that gradients and losses of micro-batches add up
+        scale = 1.0 / data.denominator  # the global step's, so that losses of micro-batches add up
         shared = self._divergence("step", ((row, scale * row.weight) for _, row in data.rows), until_s)
         for number, row in data.rows:
             self._abort_if_wanted("step", until_s)
@@ -229,7 +229,7 @@ class Run:
         """Collective: yield the batch of each row with the engine's result, without gradients. Raises DevicesWanted.
 
         Args:
-            rows: each with its scale, equally many on every rank: under ZeRO-3 each forward pass is a collective.
+            rows: (row, scale) pairs, equally many on every rank: under ZeRO-3 each forward pass is a collective.
             until_s: time.monotonic() before which it is not aborted.
             more: further items of every batch.
         """
@@ -278,7 +278,7 @@ class Run:
     def _suspended(self) -> dict[str, Any]:
         """Collective: write a snapshot and return the outcome of a run that leaves its devices."""
         path, nbytes, seconds = self._resumed_from, 0, 0.0
-        if self.step > self.first_step:  # else nothing has changed since the run began
+        if self.step > self.first_step:  # without a step, nothing has changed since the run began
             written = self.snapshots.suspend(self.step)
             path, nbytes, seconds = written.path, written.bytes, written.seconds
         return {
