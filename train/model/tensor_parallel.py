@@ -35,8 +35,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Grid:
-    """The position of `rank` in a world of `world_size` ranks, in which groups of `tensor_parallel` ranks share a
-    model."""
+    """The position of `rank` in a world of `world_size` ranks, where groups of `tensor_parallel` share a model."""
 
     rank: int
     world_size: int

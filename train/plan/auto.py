@@ -87,7 +87,7 @@ def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
 
 
 def load(dataset: DatasetStats, fields: Mapping[str, Any], *, sequences: int = 1, forwards: float = 0.0) -> Load:
-    """Return the mean content of a run's rows. sequences: number per example, all in one row. forwards: see `Load`."""
+    """The mean content of a run's rows. sequences: number per example, all in one row. forwards: see `Load`."""
     rows = steps(dataset, fields) * fields["batch_size"]
     lengths = [min(length, fields["max_length"]) for length in dataset.lengths]
     tokens = sum(lengths) * dataset.n_examples / len(lengths) if lengths else dataset.n_tokens

@@ -135,8 +135,8 @@ class ModelShape:
         return (16 + of_hidden) * self.hidden + cut // shards
 
     def working_bytes(self, shards: int = 1) -> int:
-        """Temporary bytes per token in a layer's backward pass: gradients, and with experts also fp32 gradients of
-        weighted results."""
+        """Temporary bytes per token in a layer's backward pass: gradients, with experts also those of results weighted
+        in fp32."""
         return 8 * self.hidden + (2 * self.ffn + 16 * self.experts * self.hidden) // shards
 
     @property
@@ -255,8 +255,8 @@ def residual_bytes(device_kind: str, device_memory_bytes: int, asleep: int) -> i
 
 
 def held_rows(rows: int, chunk: int, hidden: int, element: int) -> int:
-    """Return the rows of logits' gradients buffered for one product: as many as a float32 copy of the head takes
-    memory, and at least one chunk."""
+    """Rows of the logits' gradient that one product takes: as many as fit in the memory of a float32 copy of the head,
+    and at least one chunk."""
     return min(rows, max(chunk, 4 * hidden // element))
 
 

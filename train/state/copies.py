@@ -52,8 +52,7 @@ def write_together(
     store: WeightStore, layout: Layout, reserve: Callable[[], Any], pieces: Iterable[Piece], meta: dict[str, Any]
 ) -> Written:
     """Collective: rank 0 calls `reserve()` for a draft, every rank writes its pieces into it, and rank 0 commits it
-    when all have written. If a rank dies before that, the draft is never committed. Every error frees the draft's
-    memory.
+    when all have written. If a rank dies before, the draft is never committed. Errors free the draft's memory.
 
     Raises StoreFull, on every rank, if memory has no space for the draft or for its manifest.
     """
@@ -185,13 +184,13 @@ def _repeat(call: Callable[[int, list[memoryview], int], int], fd: int, at: int,
 
 class StagingRing:
     """Copies between a device and pageable host memory through a ring of page-locked buffers, `elements` float32 each.
-    For one thread; the device copies in its current stream. Leaving the context waits for all copies; the error of a
-    copy is raised there or earlier.
+    Use it from one thread; the device copies in its current stream. Leaving the context waits for all copies, and
+    raises the error of a failed copy.
 
     A GPU copies only to and from page-locked memory. For other memory the driver uses a small buffer of its own, which
     one thread fills while the link waits: 10 to 17 GB/s instead of 55 (H200, DeepSpeed's pull request 8283). A
-    snapshot's mapping is too large to be locked for one use. Here the link fills one buffer while threads empty the
-    others.
+    snapshot's mapping is too large to be locked for a single use. Here the link fills one buffer while threads empty
+    the other buffers.
     """
 
     def __init__(self, kind: DeviceKind, elements: int):

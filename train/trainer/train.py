@@ -36,18 +36,18 @@ from weights.format.names import replace_file
 KEPT_S = 60.0
 """The first step of a world is not aborted before this time, so that a job makes progress however often its devices
 are taken."""
-_KEPT_VALIDATION_S = 5.0  # the same limit for a validation
+_KEPT_VALIDATION_S = 5.0  # a validation is not aborted before this time
 
 
 def equal_shares(count: int, grid: Grid) -> range:
-    """Numbers of the rows that this rank evaluates, equally many on every rank: under ZeRO-3 each forward pass is a
-    collective. Numbers from `count` on are padding."""
+    """Return the numbers of the rows that this rank evaluates, equally many on every rank, because under ZeRO-3 each
+    forward pass is a collective. Numbers from `count` on are padding."""
     return range(grid.data_rank, -(-count // grid.data_size) * grid.data_size, grid.data_size)
 
 
 class DataFeed:
-    """Feeds the steps of a rank with rows of the data. Rollouts (train.rollouts.rollouts) have the same interface, for
-    answers that engines sample from the trained model."""
+    """Provides the rows of the data for each step of a rank. Rollouts (train.rollouts.rollouts) have the same
+    interface, for answers that engines sample from the trained model."""
 
     def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid, sequence_parallel: int = 1):
         """sequence_parallel: number of neighbouring ranks that share a row; each has a part of its tokens."""
@@ -111,7 +111,7 @@ class Reference:
         self._rank.emit("message", level="info", text=f"{text}{time.monotonic() - began_s:.1f} s")
 
     def _add(self, known: torch.Tensor, packs: list[int]) -> None:
-        """Collective: sum the ranks' values of these packs and keep them."""
+        """Collective: sum the ranks' values of these packs and store the sums."""
         comm.all_reduce(known)
         if not known.isfinite().all():
             raise TrainingDiverged(0, known.sum().item(), 0.0)
@@ -192,7 +192,7 @@ class Run:
                 self._publish()
 
     def train_step(self) -> None:
-        """Collective: do the next step: all its micro-batches and the optimizer's step. Raises DevicesWanted if it is
+        """Collective: do the next step, all micro-batches and the optimizer's update. Raises DevicesWanted if it is
         aborted: only gradients have changed by then, and the process is about to end."""
         spec, step, engine = self.spec, self.step, self.engine
         loss = self.metrics.begin()
@@ -230,7 +230,7 @@ class Run:
 
         Args:
             rows: (row, scale) pairs, equally many on every rank: under ZeRO-3 each forward pass is a collective.
-            until_s: time.monotonic() before which it is not aborted.
+            until_s: time.monotonic() before which the pass is not aborted.
             more: further items of every batch.
         """
         self.engine.eval()
