@@ -135,8 +135,7 @@ class ModelShape:
         return (16 + of_hidden) * self.hidden + cut // shards
 
     def working_bytes(self, shards: int = 1) -> int:
-        """Temporary bytes per token in a layer's backward pass: gradients, with experts also those of results weighted
-        in fp32."""
+        """Temporary bytes per token in backward of a layer; with experts also fp32 gradients of weighted results."""
         return 8 * self.hidden + (2 * self.ffn + 16 * self.experts * self.hidden) // shards
 
     @property
@@ -146,8 +145,7 @@ class ModelShape:
         return max(self.vocab * self.hidden, self.hidden * self.ffn, self._layer_of_experts * 2 // 3)
 
     def base_bytes(self, element: int) -> int:
-        """Bytes of all weights, `element` bytes each; in a quantised base this size holds for embeddings and head
-        only."""
+        """Bytes of all weights, `element` bytes each; in a quantised base, only embeddings and head have this size."""
         if not self.quantised_bytes:
             return element * self.n_parameters
         return int(element * self.outside + self.quantised_bytes * (self.n_parameters - self.outside))
