@@ -38,7 +38,7 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     with gathered, torch.no_grad():
         for module in run.engine.module.modules():
             if own := list(module.parameters(recurse=False)):
-                GatherReplacedLayerParams(own, module).__enter__()  # does nothing without tensor parallelism
+                GatherReplacedLayerParams(own, module).__enter__()  # this has no effect without tensor parallelism
         factors = {
             stored_name(p.name): p.tensor.detach().to(torch.bfloat16).clone()
             for p in fragments.parameters(run.engine)

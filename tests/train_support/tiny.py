@@ -1,4 +1,4 @@
-"""Tiny random models and a byte-level tokenizer with a ChatML template, made in a second, for tests of training."""
+"""Makes tiny random models and a byte-level tokenizer with a ChatML template, in a second, for training tests."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Controls a job's ranks from outside: starts them together, commands and watches them, stops them at one point.
+"""Controls a job's ranks from outside: starts all ranks together, commands and watches them, and stops them together.
 
 Never: Imports torch where it runs in a supervisor (group.py).
 Begin with group.py.

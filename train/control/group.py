@@ -4,11 +4,11 @@ Events for `on_event` (all have "event" and "job"):
   message     level, text
   started     step
   metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices,
-              rank_seconds (time in forward passes, by rank)
+              rank_seconds (seconds in forward passes, by rank)
   validation  step, loss
-  snapshot    step, path, bytes, seconds (for which training waited)
+  snapshot    step, path, bytes, seconds (that training waited for it)
   published   version, path, step, epoch, bytes, seconds
-  policy      step; its weights are in shared memory, for rollouts (train.rollouts.rollouts)
+  policy      step (weights of this step are in shared memory, for train.rollouts.rollouts)
   finished    outcome, step
 
 Rules
@@ -16,10 +16,9 @@ Rules
   a collective for ever.
 - The group repairs nothing. The outcome says whether a restart from the newest snapshot can help.
 
-`RankHost` supervises one of the ranks, in a Ray actor: it holds the device, has the rank forked, kills it if it hangs,
-and passes on its events. If its caller dies, another one may take over: it keeps events until a caller has acknowledged
-them, and those that report the rank's state (`STATES`) for the rank's life, so that a new caller can read from the
-beginning.
+`RankHost`, a Ray actor, supervises one rank: it holds the device, has the rank forked, kills a hung rank, and passes on
+the rank's events. If its caller dies, another caller may take over: the host keeps each event until a caller has
+acknowledged it, and events of the rank's state (`STATES`) until the rank ends, so a new caller can read from the start.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ ENTRY = "train.trainer.worker:main"
 STATES = ("ready", "done", "fatal", "hung", "ended")
 NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
 WORLDS = "worlds"  # a private folder in the directory of the warm parent's socket
-# Exceptions that mean "another rank is gone"; they are never the cause.
+# Exceptions that mean "another rank is gone"; these are never the cause of a failure.
 _SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
 _GRACE_S = 2.0
 """Time for the other ranks to report after one has failed: they raise from their collectives within 0.1 s, sometimes
@@ -57,21 +56,21 @@ before its death is noticed. So the rank with an error of its own is blamed, and
 
 @dataclass(frozen=True)
 class PingLimits:
-    """When a rank counts as hung. A separate thread answers `ping`, so only a stopped process is silent; but a library
-    may hold Python's lock for seconds, as torch does while it initialises a device."""
+    """Limits after which a rank counts as hung. A thread of its own answers `ping`, so only a stopped process is
+    silent; but a library may hold Python's lock for seconds, as torch does when it initialises a device."""
 
     ping_every_s: float = 1.0
     ping_timeout_s: float = 5.0
-    long_ping_timeout_s: float = 60.0  # until the rank is ready
-    phase_limit_s: float = 900.0  # of one micro-batch, one snapshot, the loading of the model ...
+    long_ping_timeout_s: float = 60.0  # the ping timeout until the rank is ready
+    phase_limit_s: float = 900.0  # longest time for a micro-batch, a snapshot, loading the model ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended. error: of a failed one.
+    """How a group ended. error: why the group failed, if it failed.
 
-    The rest describes a suspension. snapshot_path: None if the job had not done a step yet. bytes: of the snapshot.
-    seconds: agree (until the step is done or aborted), snapshot, exit (the rest until the devices are free), total.
+    Other fields describe a suspension. snapshot_path: None if the job had done no step. bytes: size of the snapshot.
+    seconds: agree (until the step is done or aborted), snapshot, exit (until the devices are free), total.
     """
 
     outcome: Literal["succeeded", "failed", "suspended"]
@@ -83,9 +82,9 @@ class Outcome:
 
 
 class Group:
-    """One world of a job. To resume the job, create another Group.
+    """One world of a job's ranks. To resume the job, create another Group.
 
-    `_follow` runs from the first event of the ranks to the end of all of them.
+    `_follow` runs from the first event of the ranks until all ranks have ended.
     """
 
     def __init__(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None):
@@ -94,9 +93,9 @@ class Group:
         self._job_id = ""
         self._step = 0
         self._ready: set[int] = set()  # ranks
-        self._done: dict[str, Any] = {}  # of the first rank
-        self._left_s = 0.0  # time.monotonic() then
-        self._killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
+        self._done: dict[str, Any] = {}  # the "done" event of the first rank
+        self._left_s = 0.0  # time.monotonic() when the first rank was done
+        self._killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # result: why it was killed
         self._following: asyncio.Task[Outcome] | None = None
         self._adopted = False
 
@@ -105,7 +104,7 @@ class Group:
     ) -> None:
         """Fork one rank per host, and return when all are ready to train. devices: addresses (DeviceKind.address).
 
-        Raises RankFailed if the world does not start; no rank is left running then.
+        Raises RankFailed if the world does not start; then no rank is running.
         """
         assert len(hosts) == len(devices) and hosts, "one device per host"
         self._hosts, self._job_id = list(hosts), spec.job_id
@@ -125,12 +124,12 @@ class Group:
             raise error
 
     async def adopt(self, job_id: str, hosts: Sequence[RankHost], *, whole: bool = True) -> None:
-        """Take over the ranks of a Group whose process died. Unacknowledged events are delivered now, the last one
-        perhaps a second time.
+        """Take over the ranks of a Group whose process died. Events that were not acknowledged are delivered now, the
+        last event perhaps twice.
 
         Args:
-            hosts: of all ranks, dead ones too, in order.
-            whole: False if ranks of the world are missing; then the others are killed.
+            hosts: the hosts of all ranks in order, those of dead ranks too.
+            whole: False if ranks of the world are missing; then the remaining ranks are killed.
         """
         self._hosts, self._job_id, self._adopted = list(hosts), job_id, True
         if not whole:
@@ -140,7 +139,7 @@ class Group:
     async def suspend(self) -> Outcome | None:
         """Abort the current step, write a snapshot of the state before it, and return when the devices are free.
 
-        None if the job ended in another way meanwhile (in its last step, or by a failure); `wait` returns the outcome.
+        Return None if the job ended in another way meanwhile (after its last step, or by a failure), as `wait` reports.
         """
         started = time.monotonic()
         assert self._following is not None, "start the group first"
@@ -151,13 +150,13 @@ class Group:
         if outcome.outcome != "suspended":
             return None
         total, snapshot = time.monotonic() - started, outcome.seconds["snapshot"]
-        # "leave" is the time of rank 0 between its last step and its last message, with the snapshot.
+        # "leave": seconds from rank 0's last step to its last message; they include the snapshot.
         agree = max(0.0, self._left_s - started - outcome.seconds["leave"])
         seconds = {"agree": agree, "snapshot": snapshot, "exit": total - agree - snapshot, "total": total}
         return replace(outcome, seconds=seconds)
 
     async def kill(self) -> Outcome:
-        """End now, as a failure that can be retried (the devices are needed, or the box stops)."""
+        """Kill all ranks now (devices are needed, or the box stops). The outcome is a failure that can be retried."""
         if not self._killed.done():
             self._killed.set_result("was killed on request")
         return await self.wait()
@@ -168,8 +167,8 @@ class Group:
         return await asyncio.shield(self._following)
 
     async def _follow(self) -> Outcome:
-        """Listen to all ranks until all are done or one fails; then kill those that are left, and take the events that
-        they sent before, because no later group reads them."""
+        """Listen to all ranks until all are done or one fails; then kill the remaining ranks, and handle the events
+        that these sent before, because no later group reads those events."""
         listeners = [asyncio.create_task(self._listen(rank)) for rank in range(len(self._hosts))]
         try:
             error = await self._failure(listeners)
@@ -195,12 +194,12 @@ class Group:
             failures = [error for task in listeners if task in done and (error := task.result())]
         if failures and _distance(failures[0]):
             ended, _ = await asyncio.wait(listeners, timeout=_GRACE_S)
-            # The first wins a tie.
+            # Of equally near errors, the first is returned.
             failures += [error for task in listeners if task in ended and (error := task.result())]
         return min(failures, key=_distance, default=None)
 
     async def _listen(self, rank: int) -> RankFailed | None:
-        """Take the events of a rank until it is done or has failed; return the failure."""
+        """Handle a rank's events until the rank is done or has failed; return the failure, or None if done."""
         acknowledged = 0
         try:
             while True:
@@ -221,9 +220,9 @@ class Group:
                         return RankFailed(rank, f"died: it {event['how']}", code="rank_died")
                     case name:
                         self._take(rank, name, event)
-        except RuntimeLayerError as error:  # its supervisor is gone
+        except RuntimeLayerError as error:  # the rank's supervisor is gone
             return RankFailed(rank, f"died: {error}", code="rank_died")
-        except Exception as error:  # without an end, nobody would start the job again
+        except Exception as error:  # if the group did not end, nothing would restart the job
             log.exception("the events of a rank cannot be handled", extra={"job_id": self._job_id})
             return RankFailed(rank, f"sent an event that could not be handled: {error!r}")
 
@@ -240,8 +239,8 @@ class Group:
         self._on_event({"event": event, **data, "job": self._job_id})
 
     async def _kill_all(self) -> list[int]:
-        """Kill all ranks; return those whose supervisors did. An unreachable supervisor, whose rank died with it, must
-        not block the report of the group's end."""
+        """Kill all ranks; return the ranks whose supervisors confirmed it. An unreachable supervisor, which died
+        together with its rank, must not block the report of the group's end."""
         failures = await asyncio.gather(*(host.kill() for host in self._hosts), return_exceptions=True)
         for rank, error in enumerate(failures):
             if error is not None:
@@ -250,13 +249,13 @@ class Group:
 
 
 def _raised(rank: int, kind: str, message: str) -> RankFailed:
-    if isinstance(getattr(errors, kind, None), type):  # an error of the input; the message says what to change
+    if isinstance(getattr(errors, kind, None), type):  # the job's input is at fault; the message says what to change
         return RankFailed(rank, message, code=kind, blame="own", retryable=False)
     return RankFailed(rank, f"raised {kind}: {message}", code=kind, blame="own")
 
 
 def _distance(error: RankFailed) -> int:
-    """How far a failure is from the cause. At 0 no other rank can know more."""
+    """Return how far a failure is from its cause; at 0 no other rank can have a nearer error."""
     if error.code == "rank_died":
         return 2 if error.blame == "memory" else 3
     return 4 if error.code in _SYMPTOMS else int(error.blame == "own")
@@ -264,7 +263,7 @@ def _distance(error: RankFailed) -> int:
 
 class RankHost:
     """Supervises one rank at a time, forked from the warm parent at `warm_socket`, with its log in `log_dir`.
-    numa_node: of the device, where the rank runs; None: anywhere.
+    numa_node: the device's NUMA node, on which the rank runs; None: any node.
     """
 
     def __init__(self, warm_socket: str, log_dir: str, numa_node: int | None = None, limits: PingLimits = PingLimits()):
@@ -280,9 +279,10 @@ class RankHost:
     async def start(
         self, spec: dict[str, Any], rank: int, world_size: int, meeting: str, device: str, snapshot: str | None = None
     ) -> None:
-        """Fork the rank and return as soon as the process exists; it joins the world by itself. Raises WarmParentError.
+        """Fork the rank and return as soon as its process exists; the rank joins the world by itself. Raises
+        WarmParentError.
 
-        device: an address (DeviceKind.address). meeting: a unique name of the world, whose ranks are all on this node.
+        device: an address (DeviceKind.address). meeting: a unique name for the world, which has all ranks on this node.
         """
         await self.kill()
         self._place = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}
@@ -290,7 +290,7 @@ class RankHost:
         self._meeting = self._worlds / meeting
         self._worlds.mkdir(mode=0o700, exist_ok=True)
         env = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-        # All ranks are on one node; by default collectives would use an address that other machines can reach.
+        # All ranks are on one node; other machines could reach the address that collectives use by default.
         env["GLOO_SOCKET_IFNAME"] = "lo"
         kind = kind_of(spec["device_kind"])
         # Set after the fork, because the parent never touches a device.
@@ -309,31 +309,31 @@ class RankHost:
         self._events = _Events(self._child, self._limits)
 
     async def life(self) -> dict[str, Any]:
-        """The life of this supervisor (runtime.processes.kernel.life); the call also shows that it is alive."""
+        """Identify this supervisor's process (runtime.processes.kernel.life). An answer proves that it is alive."""
         return life()
 
     async def status(self) -> dict[str, Any]:
-        """`{"job_id", "rank", "world_size"}` of the newest rank, dead or alive. The job is "" before the first rank,
-        and after `kill` has cleared the device."""
+        """Return `{"job_id", "rank", "world_size"}` of the newest rank, dead or alive. "job_id" is "" before the first
+        rank, and after `kill` has freed the device."""
         return self._place
 
     async def suspend(self) -> None:
-        """Have the rank leave its device after the micro-batch under way. Raises ChildDied."""
+        """Have the rank release its device after the current micro-batch. Raises ChildDied."""
         await self._started().call("suspend")
 
     async def next_event(self, after: int = 0) -> dict[str, Any]:
-        """The rank's first event with a "number" above `after`; the call acknowledges all events up to `after`, and may
-        be repeated if its answer was lost. The last event is "ended" (starved: whether the host's memory ran out; how).
+        """Return the rank's first event with a "number" above `after`. A call acknowledges all events up to `after`,
+        and may be repeated if its answer was lost. The last event is "ended" (how; starved: whether memory ran out).
         """
         self._started()
         return await self._events.next(after)
 
     async def kill(self) -> None:
-        """Kill the rank if there is one and return when its device is free.
+        """Kill the rank, if one exists, and return when its device is free.
 
-        On a loaded machine the kernel may take longer than the timeout to free its memory, so the wait is repeated.
+        On a loaded machine the kernel may need more than the timeout to free the rank's memory, so the wait repeats.
         """
-        # Those of this rank: the next one may start while this call still waits.
+        # Objects of this rank: the next rank may start while this call still waits.
         child, meeting, place = self._child, self._meeting, self._place
         while child is not None:
             try:
@@ -353,7 +353,7 @@ class RankHost:
 
 
 class _Events:
-    """The numbered events of one rank: those that it sends, "hung" if it hangs, and "ended"."""
+    """The numbered events of one rank: the events that it sends, then "hung" if it hangs, and "ended"."""
 
     def __init__(self, child: Child | None = None, limits: PingLimits = PingLimits()):
         self._kept: list[dict[str, Any]] = []
@@ -386,8 +386,8 @@ class _Events:
         await self._add({"event": "ended", "starved": child.starved, "how": child.how_it_ended()})
 
     async def _watch(self, child: Child) -> None:
-        """Add "hung" and kill the rank once it is silent, or too long in one phase. If it could resume, no group would
-        read its later events."""
+        """Add "hung" and kill the rank once it is silent, or in one phase for too long. If the rank resumed, no group
+        would read its later events."""
         limits, how = self._limits, ""
         while not how:
             await asyncio.sleep(limits.ping_every_s)
@@ -398,7 +398,7 @@ class _Events:
             except ChildTimeout:
                 how = f"did not answer within {timeout_s} s (stopped or starved)"
             except RuntimeLayerError:
-                return  # `_read` knows the cause
+                return  # `_read` reports why the rank ended
             else:
                 if report["phase"] != "done" and report["in_phase_s"] > limits.phase_limit_s:
                     how = f"hangs in phase {report['phase']!r} at step {report['step']} "

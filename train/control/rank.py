@@ -1,8 +1,8 @@
-"""State that the parts of a rank share (engine, store, phase of the run, a request for its device), and messages
-between the ranks of a world.
+"""State that the parts of a rank share (engine, store, phase, suspend request), and messages between the ranks of a
+world.
 
 The messages are flags and JSON over the host, never pickles: torch's `broadcast_object_list` unpickles received bytes,
-which can run code of the sender, and every user of the machine can connect to loopback while a world forms.
+which can run the sender's code, and every user of the machine can connect to loopback while a world starts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Events = Callable[..., None]
 
 
 class DevicesWanted(Exception):
-    """The ranks agreed to leave their devices; raised on all of them at the same point."""
+    """The ranks agreed to leave their devices; every rank raises it at the same point of the run."""
 
 
 @dataclass
 class Progress:
-    """The run's current phase, for `ping`: a phase that lasts too long is a hang. suspend: whether this rank's device
-    is wanted; another thread sets it, and the loop reads it between micro-batches."""
+    """The run's current phase, for `ping`: a phase that lasts too long is a hang. suspend: whether this rank shall
+    release its device; another thread sets it, and the training loop reads it between micro-batches."""
 
     phase: str = "starting"
     step: int = 0
@@ -54,9 +54,9 @@ class Progress:
 class Rank:
     """State that all parts of a run share.
 
-    engine: DeepSpeed's, around train.methods.packed_objective. emit: reports an event on the first rank, and does
-    nothing on others. reported: metrics of the newest steps; snapshots have them, because a box that dies may not have
-    stored them.
+    engine: DeepSpeed's engine around train.methods.packed_objective. emit: reports an event on the first rank, and does
+    nothing on others. reported: metrics of the newest steps; snapshots contain them, because a box that crashes may not
+    have stored them.
     """
 
     spec: TrainSpec
@@ -69,14 +69,14 @@ class Rank:
 
 
 def any_rank(*flags: bool) -> list[bool]:
-    """Collective: for each flag, whether it is set on any rank. Devices continue meanwhile."""
+    """Collective: return for each flag whether any rank has set it. Devices compute meanwhile."""
     message = torch.tensor(flags, dtype=torch.int32)
     distributed.all_reduce(message, op=distributed.ReduceOp.MAX, group=_over_the_host())
     return [bool(flag) for flag in message.tolist()]
 
 
 def broadcast_json(value: Any) -> Any:
-    """Collective: the `value` of rank 0, plain JSON, on every rank; values of other ranks are ignored."""
+    """Collective: return rank 0's `value`, plain JSON, on every rank; other ranks' values are ignored."""
     written = json.dumps(value).encode() if distributed.get_rank() == 0 else b""
     length = torch.tensor([len(written)], dtype=torch.int64)
     distributed.broadcast(length, src=0, group=_over_the_host())
@@ -88,11 +88,11 @@ def broadcast_json(value: Any) -> Any:
 
 
 def barrier() -> None:
-    """Collective: return when every rank has called it. Devices continue meanwhile."""
+    """Collective: return when every rank has called it. Devices compute meanwhile."""
     distributed.barrier(group=_over_the_host())
 
 
 @cache
 def _over_the_host() -> distributed.ProcessGroup | None:
-    """A gloo group of all ranks; None if the default group is one. The first call is collective."""
+    """Return a gloo group of all ranks; None if the default group uses gloo. The first call is collective."""
     return None if distributed.get_backend() == "gloo" else distributed.new_group(backend="gloo")

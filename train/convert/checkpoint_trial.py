@@ -1,4 +1,4 @@
-"""Tries how transformers loads a checkpoint: `python -m train.convert.checkpoint_trial FOLDER ARCH`.
+"""Tests how transformers loads a checkpoint: `python -m train.convert.checkpoint_trial FOLDER ARCH`.
 
 It builds the architecture of config.json on the meta device, and passes the names and shapes of the stored tensors
 through transformers' renamings and conversions; no tensor is allocated or read. Then it compares the tokenizer that
@@ -36,7 +36,7 @@ from weights.format.layout import Layout
 
 CPU_S, MEMORY_BYTES = 1200, 8 << 30
 MOST_ADDED = 65_536
-# Parts of names from wrappers: torch.compile, FSDP, activation checkpointing, DDP, Lightning, peft.
+# Parts that wrappers add to names: torch.compile, FSDP, activation checkpointing, DDP, Lightning, peft.
 _WRAPPERS = re.compile(
     r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module|base_layer)(?=\.)"
 )
@@ -46,7 +46,7 @@ _SPECULATION = re.compile(r"(^|\.)(?:mtp|mtp_\w+|nextn\w*)\.")
 _OF_EMBEDDINGS = re.compile(r"(^|\.)(?:pooler|lm_head|cls|score|classifier)\.")
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-# Texts with spaces in all places, lines, indentation, CJK and emoji, in Unicode's composed form.
+# Texts with spaces at both ends and between words, lines, indentation, CJK, emoji; in Unicode's composed form.
 TEXTS = (
     "Hello big wide world, it's 12:30.",
     "def f(x):\n    return x + 1\n\n\tdone  twice",
@@ -62,7 +62,7 @@ class Unfit(Exception):
 def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
+    out, sys.stdout = sys.stdout, sys.stderr  # libraries may print to stderr
     path, arch = Path(sys.argv[1]), sys.argv[2]
     Bounds(CPU_S, MEMORY_BYTES).hold()
     try:
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def compared(path: Path, arch: str) -> dict[str, Any]:
-    """As `compare`; if the comparison itself fails, nothing is refused, and "unchecked" says why. Raises Unfit."""
+    """Return the result of `compare`. If comparing fails, refuse nothing; "unchecked" says why. Raises Unfit."""
     try:
         return compare(path, arch)
     except (Unfit, MemoryError):
@@ -88,12 +88,12 @@ def compared(path: Path, arch: str) -> dict[str, Any]:
 
 
 def compare(path: Path, arch: str) -> dict[str, Any]:
-    """Differences between the tensors in `path` and the architecture. Raises Unfit.
+    """Return the differences between the tensors in `path` and the architecture. Raises Unfit.
 
-    renamed: stored name -> the name without wrappers. missing, unknown: names. shapes: [name, stored, expected]. tied:
-    stored [head, embedding] pairs that the config ties. plain: whether config.json describes a quantisation that the
-    tensors do not have. head, embedding: their names in the architecture, "" without one. rows: of the embedding.
-    unchecked: why nothing was compared; "" if it was.
+    renamed: stored name -> the name without wrappers. missing, unknown: names of tensors. shapes: [name, stored shape,
+    expected shape]. tied: stored [head, embedding] pairs that the config ties. plain: whether config.json describes a
+    quantisation that the tensors do not have. head, embedding: names of these tensors in the architecture, "" without
+    one. rows: number of rows of the embedding. unchecked: why nothing was compared; "" if tensors were compared.
     """
     model, unchecked = _built(path, arch)
     if model is None:
@@ -123,7 +123,7 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
 
 
 def _built(path: Path, arch: str) -> tuple[Any, str]:
-    """The model without weights; or None and the reason, if transformers does not know it or cannot build it here.
+    """Return the model without weights; or None and the reason, if transformers lacks it or cannot build it here.
     Raises Unfit."""
     model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
@@ -154,12 +154,11 @@ def _built(path: Path, arch: str) -> tuple[Any, str]:
 
 
 def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, str]:
-    """Stored names to change, with the new names: those with parts from wrappers, and those of a whole model that lack
-    the prefix of its base model."""
+    """Return {stored name: new name} for names that contain a wrapper's parts or lack the base model's prefix."""
     expected, conversions = dict.fromkeys(model.state_dict(), True), get_model_conversion_mapping(model)
     renamings, converters = ([c for c in conversions if isinstance(c, k)] for k in (WeightRenaming, WeightConverter))
     prefix = model.base_model_prefix
-    # Parts of a multimodal model are stored without it (multi_modal_projector, vision_tower).
+    # Parts of a multimodal model are stored without the prefix (multi_modal_projector, vision_tower).
     is_whole = is_whole and model.config.get_text_config() is model.config
 
     def leads(name: str, *base: Any) -> bool:
@@ -169,18 +168,18 @@ def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, 
     names = {}
     for name in stored:
         options = [name, *_candidates(name)]
-        # Engines neither add nor remove the prefix of a whole model.
+        # For a whole model, engines neither add nor remove the prefix.
         exact = [*options, *(f"{prefix}.{option}" for option in options)] if is_whole else []
         found = next((option for option in exact if leads(option)), None)
         found = found or next((option for option in options if leads(option, prefix, expected)), name)
-        # A name is given to one tensor only; a second one stays unknown.
+        # A name is given to one tensor only; a second tensor for it counts as unknown.
         if found != name and found not in stored and found not in names.values():
             names[name] = found
     return names
 
 
 def _candidates(name: str) -> Iterable[str]:
-    """The name without parts from wrappers, the smallest change first."""
+    """Yield the name without parts that wrappers add, the smallest change first."""
     plain, before = name, ""
     while plain != before:
         before, plain = plain, _WRAPPERS.sub("", plain).removeprefix(".").removeprefix(_PEFT)
@@ -221,12 +220,12 @@ def _is_quantised(path: Path) -> bool:
 
 
 def read(path: Path, rows: int) -> dict[str, Any]:
-    """Facts about the tokenizer that transformers loads. rows: of the embedding, 0 if unknown. Raises Unfit.
+    """Return facts about the tokenizer that transformers loads. rows: embedding rows, 0 if unknown. Raises Unfit.
 
     added: added tokens and their ids. special: token and id of each role. beyond: [token, id] pairs without a row in
-    the embedding. begins: whether every text begins with the BOS token. differs: a text that its class tokenizes
-    differently from tokenizer.json, "" if none. mended: whether PreTrainedTokenizerFast would not. generation: why
-    generation_config.json cannot be read, "" if it can.
+    the embedding. begins: whether every text begins with the BOS token. differs: a text that the loaded class tokenizes
+    differently from tokenizer.json, "" if none. mended: whether PreTrainedTokenizerFast agrees with tokenizer.json.
+    generation: why generation_config.json cannot be read, "" if it can.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -240,7 +239,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
         plain = None
     if plain is not None and (text := _differs(tokenizer, plain)):
         report["differs"] = text
-        # As if tokenizer_config.json named this class; for some families transformers still takes its own.
+        # As if tokenizer_config.json named this class; for some families transformers still uses a class of its own.
         settings = tokenization_auto.get_tokenizer_config(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
         try:
             with patch.object(tokenization_auto, "get_tokenizer_config", lambda *_, **__: settings):
@@ -250,7 +249,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - as above
             print(f"not loaded by the plain class: {error}", file=sys.stderr)
     ids = tokenizer.get_vocab()
-    # The library renumbers an added token if smaller ids are missing.
+    # The library gives an added token another id if smaller ids are unused.
     claimed = json.loads(file.read_bytes()).get("added_tokens") if file.is_file() else None
     ids |= {token["content"]: token["id"] for token in claimed or ()}
     beyond = sorted((number, token) for token, number in ids.items() if rows and number >= rows)
@@ -260,7 +259,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     first, generation = tokenizer("a")["input_ids"][:1], ""
     try:
         GenerationConfig.from_pretrained(path, local_files_only=True)
-    except OSError:  # the file is missing or not JSON, which other checks report
+    except OSError:  # other checks report a file that is missing or not JSON
         pass
     except Exception as error:  # noqa: BLE001 - its values may raise anything
         generation = f"{type(error).__name__}: {str(error)[:200]}"
@@ -274,7 +273,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
 
 
 def _differs(tokenizer: Any, plain: Any) -> str:
-    """The first text that `tokenizer` encodes or decodes differently from tokenizer.json (`plain`); "" if none."""
+    """Return a text that `tokenizer` encodes or decodes differently from tokenizer.json (`plain`); "" if none."""
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is None:
         return ""

@@ -21,9 +21,9 @@ import psutil
 from runtime.processes.kernel import Bounds
 
 MAGIC = b"GGUF"
-_FIXED_BYTES = 2 << 30  # torch, transformers and one tensor in float32
+_FIXED_BYTES = 2 << 30  # memory for torch, transformers and one tensor in float32
 _AVAILABLE_SHARE = 0.9
-_HEADER_CPU_S, _BYTES_PER_CPU_S = 300, 500_000  # a limit; so many bytes usually take 0.1 s
+_HEADER_CPU_S, _BYTES_PER_CPU_S = 300, 500_000  # CPU-time limit; a model of this size usually takes 0.1 s
 
 
 class _Refused(Exception):
@@ -37,12 +37,12 @@ def is_gguf(path: Path) -> bool:
 
 
 def main(file: Path, out: Path) -> None:
-    sys.stdout = sys.stderr  # where libraries that print may print to
+    sys.stdout = sys.stderr  # libraries may print to stderr
     available = psutil.virtual_memory().available
     most = int(_AVAILABLE_SHARE * available)
     Bounds(_HEADER_CPU_S + file.stat().st_size // _BYTES_PER_CPU_S, most).hold()
     try:
-        needed = 2 * 2 * _parameters(file) + _FIXED_BYTES  # bfloat16, both as read and in the model
+        needed = 2 * 2 * _parameters(file) + _FIXED_BYTES  # bfloat16, for the tensors read and the model
         if needed > most:
             _say("done", needed_bytes=needed, available_bytes=available)
             return
@@ -56,7 +56,7 @@ def main(file: Path, out: Path) -> None:
 
 
 def _parameters(file: Path) -> int:
-    """The number of parameters of the model. Raises _Refused."""
+    """Return the model's number of parameters. Raises _Refused."""
     try:
         reader = _reader(file)
         fields = map(reader.get_field, ("split.count", "general.type"))
@@ -77,7 +77,7 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    modeling_gguf_pytorch_utils.tqdm = _with_progress  # its only sign of progress
+    modeling_gguf_pytorch_utils.tqdm = _with_progress  # the only sign of progress for the caller
     _read_head_sizes()
     reader = _reader(file)
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
@@ -107,7 +107,7 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
 
 
 def _read_head_sizes() -> None:
-    """Make transformers read head sizes that it leaves at a default, such as Qwen3's if it is not 128."""
+    """Make transformers read head sizes for which it would use a default, such as 128 for every Qwen3."""
     from transformers import CONFIG_MAPPING
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
@@ -118,8 +118,8 @@ def _read_head_sizes() -> None:
 
 
 def _scale_gemma(config: Any) -> None:
-    """Set `query_pre_attn_scalar`, which GGUF does not have, as llama.cpp does by the size of the model
-    (`f_attention_scale` in src/models/gemma2.cpp and gemma3.cpp); transformers takes 256."""
+    """Set `query_pre_attn_scalar`, which GGUF lacks, by the model's size, as llama.cpp does (`f_attention_scale` in
+    src/models/gemma2.cpp and gemma3.cpp); transformers would use 256 for all sizes."""
     if config.model_type in ("gemma2", "gemma3_text"):
         is_27b = config.num_hidden_layers == {"gemma2": 46, "gemma3_text": 62}[config.model_type]
         heads = config.num_attention_heads
@@ -127,8 +127,8 @@ def _scale_gemma(config: Any) -> None:
 
 
 def _llama3_rope(config: Any, factors: Sequence[float]) -> dict[str, Any]:
-    """The scaled rotary embedding of Llama 3.1 and later, which GGUF stores as one factor per frequency; transformers
-    ignores it. The formula is that of transformers' `_compute_llama3_parameters`."""
+    """Return the rotary scaling of Llama 3.1 and later, which GGUF stores as one factor per frequency and transformers
+    ignores. The factors follow transformers' `_compute_llama3_parameters`."""
     plain = {**config.rope_parameters}
     rope = plain | {
         "rope_type": "llama3",

@@ -103,7 +103,7 @@ def _is_quantised(checkpoint: Path) -> bool:
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Copy the tokenizer and all other files but weights."""
+    """Copy all files except weights, such as the tokenizer."""
     for path in source.iterdir():
         has_weights = path.suffix == ".safetensors" or path.name.endswith(".index.json")
         if not has_weights and not (target / path.name).exists():
@@ -111,7 +111,7 @@ def _copy_others(source: Path, target: Path) -> None:
 
 
 def _bounds(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest and the largest weight of each row (out, 1) or of each group of a row (out, groups)."""
+    """Return the smallest and largest weights, one pair per row (out, 1) or per group of a row (out, groups)."""
     if args.strategy == QuantizationStrategy.GROUP:
         groups = weight.unflatten(1, (-1, args.group_size))
         return groups.amin(-1), groups.amax(-1)
@@ -119,7 +119,7 @@ def _bounds(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor,
 
 
 def main(arguments: Sequence[str]) -> None:
-    out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
+    out, sys.stdout = sys.stdout, sys.stderr  # libraries may print to stderr
     disable_progress_bar()
     work, *folders = arguments
     *sources, target = map(Path, folders)

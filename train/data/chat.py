@@ -38,7 +38,7 @@ Render = Callable[..., str]
 """(messages, tools=None, add_generation_prompt=False) to text. Raises BadRecord for what the template refuses."""
 _MessageForm = Callable[[dict[str, Any]], dict[str, Any]]
 
-PROBE = "Zq7xV"  # stands for an answer; no template has it
+PROBE = "Zq7xV"  # a placeholder for an answer; no template contains this text
 _MARKER = re.compile(r"\s*(<[^\s<>]+>)")
 _THOUGHT_TAGS = re.compile(r"</?think>")
 _THOUGHT_END = re.compile(r"</[^<>\s]*think[^<>\s]*>|\[/THINK\]|<\|END_THINKING\|>")
@@ -47,15 +47,15 @@ _TOOL = {"type": "function", "function": {"name": "a", "description": "b", "para
 
 
 class Row(NamedTuple):
-    """text: to be tokenised. spans: the trained (start, end) characters of the text; text[:start] is the prompt."""
+    """text: the text to tokenise. spans: the trained (start, end) characters of `text`; text[:start] is the prompt."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
 
 
 def vocabulary_of(model: str | Path) -> int | None:
-    """The number of tokens for which the model in this directory has embeddings; its tokenizer may have more. None
-    without a number in config.json."""
+    """Return the number of tokens for which the model in this directory has embeddings; its tokenizer may have more
+    tokens. None if config.json has no such number."""
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())
         return size(text_part(config), "vocab_size") or None
@@ -64,28 +64,28 @@ def vocabulary_of(model: str | Path) -> int | None:
 
 
 class ChatEncoder:
-    """Encodes chat examples (from `formats.convert`) for one tokenizer. vocabulary: the number of tokens that have
-    embeddings in the model; None: all."""
+    """Encodes chat examples (from `formats.convert`) for one tokenizer. vocabulary: the number of tokens with an
+    embedding in the model; None: every token has one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None):
         if not tokenizer.is_fast:
             raise UnsupportedModel(
-                "the model has no fast tokenizer (tokenizer.json), which is needed to know the text of each token"
+                "the model has no fast tokenizer (tokenizer.json), which is needed to find the text of each token"
             )
         self.tokenizer, self._vocabulary = tokenizer, vocabulary
-        self.n_without_tools = 0  # examples whose tools the template left out
+        self.n_without_tools = 0  # number of examples whose tools the template did not render
         template = tokenizer.chat_template
         # The same template that engines render requests with.
         self._template = with_tools(template) if isinstance(template, str) else None
 
     def encode(self, example: dict[str, Any]) -> list[Tokens]:
-        """Rows of (token ids (n,) int32, trained (n,) bool): one for all trained turns, or one for each where the
-        template needs that. Raises BadRecord if the template refuses the example or drops a part of it, or if the model
-        has no embedding for a token: on a GPU the rank would fail with the error of a kernel."""
+        """Return rows of (token ids (n,) int32, trained (n,) bool): one row for all trained turns, or one per turn
+        where the template needs that. Raises BadRecord if the template refuses the example or drops a part of it, or if
+        a token has no embedding in the model: on a GPU a kernel of the rank would fail."""
         return [tokens for row in self.rows(example) for tokens in self._tokens(row)]
 
     def encode_whole(self, example: dict[str, Any]) -> Tokens:
-        """The example as one row. Raises BadRecord as `encode` does, and where the template needs several rows."""
+        """The example as one row. Raises BadRecord as `encode` does, and if the template needs several rows."""
         rows = self.encode(example)
         if len(rows) > 1:
             raise BadRecord(
@@ -95,8 +95,7 @@ class ChatEncoder:
         return rows[0]
 
     def encode_text(self, text: str) -> Tokens:
-        """A document as one row whose tokens are all trained, between the tokenizer's beginning and end of text. Raises
-        BadRecord."""
+        """Return a document as one row between begin and end tokens, with all tokens trained. Raises BadRecord."""
         begin = self.tokenizer("", verbose=False)["input_ids"][:1]
         begin = [token for token in begin if token == self.tokenizer.bos_token_id]
         end = [token for token in (self.tokenizer.eos_token_id,) if token is not None]
@@ -110,7 +109,7 @@ class ChatEncoder:
             text = render(messages, add_generation_prompt=True)
             bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
             if bare != messages and _try(render, bare, add_generation_prompt=True) == text:
-                raise BadRecord("has calls, which the model's chat template does not write")
+                raise BadRecord("has calls, which the model's chat template does not render")
             return text
 
         return np.array(self._tokenise(self._in_first_form(example, text_of))["input_ids"], dtype=np.int32)
@@ -128,12 +127,12 @@ class ChatEncoder:
 
     @cached_property
     def form(self) -> TurnForm:
-        """How the model's template begins and ends an answer."""
+        """Return how the model's template begins and ends an answer."""
         return turn_form(partial(self._render, self._forms[0]), self._stops, self.tokenizer.eos_token)
 
     @cached_property
     def _forms(self) -> tuple[_MessageForm, ...]:
-        """The forms of a message, in the order to try them. Raises BadRecord for a model without a chat template."""
+        """Message forms, in the order to try them. Raises BadRecord for a model without a chat template."""
         if not self.tokenizer.chat_template:
             raise BadRecord(
                 "is a conversation, and the model's tokenizer has no chat template: add chat_template.jinja to the "
@@ -153,8 +152,8 @@ class ChatEncoder:
         return tuple(partial(form, parts=False) for form in forms)
 
     def _tokens(self, row: Row) -> list[Tokens]:
-        """The row's tokens. One row for each turn where a token spans the end of a prompt and the beginning of its
-        answer: an engine's prompt ends within that token, and later prompts contain all of it."""
+        """Return the tokens of `row`; one row per turn if a token spans the end of a prompt and the start of its
+        answer: an engine's prompt ends within that token, but later prompts contain the whole token."""
         encoded = self._tokenise(row.text)
         ids = np.array(encoded["input_ids"], np.int32)
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
@@ -175,12 +174,12 @@ class ChatEncoder:
 
     @cached_property
     def _stop_tokens(self) -> list[str]:
-        """The added tokens. An engine can end an answer at any of them."""
+        """Return the added tokens; an engine can end an answer at any of these."""
         return [token for token in self.tokenizer.get_added_vocab() if token.strip()]
 
     def _in_first_form(self, example: dict[str, Any], make: Callable[[Render, list[dict[str, Any]]], Result]) -> Result:
-        """The result of `make` for the example's messages, in the first form that the template renders without a loss:
-        templates take calls in different forms. Raises BadRecord."""
+        """Return the result of `make` for the messages in the first form that the template renders completely:
+        templates expect calls in different forms. Raises BadRecord."""
         messages = [self._without_end(index, turn) for index, turn in enumerate(example["messages"])]
         forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
         refusals = []
@@ -192,8 +191,8 @@ class ChatEncoder:
         raise refusals[0]
 
     def _without_end(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
-        """The message without an end of turn after a trained answer: the template writes it. Raises BadRecord for an
-        end of turn within the text, where an engine would stop."""
+        """Return the message without an end-of-turn token after a trained answer, because the template adds one. Raises
+        BadRecord for an end-of-turn token within the text, where an engine would stop."""
         if message["role"] != "assistant" or message.get("weight", 1) == 0:
             return message
         text = message["content"]
@@ -208,7 +207,7 @@ class ChatEncoder:
 
     @cached_property
     def _ends(self) -> list[str]:
-        """The tokens that end the model's turn."""
+        """Return the tokens that end the model's turn."""
         ends = {token for token in self._stop_tokens if token in self.form.end}
         return sorted(ends | ({self.tokenizer.eos_token} if self.tokenizer.eos_token else set()))
 
@@ -223,7 +222,7 @@ class ChatEncoder:
         return encoded
 
     def _render(self, form: _MessageForm, messages: Sequence[dict[str, Any]], tools: Any = None, **options: Any) -> str:
-        """Raises BadRecord."""
+        """Render messages with the chat template. Raises BadRecord."""
         try:
             text = self.tokenizer.apply_chat_template(
                 [form(message) for message in messages],
@@ -241,11 +240,11 @@ class ChatEncoder:
 def _message_form(
     message: dict[str, Any], *, parts: bool, as_text: bool, bare: bool, short_ids: bool
 ) -> dict[str, Any]:
-    """A message in the form that a template takes.
+    """A message form that some templates need.
 
-    parts: content as a list of parts, for vision models. as_text: a call's arguments as text, which DeepSeek's template
-    concatenates; most templates apply tojson, which would quote a text twice. bare: null as the content of a message
-    that has only calls; some templates need it. short_ids: ids of nine letters, for Mistral."""
+    parts: content as a list of parts, for vision models. as_text: a call's arguments as text, for DeepSeek's template,
+    which concatenates; most templates apply tojson, which would quote text twice. bare: null as the content of a
+    message that has only calls. short_ids: call ids of nine letters, for Mistral."""
     result = {key: value for key, value in message.items() if key != "weight"}
     short = (lambda text: hashlib.sha256(text.encode()).hexdigest()[:9]) if short_ids else str
     if parts:
@@ -272,9 +271,9 @@ def _message_form(
 class TurnForm(NamedTuple):
     """How a template begins and ends an answer.
 
-    header: the text before an answer, cut from the answer if a generation prompt lacks it. tail: the text after the
-    last answer. blank: the white space after the tail. end: the text that is trained in place of the tail: the first
-    token that ends an answer or, without a tail, the marker of the next turn (GLM's "<|user|>"). eos: the tokenizer's
+    header: the text before an answer; cut from the answer if the generation prompt lacks it. tail: the text after the
+    last answer. blank: the white space after the tail. end: the text that is trained in place of the tail: the tail's
+    first token that ends an answer or, without a tail, the next turn's marker (GLM's "<|user|>"). eos: the tokenizer's
     end of text, at which every engine stops.
     """
 
@@ -286,8 +285,8 @@ class TurnForm(NamedTuple):
 
 
 def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> TurnForm:
-    """The form of the template behind `render`. stops: whether an engine can stop at a token of a text. eos: the
-    tokenizer's end of text, added where no engine could stop at the template's own end."""
+    """Return how the template behind `render` begins and ends an answer. stops: whether an engine can stop at a token
+    of a text. eos: the tokenizer's end of text, added if no engine could stop at the template's end."""
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
     system = {"role": "system", "content": "b"}
     # Some templates require a system prompt, or tools.
@@ -304,7 +303,7 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
     tail, blank = tail.rstrip(), tail[len(tail.rstrip()) :]
     end, marker = tail, re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
     if not within.startswith(tail) and marker and stops(marker[0]):
-        end = marker[0]  # the rest of the tail follows the last turn only, like Phi 3's <|endoftext|>
+        end = marker[0]  # the rest of the tail, like Phi 3's <|endoftext|>, follows the last turn only
     if not tail and (marker := _MARKER.match(within)):
         end = marker[1]
     end = _to_first(eos, end) if stops(end) else end + (eos or "")
@@ -312,13 +311,14 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
 
 
 def _to_first(eos: str | None, text: str) -> str:
-    """The text up to the first end of text, where every engine stops."""
+    """Return the text up to the first end-of-text token, at which every engine stops."""
     return text[: text.index(eos) + len(eos)] if eos and eos in text else text
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages under a template. render: has their tools too. stops: as in `turn_form`."""
+    """Messages rendered with one template. render: renders messages with the example's tools. stops: as in
+    `turn_form`."""
 
     render: Render
     messages: Messages
@@ -326,8 +326,8 @@ class Conversation:
     stops: Callable[[str], bool]
 
     def rows(self) -> list[Row]:
-        """One row for all trained turns that the whole conversation contains, and one for each other turn. Raises
-        BadRecord where the template drops a part of a trained turn."""
+        """Return one row for all trained turns that the whole conversation's text contains, and one row for each other
+        turn. Raises BadRecord where the template drops a part of a trained turn."""
         messages, whole = self.messages, self.render(self.messages)
         spans: list[tuple[int, int]] = []
         checked = 0
@@ -342,7 +342,7 @@ class Conversation:
                     raise BadRecord(_not_rendered(f"the text of messages[{number}], from {role!r},"))
             checked = index
             if index == len(messages) - 1 and whole.startswith(prompt):
-                whole = prompt + completion  # some templates leave the end of turn to the next message
+                whole = prompt + completion  # some templates write the end of turn only with the next message
             end = _end_of_turn(whole, prompt, completion, message)
             if end is None:
                 single.append(Row(prompt + completion, ((len(prompt), len(prompt) + len(completion)),)))
@@ -351,7 +351,7 @@ class Conversation:
         return single + ([Row(whole[: spans[-1][1]], tuple(spans))] if spans else [])
 
     def _turn(self, index: int) -> tuple[str, str]:
-        """Return (prompt, completion) of the assistant's turn `messages[index]`. Raises BadRecord."""
+        """Prompt and completion of the assistant's turn `messages[index]`. Raises BadRecord."""
         before, message = self.messages[:index], self.messages[index]
         thinks = any(kind == "reasoning" for kind, _ in _texts(message))
         rendered = self.render(self.messages[: index + 1])
@@ -367,31 +367,31 @@ class Conversation:
                 begin = context.rfind(generation) + len(generation) if generation and generation in context else 0
                 last_text = (before[-1].get("content") or "").strip()
                 if last_text and any(form[-20:] in context[begin:] for form in _spellings(last_text)):
-                    begin = 0  # it is the prompt of an earlier turn
+                    begin = 0  # the generation prompt belongs to an earlier turn
             elif thinks and _THOUGHT_CLOSED.search(prompt):
-                prompt = rendered[:begin]  # with thoughts on, the template has another prompt
+                prompt = rendered[:begin]  # with thoughts enabled, the template has another generation prompt
         if prompt is None or not begin:
-            # Without a prompt to compare with, compare with the same conversation and another answer.
+            # If no generation prompt matches, compare with the same conversation and another answer.
             begin = self._answer_begins(before, rendered)
             prompt = rendered[:begin] if prompt is None else prompt
         completion = self._with_end(index, rendered, rendered[begin:].removeprefix(self.form.header))
         completion = _to_first(self.form.eos, completion)
         missing = _missing(message, completion)
         if not missing and thinks and (_THOUGHT_CLOSED.search(prompt) or len(_THOUGHT_END.findall(completion)) > 1):
-            missing = "reasoning"  # an engine reads a second thought as the answer
+            missing = "reasoning"  # an engine would parse a second thought as part of the answer
         if missing:
             raise BadRecord(_not_rendered(f"{missing} in messages[{index}],"))
         return prompt, completion
 
     def _answer_begins(self, before: Messages, rendered: str) -> int:
-        """The place in `rendered` where the answer begins: the first difference from another answer's text."""
+        """Return the index in `rendered` where the answer begins: where another answer's text differs first."""
         other = _try(self.render, [*before, {"role": "assistant", "content": PROBE}])
         if other is None:
-            raise BadRecord("is rendered by the model's chat template so that the beginning of an answer is unclear")
+            raise BadRecord("is rendered by the model's chat template in a way that hides where an answer begins")
         return min(_common_length(other, rendered), other.rfind(PROBE))
 
     def _with_end(self, index: int, rendered: str, completion: str) -> str:
-        """`completion` with exactly one end of turn."""
+        """Return `completion` with exactly one end of turn."""
         form, stops = self.form, self.stops
         body = completion.rstrip() if form.tail else completion
         if form.tail and body.endswith(form.tail):
@@ -408,7 +408,7 @@ class Conversation:
         return body.removesuffix(form.blank) + (marker[1] if marker and stops(marker[1]) else form.end)
 
     def _closes(self, index: int, body: str) -> bool:
-        """Whether a turn of calls has its own end of turn (gpt-oss's <|call|>) after the end of its last call."""
+        """Return whether a turn with calls has an end of turn of its own (gpt-oss's <|call|>) after its last call."""
         last, messages = _last(body), self.messages[: index + 1]
         if not self.stops(last):
             return False
@@ -418,7 +418,7 @@ class Conversation:
 
 
 def _last(text: str) -> str:
-    """The marker or word at the end of a text."""
+    """Return the marker or word at the end of a text."""
     last = re.search(r"<[^\s<>]+>$|\S+$", text)
     return last[0] if last else ""
 
@@ -431,8 +431,8 @@ def _not_rendered(part: str) -> str:
 
 
 def _end_of_turn(whole: str, prompt: str, completion: str, message: dict[str, Any]) -> int | None:
-    """The place where the turn ends in the text of the whole conversation; None if that text has another form of the
-    turn. Earlier turns may lack the empty thought with which the last turn begins: then the rest of the turn counts."""
+    """Return the index where the turn ends in the whole conversation's text; None if the turn differs there. Earlier
+    turns may lack the empty thought with which the last turn begins: then the rest of the turn is compared."""
     head = whole[len(prompt) : len(prompt) + min(8, len(completion))] if whole.startswith(prompt) else ""
     for at in range(len(completion)) if head else ():
         if completion.startswith(head, at) and whole.startswith(rest := completion[at:], len(prompt)):
@@ -441,14 +441,14 @@ def _end_of_turn(whole: str, prompt: str, completion: str, message: dict[str, An
 
 
 def _common_length(first: str, second: str) -> int:
-    """The length of the common prefix, up to a whole marker: "<think>" and "<tool_call>" do not share "<"."""
+    """Return the length of the common prefix, cut at a marker: "<think>" and "<tool_call>" do not share "<"."""
     shared = os.path.commonprefix([first, second])
     within = re.search(r"<[^\s<>]*$", shared)
     return within.start() if within and len(shared) < min(len(first), len(second)) else len(shared)
 
 
 def _missing(message: dict[str, Any], completion: str) -> str | None:
-    """The name of a part of an assistant's message that its completion lacks; None if it lacks none."""
+    """Return the name of a part of an assistant's message that the completion lacks; None if all parts are in it."""
     before, rest = "", completion
     for kind, text in _texts(message):
         form = next((form for form in _spellings(text) if form in rest), None)
@@ -456,7 +456,7 @@ def _missing(message: dict[str, Any], completion: str) -> str | None:
             return kind
         skipped, _, rest = rest.partition(form)
         before += skipped
-    completion = before + rest  # without the message's texts, which may contain the name of a function
+    completion = before + rest  # search outside the message's own texts, which may contain the name of a function
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     for name, times in Counter(function["name"] for function in functions).items():
         if completion.count(name) < times:
@@ -478,14 +478,14 @@ def _texts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """The spellings of a text in templates."""
+    """Return the spellings that templates use for a text."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """The texts, keys and whole numbers of a call's arguments; templates write other values in several ways."""
+    """Return the texts, keys and integers of a call's arguments; templates spell other values in several ways."""
     if isinstance(value, str) or type(value) is int:
         yield str(value)
     elif isinstance(value, (dict, list)):
@@ -496,5 +496,5 @@ def _leaves(value: Any) -> Iterator[str]:
 def _try(render: Render, messages: Messages, **options: Any) -> str | None:
     try:
         return render(messages, **options)
-    except BadRecord:  # templates may insist on whole conversations
+    except BadRecord:  # some templates refuse incomplete conversations
         return None

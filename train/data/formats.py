@@ -1,7 +1,7 @@
 """Recognises the shapes of fine-tuning data by their keys and converts them to OpenAI's chat format. Pure.
 
-The table SHAPES has the keys of each shape, the function that reads it, and the keys that make a row unusable. Other
-keys are left out, and reports name them (train.data.records.Fields).
+The table SHAPES has each shape's keys, the function that reads a row of it, and the keys that make a row unusable.
+Other keys are ignored, and reports name these (train.data.records.Fields).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from train.data.records import BadRecord, Fields, NoAnswer, Record, Refuses, has
 
 SIDES = ("chosen", "rejected")
 OUTPUTS = ("preferred_output", "non_preferred_output")
-# Beginnings of turns in Anthropic's and OpenAssistant's texts.
+# Texts that begin a turn in Anthropic's and OpenAssistant's data.
 _DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \n]?")
 _MESSAGES_AS_TEXT = re.compile(r'\s*(?:\{\s*"(?:messages|conversations|role)"|\[\s*\{\s*"(?:role|from)")')
 _MORE = ("input", "context")
@@ -50,7 +50,7 @@ _MARKS = frozenset(
 
 
 def _is_mark(value: Any) -> bool:
-    """Whether a label marks an answer as good or bad; other labels name a class of texts."""
+    """Return whether a label marks an answer as good or bad; other labels name a class of texts."""
     if isinstance(value, str):
         return value.strip().lower() in _MARKS
     return isinstance(value, (bool, int, float)) and value in (-1, 0, 1)
@@ -102,7 +102,7 @@ class Example(NamedTuple):
 
     record: {"messages", "tools"?} of a chat, {"text"} of a document, {"sequences": [chat, chat]} of a pair,
     {"sequences": [chat], "label"} of a marked answer, or {"messages", "tools"?, "item"} of a prompt. left_out: names of
-    the keys that are not read, also in turns and calls: `source`, `messages[].id`."""
+    ignored keys, also in turns and calls: `source`, `messages[].id`."""
 
     shape: str
     record: Record
@@ -111,11 +111,11 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A row of the table.
+    """A shape in the table SHAPES.
 
-    name: for reports and methods; several shapes may share a name. needs: groups of keys; one key of each group must
-    have a value. has: keys that must exist, even without a value. refuses: keys that make a row unusable unless they
-    are read. marked: the row must mark the answer as good or bad. when: a further condition.
+    name: its name in reports and methods; several shapes may share one. needs: groups of keys; one key of each group
+    must have a value. has: keys that must exist, even without a value. refuses: keys that make a row unusable if
+    unread. marked: the row must mark the answer as good or bad. when: a further condition.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Shape:
     when: Callable[[Record], bool] = lambda record: True
 
     def fits(self, record: Record, has: Callable[[str], bool]) -> bool:
-        """has: whether the record has a key."""
+        """Return whether a record has this shape. has: tells whether the record has a key."""
         if self.marked and not any(_is_mark(record.get(key)) for key in MARKS):
             return False
         has_all = all(key in record for key in self.has) and all(any(map(has, group)) for group in self.needs)
@@ -135,7 +135,7 @@ class Shape:
 
 
 def convert(record: Any) -> Example:
-    """Convert a row of any known shape. Raises BadRecord."""
+    """Convert a row of any shape in SHAPES to an Example. Raises BadRecord."""
     shape = shape_of(record)
     with Fields(record, set(), refuses=shape.refuses) as fields:
         example = Example(shape.name, shape.read(fields), fields.left_out)
@@ -143,10 +143,10 @@ def convert(record: Any) -> Example:
 
 
 def shape_of(record: Any) -> Shape:
-    """Return the shape of a record, known by its keys. Raises BadRecord for one of no known shape."""
+    """Return a record's shape by its keys. Raises BadRecord if no shape fits the record."""
     if not isinstance(record, dict):
         raise BadRecord(f"is a {kind_of(record)}, expected a JSON object")
-    # First by keys with a value, then also by empty keys: reading such a row reports the empty key.
+    # First match keys with a value, then also empty keys: then reading the row reports the empty key.
     for has in (lambda key: has_value(record.get(key)), record.__contains__):
         for shape in SHAPES:
             if shape.fits(record, has):
@@ -178,7 +178,7 @@ def _chat(fields: Fields, turns: Any, name: str = "messages") -> Record:
 
 
 def _checked(messages: list[Record], request: Fields) -> Record:
-    """The chat record of messages and of the tools of their request. Raises BadRecord."""
+    """Return the chat record of checked messages, with the tools of their request. Raises BadRecord."""
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
         raise BadRecord("every assistant message has weight 0 (or train false), so there is nothing to learn")
     tools = read_tools(request)
@@ -198,20 +198,20 @@ def _answered(fields: Fields, question: tuple[str, ...], answer: tuple[str, ...]
         raise BadRecord(f"{name!r} is a {kind_of(value)}, expected a string or a list of messages")
     turns = _question_turns(fields, question)
     if last_role(turns) == "assistant":
-        raise BadRecord("the prompt ends with a message from 'assistant'; expected the turn that is answered")
+        raise BadRecord("the prompt ends with a message from 'assistant'; expected the turn to answer")
     if isinstance(value, str):
         value = [{"role": "assistant", "content": value, "reasoning_content": fields.text(*_THOUGHT)}]
     return _chat(fields, [*turns, *value])
 
 
 def _called(fields: Fields, question: tuple[str, ...]) -> Record:
-    """The answers are calls, as a list or as JSON text."""
+    """Read a row whose answers are calls, as a list or as JSON text."""
     answer = {"role": "assistant", "tool_calls": fields.take("answers")}
     return _chat(fields, [*_question_turns(fields, question), answer])
 
 
 def _question_turns(fields: Fields, question: tuple[str, ...]) -> list[Record]:
-    """The turns up to the question: a list of messages, or a text that another field may continue."""
+    """Return the turns up to the question, from a list of messages or from a text that another field may continue."""
     prompt, history = fields.take(*question), list(_history(fields))
     further = tuple(key for key in _MORE if key not in question)
     more = fields.take(*further)
@@ -219,7 +219,7 @@ def _question_turns(fields: Fields, question: tuple[str, ...]) -> list[Record]:
         prompt, more = more, None
     if isinstance(prompt, list):
         if has_value(more):
-            raise BadRecord("has a list of messages as the prompt and also a text; expected one of the two")
+            raise BadRecord("has both a list of messages and a text as the prompt; expected one of the two")
         return [*history, *map(untrained, prompt)]
     for value, names in ((prompt, question), (more, further)):
         if has_value(value) and not isinstance(value, str):
@@ -227,7 +227,7 @@ def _question_turns(fields: Fields, question: tuple[str, ...]) -> list[Record]:
     text = "\n".join(part for part in (prompt, more) if part)
     if not text.strip():
         keys = [key for key in (*question, *further) if key in fields.record]
-        raise BadRecord(f"has no prompt: nothing in {' and '.join(map(repr, keys))}")
+        raise BadRecord(f"has no prompt: no value in {' and '.join(map(repr, keys))}")
     return [*history, {"role": "user", "content": text}]
 
 
@@ -251,21 +251,21 @@ def _document(fields: Fields) -> Record:
 
 
 def _prompt(fields: Fields) -> Record:
-    """A conversation that the model answers in training. All further fields are the item, which a grader sees."""
+    """Read a conversation that the model answers in training; all other fields form the item for graders."""
     messages = read_messages(with_system(fields.take("messages"), fields), fields.left_out)
     if any("weight" in message for message in messages):
-        raise BadRecord("has a message with a 'weight'; nothing of a prompt is trained")
+        raise BadRecord("has a message with a 'weight'; no message of a prompt is trained")
     tools = read_tools(fields)
     fields.refuse()
     item = {name: value for name, value in fields.record.items() if name not in ("messages", "tools", "functions")}
     fields.unread.clear()
     if (size := len(orjson.dumps({**item, "messages": messages}))) > MAX_ITEM_BYTES:
-        raise BadRecord(f"is {size} bytes long; the limit for what a grader sees is {MAX_ITEM_BYTES}")
+        raise BadRecord(f"is {size} bytes long; the limit for an item that graders read is {MAX_ITEM_BYTES}")
     return {"messages": messages, **tools, "item": item}
 
 
 def _marked(fields: Fields, read: Callable[[Fields], Record]) -> Record:
-    """A chat that trains only the answer to its last question, with the mark of that answer."""
+    """Read a chat with a mark for the answer to its last question, the only answer that is trained."""
     mark = fields.take(*MARKS)
     if not isinstance(mark, (bool, int, float)) or mark not in (0, 1):
         raise BadRecord(f"{fields.name(*MARKS)!r} is {mark!r}; expected true for a good answer, false for a bad one")
@@ -278,7 +278,7 @@ def _marked(fields: Fields, read: Callable[[Fields], Record]) -> Record:
 
 
 def _train_from(messages: list[Record], first: int) -> bool:
-    """Train only the answers from this message on that have no weight 0; return whether there is any."""
+    """Train only answers from this message on whose weight is not 0; return whether any answer is trained."""
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             message["weight"] = int(index >= first and message.get("weight") != 0)
@@ -299,7 +299,7 @@ def _openai_preference(fields: Fields) -> Record:
 
 
 def _whole(fields: Fields, sides: list[list[Any]]) -> Record:
-    """Two whole conversations; the prompt is the turns that they share at the beginning."""
+    """Read two whole conversations; the turns that both share at the beginning are the prompt."""
     pairs = enumerate(zip(*sides, strict=False))
     shared = next((n for n, (a, b) in pairs if a != b), min(map(len, sides)))
     for name, side in zip(SIDES, sides, strict=True):
@@ -309,14 +309,14 @@ def _whole(fields: Fields, sides: list[list[Any]]) -> Record:
 
 
 def _two_texts(fields: Fields) -> Record:
-    """Two texts; the prompt is the text that they share at the beginning."""
+    """Read two texts; the text that both share at the beginning is the prompt."""
     _sides(fields)
     sides = [fields.record[name] for name in SIDES]
     if not all(isinstance(side, str) for side in sides):
         raise BadRecord("has no prompt: nothing that both outputs answer")
     shared = os.path.commonprefix(sides)
     if any(side[len(shared) : len(shared) + 1].isalnum() for side in sides):
-        shared = re.sub(r"\w+\Z", "", shared)  # no prompt ends within a word
+        shared = re.sub(r"\w+\Z", "", shared)  # cut the prompt at a word boundary
     shared = shared.rstrip()
     prompt = [{"role": "user", "content": shared}] if shared else []
     answers = [[{"role": "assistant", "content": side[len(shared) :]}] for side in sides]
@@ -324,7 +324,7 @@ def _two_texts(fields: Fields) -> Record:
 
 
 def _are_conversations(record: Record) -> bool:
-    """Whether both sides are whole conversations, which begin with the prompt if that is a list of messages."""
+    """Whether both sides are whole conversations, and begin with the prompt if the prompt is a list of messages."""
     sides, prompt = [_turns_of(record.get(name)) for name in SIDES], record.get("prompt")
     if not all(any(map(_is_prompt, side)) for side in sides):
         return False
@@ -336,7 +336,7 @@ def _is_prompt(turn: Any) -> bool:
 
 
 def _turns_of(side: Any) -> list[Any]:
-    """The turns of an output. A text is the answer, or contains all turns if it begins with "Human:"."""
+    """Return the turns of an output. A text is the answer, or contains all turns if it begins with "Human:"."""
     if not isinstance(side, str):
         return listed(side)
     if not side.lstrip().startswith("Human:"):
@@ -351,7 +351,7 @@ def _sides(fields: Fields) -> list[list[Any]]:
 
 
 def _output(fields: Fields, name: str) -> list[Any]:
-    """The turns of one side."""
+    """Return the turns of one side of a pair."""
     output = fields.take(name)
     if not has_value(output):
         raise NoAnswer(f"{name!r} is empty")
@@ -368,13 +368,13 @@ def _output(fields: Fields, name: str) -> list[Any]:
 def _preference(
     fields: Fields, prompt: Any, name: str, outputs: list[list[Any]], request: Fields | None = None
 ) -> Record:
-    """Two chats that train only their outputs, the preferred one first. request: the object with the tools; None: the
-    row."""
+    """Return two chats that train only their outputs, the preferred chat first. request: the object with the tools;
+    None: the row."""
     if not prompt:
         raise BadRecord("has no prompt: nothing that both outputs answer")
     before = read_messages(with_system(prompt, fields), fields.left_out, name)
     if before[-1]["role"] == "assistant":
-        raise BadRecord("the prompt ends with a message from 'assistant'; expected the turn that is answered")
+        raise BadRecord("the prompt ends with a message from 'assistant'; expected the turn to answer")
     n_calls = sum(len(message.get("tool_calls", ())) for message in before)
     after = []
     for side, output in zip(SIDES if request is None else OUTPUTS, outputs, strict=True):
@@ -418,8 +418,8 @@ _CONVERSATIONS = (
 )
 SHAPES: tuple[Shape, ...] = (
     Shape("preference", (("input",), OUTPUTS), _openai_preference, REFUSES, has=OUTPUTS),
-    # TRL's implicit prompts, Anthropic's dialogues; answers to a prompt (TRL, orca, alpaca) or to a conversation
-    # (ShareGPT); texts that begin alike.
+    # These are TRL's implicit prompts and Anthropic's dialogues; answers to a prompt (TRL, orca, alpaca) or to a
+    # conversation (ShareGPT); and texts with a common beginning.
     _pair(lambda fields: _whole(fields, _sides(fields)), when=_are_conversations),
     _pair(lambda fields: _preference(fields, _question_turns(fields, _QUESTION), "prompt", _sides(fields)), _ASKED),
     _pair(

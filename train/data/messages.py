@@ -1,4 +1,4 @@
-"""Reads the turns of a conversation, whose fields have many names, as messages of OpenAI's chat format."""
+"""Converts the turns of a conversation, whose fields have many names, to messages of OpenAI's chat format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.data.records import (
     quoted,
 )
 
-# The time of a template may grow with the square of the number of messages; no context holds as many.
+# Rendering time may grow with the square of the number of messages; no context has space for so many.
 MOST_MESSAGES = 8192
 WEIGHT = ("weight", "train", "loss", "trainable", "training", "loss_mask", "loss_scale")
 CALLS = ("tool_calls", "function_call")
@@ -60,13 +60,12 @@ TURN_REFUSES: Refuses = {
 
 
 def read_messages(turns: Any, left_out: set[str], name: str = "messages", n_calls: int = 0) -> list[Record]:
-    """Messages with the fields that training reads; each call has an id, each result that of its call. Raises
-    BadRecord.
+    """Return messages with the fields that training reads; each result has the id of its call. Raises BadRecord.
 
     Args:
         left_out: as in `Fields`.
         name: the place of the turns in the row.
-        n_calls: the number of calls in earlier messages.
+        n_calls: the number of tool calls in earlier messages.
     """
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"{name!r} must be a list with at least one message")
@@ -89,7 +88,7 @@ def read_messages(turns: Any, left_out: set[str], name: str = "messages", n_call
             is_bare = not message["content"] and message.keys() <= {"role", "content", "tool_calls", "weight"}
             joins = last.get("role") == "assistant" and message.get("weight") == last.get("weight")
             if _role_in(turn) in _CALL_ROLES and is_bare and joins:
-                # Several calls, or a text and its calls, are one answer of the model.
+                # Consecutive calls, or a text and its calls, form one answer of the model.
                 last["tool_calls"] = [*last.get("tool_calls", ()), *unanswered]
                 unanswered = list(last["tool_calls"])
                 continue
@@ -98,8 +97,8 @@ def read_messages(turns: Any, left_out: set[str], name: str = "messages", n_call
 
 
 def with_system(turns: Any, fields: Fields) -> Any:
-    """The turns after the system prompt, which a row may have in its own field. Raises BadRecord if the turns have
-    another system prompt."""
+    """Return the turns, beginning with the system prompt if the row has one in a separate field. Raises BadRecord if
+    the turns have another system prompt."""
     text = fields.text("system", "system_prompt")
     if text is None:
         return turns
@@ -112,7 +111,7 @@ def with_system(turns: Any, fields: Fields) -> Any:
 
 
 def untrained(turn: Any) -> Any:
-    """A turn of a prompt, with the weight 0 if it is an answer without a weight: a row trains its completion only."""
+    """Return a prompt's turn; an answer without a weight gets weight 0, because a row trains only its completion."""
     if role_of(turn) != "assistant" or any(turn.get(key) is not None for key in WEIGHT):
         return turn
     return {**turn, "weight": 0}
@@ -123,12 +122,12 @@ def last_role(turns: Any) -> str | None:
 
 
 def role_of(turn: Any) -> str | None:
-    """One of system, user, assistant and tool; None for an unknown role."""
+    """Return system, user, assistant or tool; None for an unknown role."""
     return _ROLES.get(_role_in(turn))
 
 
 def _role_in(turn: Any) -> str:
-    """The role as the turn names it, in lower case."""
+    """Return the role as the turn spells it, in lower case."""
     if not isinstance(turn, dict):
         return ""
     role = turn.get("from") if turn.get("role") is None else turn["role"]
@@ -227,7 +226,7 @@ def _call(call: Any, left_out: set[str], where: str, number: int) -> Record:
 
 
 def _arguments(value: Any, name: str, where: str) -> str:
-    """The arguments as the JSON text of an object, also if they were encoded twice. Raises BadRecord."""
+    """Return the arguments as the JSON text of an object, even if they were encoded twice. Raises BadRecord."""
     where, text = f"{where}, arguments of {name[:60]!r}", None
     while isinstance(value, str) and value.strip():
         text, value = value, _json(value, where)
@@ -239,7 +238,7 @@ def _arguments(value: Any, name: str, where: str) -> str:
 
 
 def drop_padded_arguments(messages: list[Record], tools: list[Record]) -> None:
-    """Drop null arguments that no tool defines: tables pad each call with the columns of all others."""
+    """Drop null arguments that no tool defines: a table pads each call with the arguments of all other calls."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
         arguments = loads(function["arguments"].encode())
@@ -251,8 +250,8 @@ def drop_padded_arguments(messages: list[Record], tools: list[Record]) -> None:
 
 
 def _find_call(message: Record, unanswered: list[Record], where: str) -> None:
-    """Give a result without an id that of its call: of the next call without a result, with the result's name if it has
-    one."""
+    """Give a result without an id the id of its call: the next call without a result, of the same name if the result
+    has a name."""
     identity, name = message.get("tool_call_id"), message.get("name")
     if identity is None:
         matches = [call for call in unanswered if name is None or call["function"]["name"] == name]
@@ -274,8 +273,8 @@ def _json(text: str, where: str) -> Any:
 
 
 def read_tools(fields: Fields) -> Record:
-    """{"tools"} of a row, from a list or its JSON text, under either of OpenAI's names; {} without tools. Functions
-    without an envelope get one. Raises BadRecord."""
+    """Return {"tools"} of a row, from a list or its JSON text under either of OpenAI's names; {} without tools. Bare
+    functions get {"type": "function"} around them. Raises BadRecord."""
     tools, key = fields.take("tools", "functions"), fields.name("tools", "functions")
     if isinstance(tools, str):
         tools = _json(tools, repr(key)) if tools.strip() else []
@@ -305,7 +304,7 @@ def _tool(tool: Any, where: str) -> Record:
 
 
 def _without_null(value: Any) -> Any:
-    """A tool's definition without the null keys with which tables pad it."""
+    """Return a tool's definition without the null keys with which tables pad it."""
     if isinstance(value, dict):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value

@@ -1,10 +1,10 @@
 """Packs examples into rows and orders the rows, which determines the tokens of each step. Pure numpy.
 
 Rules
-- Packs depend only on the lengths, their order only on (seed, epoch), a step only on its number. Nothing depends on
-  the world size, so a run may change it between steps.
-- A row holds whole examples only. Attention stays within a sequence (`Row.segments`), and positions restart with each,
-  so packing changes the speed and not the loss.
+- Packs depend only on lengths, the order of packs only on (seed, epoch), a step only on its number. Nothing depends on
+  the world size, so a run may change the world size between steps.
+- A row holds whole examples only. Attention stays within a sequence (`Row.segments`), and positions restart with each
+  sequence, so packing changes speed but not the loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from train.plan.auto import ROW_MULTIPLE, best_fit
 
 
 def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True) -> list[np.ndarray]:
-    """Groups of example indices whose lengths sum to at most `capacity` tokens, by best fit decreasing in O(n log n).
+    """Group example indices so that lengths sum to at most `capacity` tokens, by best fit decreasing in O(n log n).
     lengths: (n,) int, each at most `capacity`. Without packing each example is a group."""
     if not packing:
         return [np.array([index]) for index in range(len(lengths))]
@@ -31,8 +31,8 @@ def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True) -> l
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Packs in steps of `batch_size`, shuffled for each epoch, which has every pack once. Packs of a further epoch fill
-    up the last step, and do not count."""
+    """Assigns packs to steps of `batch_size`, shuffled for each epoch, which has every pack once. Packs of a further
+    epoch fill up the last step; their loss does not count."""
 
     n_packs: int
     batch_size: int
@@ -45,11 +45,11 @@ class StepPlan:
         return -(-self.n_packs * self.n_epochs // self.batch_size)
 
     def epoch_end_steps(self) -> list[int]:
-        """The number of steps up to the end of each epoch; the last is `total_steps`."""
+        """Return the number of steps up to the end of each epoch; the last number is `total_steps`."""
         return [-(-self.n_packs * epoch // self.batch_size) for epoch in range(1, self.n_epochs + 1)]
 
     def validates(self, step: int, every: int) -> bool:
-        """Whether a validation follows after `step` steps: after each `every` steps, for 0 after each epoch, and always
+        """Whether a validation follows `step` steps: after every `every` steps (after each epoch if `every` is 0), and
         after the last step."""
         return step == self.total_steps or (step % every == 0 if every else step in self.epoch_end_steps())
 
@@ -61,22 +61,22 @@ class StepPlan:
         return np.array([orders[int(e)][p % self.n_packs] for e, p in zip(epochs, positions, strict=True)])
 
     def counted(self, step: int) -> int:
-        """The number of packs of this step that count, the first ones; the others fill up the step."""
+        """Return how many packs of this step count towards the loss; later packs only fill up the step."""
         return min(self.batch_size, self.n_packs * self.n_epochs - step * self.batch_size)
 
     def learnt_in_step(self, step: int) -> np.ndarray:
-        """The packs of this step that count."""
+        """Return the packs of this step that count towards the loss."""
         return self.packs_of_step(step)[: self.counted(step)]
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[tuple[int, np.ndarray]]:
-        """(number within the step, pack indices) of each micro-batch of `rank`."""
+        """Return (number within the step, pack indices) of each micro-batch of `rank`."""
         packs = self.packs_of_step(step).reshape(-1, self.micro_batch)
         return [(number, packs[number]) for number in range(rank, len(packs), world_size)]
 
 
 @lru_cache(maxsize=4)
 def _shuffled(n_packs: int, seed: int, epoch: int) -> np.ndarray:
-    """The packs of an epoch in their order. Cached: for a million packs it takes 40 ms, several times in each step."""
+    """Shuffle the packs of an epoch. Cached: a million packs take 40 ms, several times in each step."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(n_packs)
 
 
@@ -85,16 +85,16 @@ class Row:
     """One micro-batch as a single row of tokens.
 
     input_ids, position_ids: (tokens,) int64. predict_at, labels: (n,) int64, the positions whose next token is trained,
-    and that token. segments: (start, end) of each sequence; the padding of a pack is a segment without labels.
+    and these next tokens. segments: (start, end) of each sequence; the padding of a pack is a segment without labels.
     sequence_sizes: the number of labels of each sequence, in the order of `labels`. reference: (sequences,) float32,
     log-probabilities in the starting model; None where they are unknown. weight: 1, or 0 for a row that only fills up a
     step, so that all ranks compute equally many rows. marks: the loss mask of each sequence's first token. No loss uses
-    that token, so the mask may carry a label of the example (KTO).
+    that token, so its mask may encode the example's label (KTO).
 
     For answers that the model sampled: advantages: (n,) float32, how much better than expected each label is. sampled:
-    (n,) float32, its log-probability when it was sampled. allowed: returns (n, words) int32, a bit for each token of
-    the vocabulary that could have been sampled in place of the label; None: all tokens. Called for each row and not
-    kept: it takes 20 KB for each label.
+    (n,) float32, each label's log-probability when it was sampled. allowed: returns (n, words) int32, a bit per
+    vocabulary token, set if that token could have been sampled in place of the label; None: all tokens. Computed per
+    row and not stored: a label takes 20 KB.
     """
 
     input_ids: np.ndarray
@@ -103,7 +103,7 @@ class Row:
     labels: np.ndarray
     segments: tuple[tuple[int, int], ...]
     sequence_sizes: tuple[int, ...]
-    n_tokens: int  # without padding
+    n_tokens: int  # number of tokens without padding
     reference: np.ndarray | None = None
     weight: float = 1.0
     marks: tuple[bool, ...] = ()
@@ -114,11 +114,11 @@ class Row:
 
 @dataclass(frozen=True)
 class StepData:
-    """A rank's data of one step.
+    """A rank's data for one step.
 
-    rows: (number within the step, row) of the rank's micro-batches. denominator: divides the loss. tokens: the number
-    of all tokens of the step, trained or not. figures: further data of the step's event. waited: seconds of waiting for
-    the data, by part. All but `rows` are the same on every rank.
+    rows: (number within the step, row) of the rank's micro-batches. denominator: divisor of the loss. tokens: number of
+    all tokens in the step, trained or not. figures: further fields of the step's event. waited: seconds spent waiting,
+    by cause. All fields but `rows` are the same on every rank.
     """
 
     rows: list[tuple[int, Row]]
@@ -129,8 +129,8 @@ class StepData:
 
 
 def part_of(row: Row, index: int, parts: int) -> Row:
-    """Part `index` of the row's tokens, with the labels in it. `segments` are still those of the whole row, which
-    attention sees (Ulysses)."""
+    """Return part `index` of the row's tokens, with the labels in that part. `segments` stay the whole row's, because
+    attention runs over the whole row (Ulysses)."""
     each = len(row.input_ids) // parts
     first = index * each
     inside = (first <= row.predict_at) & (row.predict_at < first + each)
@@ -146,8 +146,8 @@ def part_of(row: Row, index: int, parts: int) -> Row:
 
 
 def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool) -> Row:
-    """Lay out packs of (token ids, loss mask) sequences one after the other. The first token of a sequence is never
-    predicted, because nothing precedes it. capacity: tokens to which each pack is padded; without packing a pack is
+    """Join packs of (token ids, loss mask) sequences into one row. The first token of a sequence is never predicted,
+    because nothing precedes it. capacity: length in tokens to which each pack is padded; without packing, packs are
     padded to a multiple of ROW_MULTIPLE."""
     ids, positions, learn, segments, sizes, marks, n_tokens = [], [], [], [], [], [], 0
     offset = 0

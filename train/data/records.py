@@ -1,7 +1,7 @@
-"""Cuts a data file into its examples, parses each, and reports errors by the lines of the file.
+"""Splits a data file into its examples, parses each example, and reports errors by line of the file.
 
 A hostile file costs no more than a good one: lines have a limit and are parsed one by one, and a JSON array, which is
-parsed whole, has a limit too. The error for a file of another format has the command that converts it to JSON lines.
+parsed whole, has a limit too. For a file in another format, the error has a command that converts it to JSON lines.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DELIMITERS = ((b"\t", "TSV", ", sep='\\t'"), (b",", "CSV", ""), (b";", "CSV", "
 _OF_A_TURN = ({"role", "from"}, {"content", "value", "tool_calls", "function_call"})
 _TURNS = ("messages", "conversations", "conversation")
 
-# A string, or a bare NaN outside strings. Possessive: linear in the text.
+# A string, or a bare NaN outside strings. Possessive repetitions keep the time linear in the text.
 _STRING_OR_NAN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\bNaN\b', re.DOTALL)
 _ESCAPED_COLON = re.compile(rb"\\u003a", re.IGNORECASE)
 _PYTHON = re.compile(r"'|None\b|True\b|False\b")
@@ -75,11 +75,11 @@ Line = tuple[int, bytes | BadRecord]
 
 
 def parse(raw: bytes) -> Any:
-    """The JSON value of one example; a conversation that is a bare list becomes a record. Raises BadRecord."""
+    """Return the JSON value of one example; a conversation that is a bare list becomes a record. Raises BadRecord."""
     record = loads(raw)
     for key in _TURNS if isinstance(record, dict) else ():
         if isinstance(text := record.get(key), str) and text.lstrip().startswith("["):
-            record[key] = loads(text.encode())  # tables store it as text
+            record[key] = loads(text.encode())  # tables store a list of turns as JSON text
     return {"messages": record} if _is_conversation(record) else record
 
 
@@ -92,8 +92,8 @@ def _is_conversation(value: Any) -> bool:
 
 
 def examples(file: BinaryIO) -> Iterator[Line]:
-    """Yield the examples of JSONL or of a JSON array: a BadRecord for an example that is too big, a BadFile at a place
-    from which no more can be read."""
+    """Yield the examples of JSONL or of a JSON array; a BadRecord for an example that is too big, and a BadFile where
+    reading must stop."""
     try:
         file.seek(0)
         if foreign := foreign_file(file):
@@ -119,8 +119,8 @@ def examples(file: BinaryIO) -> Iterator[Line]:
 
 
 def _array(file: BinaryIO) -> list[Any] | None:
-    """The elements of a file that is one JSON array; None for lines. Raises BadRecord for an unreadable array and for
-    objects over several lines."""
+    """Return the elements of a file that is one JSON array; None for JSON lines. Raises BadRecord for an unreadable
+    array and for objects over several lines."""
     first = b""
     while not first and (line := file.readline(MAX_EXAMPLE_BYTES + 1)):
         first = _bare(line)
@@ -132,7 +132,7 @@ def _array(file: BinaryIO) -> list[Any] | None:
                 parse(_bare(file.readline(MAX_EXAMPLE_BYTES + 1)))
                 return None  # only the first line is broken
             raise BadRecord(
-                "the first line ends within an object, so no other was checked; expected a whole example on each line "
+                "the first line ends within an object, so no other line was checked; expected one example per line "
                 "(for objects over several lines: jq -c . FILE > train.jsonl)"
             ) from None
         if not first.startswith(b"["):
@@ -144,7 +144,7 @@ def _array(file: BinaryIO) -> list[Any] | None:
             ) from None
         file.seek(0)
         value = loads(_bare(file.read()))
-    if not isinstance(value, list) or any(map(_bare, file)):  # several lists are lines
+    if not isinstance(value, list) or any(map(_bare, file)):  # several lists are JSON lines, not one array
         return None
     return [value] if _is_conversation(value) else value
 
@@ -157,8 +157,8 @@ def _bare(raw: bytes) -> bytes:
 
 
 def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
-    """The kind of a file that is neither JSON lines nor a JSON array, and the command that converts it; None for other
-    files. Leaves the file at its beginning."""
+    """Return the kind of a file that is neither JSON lines nor a JSON array, and the command that converts the file;
+    else None. Afterwards the file is at its beginning."""
     head = file.read(4096)
     file.seek(0)
     for beginning, kind, command in _BEGINNINGS:
@@ -176,8 +176,7 @@ def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
 
 
 def loads(raw: bytes) -> Any:
-    """The JSON value of a text: UTF-8, at most MAX_DEPTH levels, no key twice in an object, NaN as null. Raises
-    BadRecord."""
+    """Parse JSON: UTF-8, at most MAX_DEPTH levels, no key twice in an object, NaN as null. Raises BadRecord."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -186,18 +185,18 @@ def loads(raw: bytes) -> Any:
         if without == raw:
             raise BadRecord(_why_not_json(raw, error)) from None
         return loads(without)
-    # Few records have enough brackets to be too deep; walking through all of them would take long.
+    # Measure the depth only of records with many brackets: walking through every record would take long.
     if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_exceeding(value, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
-    # orjson keeps the last of two equal keys. Each key has a colon, so a lost key shows in the number of colons, unless
-    # a string has an escaped colon.
+    # orjson drops the first of two equal keys. Each key has a colon, so too many colons reveal a lost key, unless a
+    # string has an escaped colon.
     if raw.count(b":") != orjson.dumps(value).count(b":") or _ESCAPED_COLON.search(raw):
         json.loads(raw, object_pairs_hook=_refuse_twice)
     return value
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
-    """Raises BadRecord for an object that has a key twice."""
+    """Raise BadRecord for an object that has a key twice."""
     if len(dict(pairs)) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise BadRecord(f"has the key {key[:60]!r} twice in one object; only one of the two values can be meant")
@@ -224,7 +223,7 @@ def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
         return "has several JSON values on one line; expected one example on each: jq -c . FILE > train.jsonl"
     if rest.startswith("Infinity"):
         return f"has Infinity at character {error.pos + 1}, which JSON does not know; expected a number or null"
-    # orjson's own message names a line within the example, which a reader would take for a line of the file.
+    # orjson's message names a line within the example, which a reader would mistake for a line of the file.
     return f"is not valid JSON ({error.msg} at character {error.pos + 1})"
 
 
@@ -232,7 +231,7 @@ def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a JSON value, as an error names it."""
+    """Return the name of a JSON value's type for errors."""
     names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
@@ -243,7 +242,7 @@ def quoted(value: Any) -> str:
 
 
 def has_value(value: Any) -> bool:
-    """Whether the value is anything but null or an empty string, list or object."""
+    """Whether the value is neither null nor an empty string, list or object."""
     return value is not None and (bool(value) or not isinstance(value, (str, list, dict)))
 
 
@@ -252,12 +251,12 @@ def listed(value: Any) -> list[Any]:
 
 
 class Fields:
-    """One object of a row, in a `with`. At its end, fields that were not taken are refused or reported as left out.
+    """One object of a row; use in a `with`, which at its end refuses unread fields or reports them as ignored.
 
     Args:
-        left_out: receives the names of fields that are left out: `source`, `messages[].id`.
+        left_out: receives the names of ignored fields: `source`, `messages[].id`.
         where: the object's place in the row: `messages[3]`; "" for the row itself.
-        refuses: by key, a test for values that make the row unusable, and the reason.
+        refuses: for each key, a test for values that make the row unusable, and the reason.
     """
 
     def __init__(self, record: Record, left_out: set[str], where: str = "", refuses: Refuses | None = None):
@@ -273,14 +272,14 @@ class Fields:
             self.left_out.update(f"{self._path}{key}" for key, value in self.unread.items() if has_value(value))
 
     def refuse(self) -> None:
-        """Raises BadRecord for an unread field that the object must not have."""
+        """Raise BadRecord for an unread field that the object must not have."""
         for key, value in self.unread.items():
             if key in self._refuses and self._refuses[key][0](value):
                 raise BadRecord(f"{self._prefix}has {key!r}: {self._refuses[key][1]}")
 
     def take(self, *names: str) -> Any:
-        """The value of a field with several names; None without a value. Raises BadRecord if two names have different
-        values."""
+        """Return the value of a field with several names; None without a value. Raises BadRecord if two names have
+        different values."""
         for name in names:
             self.unread.pop(name, None)
         first, *others = [name for name in names if has_value(self.record.get(name))] or [self.name(*names)]
@@ -292,7 +291,7 @@ class Fields:
         return self.record.get(first)
 
     def text(self, *names: str) -> str | None:
-        """As `take`; None for an empty value. Raises BadRecord for a value that is not a string."""
+        """Return the value like `take`, but None for an empty value. Raises BadRecord if it is not a string."""
         value = self.take(*names)
         if not has_value(value):
             return None
@@ -301,6 +300,6 @@ class Fields:
         return value
 
     def name(self, *names: str) -> str:
-        """The name under which the object has a value, else the first of its names that is a key."""
+        """Return the name under which the object has a value, else the first name that is a key."""
         full = (name for name in names if self.record.get(name) is not None)
         return next(full, next((name for name in names if name in self.record), names[0]))

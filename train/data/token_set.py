@@ -1,9 +1,9 @@
-"""Stores a job's data as tokens on disk: the check of the data writes them, every rank maps them.
+"""Stores a job's data as tokens on disk: the data check writes the files, every rank maps them.
 
-A record of the file gives one row or several (train.data.chat). Each is an example of the set: one sequence of tokens,
-or as many as the training method needs, which stay together. A set is the directory `tokens/<file>/` beside the file,
-with tokens (int32) and learnt (bool), both raw, offsets.npy (int64, sequences + 1) and facts.json. Sequences are stored
-whole; opening a set cuts them to max_length, and documents into pieces.
+A record of the file gives one row or several (train.data.chat). Each row is an example of the set: one sequence of
+tokens, or as many sequences as the training method needs, which stay together. A set is the directory `tokens/<file>/`
+beside the file, with tokens (int32) and learnt (bool), both raw, offsets.npy (int64, sequences + 1) and facts.json.
+Sequences are stored uncut; opening a set cuts sequences to max_length, and splits documents into pieces.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENS = "tokens"
 
 
 class Rows(Protocol):
-    """The training method of a set (train.methods.method)."""
+    """The parts of a training method that a set uses (train.methods.method)."""
 
     sequences: int
 
@@ -47,13 +47,13 @@ class Rows(Protocol):
 
 
 def tokens_of(path: str | Path) -> Path:
-    """The directory of the set of a job's data file, which never changes."""
+    """Return the directory of the token set for a job's data file, which never changes."""
     return Path(path).parent / TOKENS / Path(path).name
 
 
 class TokenWriter:
-    """Writes the set of a file, record by record, in a `with`, which removes an unfinished set. The next writer of the
-    file removes what a crash left."""
+    """Writes a file's set record by record, in a `with`, which removes an unfinished set. After a crash, the file's
+    next writer removes the remains."""
 
     def __init__(self, path: Path):
         self._directory = tokens_of(path)
@@ -82,7 +82,7 @@ class TokenWriter:
                 self._digest.update(part.tobytes())
 
     def finish(self, encoder: ChatEncoder, model: Path) -> None:
-        """Put the complete set in its place. model: the directory of the tokenizer."""
+        """Move the complete set to its final directory. model: the directory with the tokenizer."""
         for file in self._files:
             file.close()
         offsets = np.cumsum(np.array(self._lengths, np.int64))
@@ -98,7 +98,7 @@ class TokenWriter:
         }
         (self._folder / "facts.json").write_bytes(orjson.dumps(facts))
         for path in (*self._folder.iterdir(), self._folder):
-            sync(path)  # a queued job survives a loss of power
+            sync(path)  # so that the set of a queued job survives a power cut
         shutil.rmtree(self._directory, ignore_errors=True)
         os.rename(self._folder, self._directory)
 
@@ -107,10 +107,10 @@ class TokenSet:
     """The examples of a data file as tokens, grouped into packs. Read-only, shared through the page cache by all ranks
     of a node.
 
-    Sequences longer than `max_length` tokens are cut. Examples without a trained token after the cut are dropped, and
-    prompts that would be cut. packs: indices of the examples of each. reference: (examples, sequences) float32,
-    log-probabilities in the starting model, once they are known (train.trainer.train). digest: of all tokens and their
-    loss mask. ends: tokens that end an answer. Raises UnsupportedModel where the check could not write tokens,
+    Sequences longer than `max_length` tokens are cut. Examples without a trained token after the cut, and prompts that
+    are too long, are dropped. packs: example indices of each pack. reference: (examples, sequences) float32,
+    log-probabilities in the starting model, once computed (train.trainer.train). digest: a hash of all tokens and their
+    loss mask. ends: tokens that end an answer. Raises UnsupportedModel if the check wrote no tokens,
     InvalidTrainingData without any example.
     """
 
@@ -139,7 +139,7 @@ class TokenSet:
         lengths = self._lengths = np.diff(self._edges).sum(axis=(1, 2))
         self.packs = plan_packs(lengths, self.capacity, packing=packing)
         if not self.packs:
-            raise InvalidTrainingData(f"no example of {name} has anything to learn within max_length {max_length}")
+            raise InvalidTrainingData(f"no example of {name} has a trained token within max_length {max_length}")
         self._labels = np.array([labels[pack].sum() for pack in self.packs], np.int64)
 
     @property
@@ -163,12 +163,12 @@ class TokenSet:
         return sum(int(self._lengths[self.packs[pack]].sum()) for pack in packs)
 
     def tokens_of(self, index: int) -> np.ndarray:
-        """The tokens of an example of one sequence, (n,) int32."""
+        """Return the tokens (n,) int32 of an example that is a single sequence."""
         ((ids, _),) = self._example(index)
         return np.asarray(ids)
 
     def row(self, packs: np.ndarray) -> Row:
-        """One micro-batch of these packs."""
+        """Build one micro-batch from these packs."""
         examples = [[part for index in self.packs[pack] for part in self._example(index)] for pack in packs]
         row = build_row(examples, self.capacity, self._pad_id, packing=self._packing)
         if self.reference is None:
@@ -180,15 +180,15 @@ class TokenSet:
         return [(self._tokens[begin:end], self._learnt[begin:end]) for begin, end in self._edges[index]]
 
     def _labels_of_sequences(self) -> np.ndarray:
-        """(examples, sequences): the number of trained tokens, without the first token, which is never predicted."""
+        """Count trained tokens, (examples, sequences), without each first token, which is never predicted."""
         edges = self._edges.reshape(-1, 2)
-        learnt = np.asarray(self._learnt)  # slices of a memmap cost ten times as much
+        learnt = np.asarray(self._learnt)  # slicing a memmap takes ten times as long
         counts = [np.count_nonzero(learnt[begin + 1 : end]) for begin, end in edges.tolist()]
         return np.array(counts, np.int64).reshape(-1, self.sequences)
 
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: Path) -> list[int]:
-    """The tokens at which engines end an answer of the model in this directory."""
+    """Return the tokens at which engines end an answer of the model in this directory."""
     own = None
     with suppress(OSError, ValueError):  # without a readable file, engines read config.json
         own = json.loads((model / FILE).read_bytes())
@@ -197,9 +197,9 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: Path) -> list[int]:
 
 
 def _pieces(documents: np.ndarray, max_length: int) -> np.ndarray:
-    """(pieces, 1, 2): the beginning and end of pieces of at most `max_length` tokens. The first token of a row is never
-    predicted, so each piece begins with the last token of the piece before: every token but the first is predicted
-    once."""
+    """Split documents into pieces of at most `max_length` tokens; return (pieces, 1, 2) begins and ends. A row's first
+    token is never predicted, so each piece begins with the last token of the piece before: every token but the first is
+    predicted once."""
     edges = [
         (at, min(at + max_length, end))
         for begin, end in documents.tolist()

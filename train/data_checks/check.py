@@ -1,9 +1,9 @@
-"""Checks a data file before any device is taken: reads its examples, writes them for a job, counts their tokens, and
-reports repeats, overlap with the validation file and personal data. No torch. Memory is bounded by the compared texts:
-a hostile file costs no more than a good one (train.data.records).
+"""Checks a data file before any device is taken: reads the file's examples, writes them for a job, counts tokens, and
+reports repeats, overlap with the validation file and personal data. No torch. The compared texts bound the memory: a
+hostile file costs no more than a good file (train.data.records).
 
-Texts are compared by hashes of their runs of words (n-grams). Personal data and secrets are recognised by their form
-and checksum; names and addresses, which have no fixed form, are not.
+Texts are compared by hashes of word n-grams. Personal data and secrets are recognised by form and checksum; names and
+addresses have no fixed form and are not recognised.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from train.data.formats import TEXT, Example, convert, shape_of
 from train.data.records import BadFile, BadRecord, Line, NoAnswer, Record, examples, parse
 
 MAX_LISTED_ERRORS = 100
-# The check stops after this many bad examples: a file may have a billion.
+# The check stops after this many bad examples, because a file may have a billion of them.
 MAX_COUNTED_ERRORS = 10_000
 # A reason may quote a key or a role of the file, which may be as long as an example.
 MAX_REASON_CHARACTERS = 300
 MIN_EXAMPLES = 10
-# Keys that are left out: how many a report names, and the characters of each.
+# Limits of a report: how many ignored keys it names, and the characters of each name.
 MAX_LEFT_OUT, _MAX_NAME = 30, 60
 # The number of examples whose tokens are counted; the tokens of later ones are estimated, corrected by the first.
 COUNTED_EXAMPLES = 2000
 
-_SHAPE_EXAMPLES = 100  # first examples, which decide the shape of a file
-_BYTES_PER_TOKEN = 3.5  # of English text in a common byte-pair vocabulary; only for estimates
-_TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
+_SHAPE_EXAMPLES = 100  # this many first examples decide the shape of a file
+_BYTES_PER_TOKEN = 3.5  # English text in a common byte-pair vocabulary; only for estimates
+_TOKENS_PER_MESSAGE = 5  # for the role and the delimiters of a chat template; only for estimates
 
 Count = Callable[[Record], list[list[int]]]
 Refuses = Callable[[str], str | None]
@@ -52,11 +52,11 @@ Refuses = Callable[[str], str | None]
 class DataReport:
     """The content of a data file, with tokens counted or estimated (`check_training_file`).
 
-    n_rows: trained rows, more than examples where the model's template needs a row for each turn. n_tokens_by_size: the
-    estimate from the bytes of the examples, with one row each. longest_example_tokens: of the longest sequence.
-    example_tokens: of each of the first COUNTED_EXAMPLES rows. errors: the first MAX_LISTED_ERRORS of `n_errors` (line,
-    reason) pairs; counting stops at MAX_COUNTED_ERRORS. warnings: possible faults. notes: conversions. left_out: the
-    number of examples with each key that was not read."""
+    n_rows: trained rows, more than examples where the model's template needs a row for each turn. n_tokens_by_size:
+    tokens estimated from bytes, with one row per example. longest_example_tokens: tokens of the longest sequence.
+    example_tokens: tokens of each of the first COUNTED_EXAMPLES rows. errors: the first MAX_LISTED_ERRORS of `n_errors`
+    (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. warnings: possible faults of the data. notes:
+    conversions of the data. left_out: for each ignored key, the number of examples that have it."""
 
     shape: str = "empty"
     n_examples: int = 0
@@ -83,12 +83,12 @@ class DataReport:
 
 
 def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[tuple[int, str, Example | BadRecord]]:
-    """Yield (line, shape of the file, example or the reason that it is unusable) for every example. The file has the
-    most common shape of its first examples, if possible one that the method takes (`refuses`). A record of another
-    shape is unusable, and so is a file whose shape the method refuses. Raises OSError."""
+    """Yield (line, shape of the file, example or the reason why the example is unusable) for every example. The shape
+    of the file is the most common shape of its first examples, if possible a shape that the method accepts (`refuses`).
+    Records of another shape are unusable; a file whose shape the method refuses is unusable too. Raises OSError."""
     with open(path, "rb") as file:
         shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
-        for line, raw in examples(file):  # read again: the first ones may take 1.6 GiB together
+        for line, raw in examples(file):  # read the file again: its first examples may take 1.6 GiB of memory
             result: Example | BadRecord
             try:
                 if isinstance(raw, BadRecord):
@@ -128,11 +128,11 @@ def check_training_file(
 
     Args:
         chat_path: where to write the examples as JSONL (mode 0600), if the report is `ok`.
-        count: the tokens of each sequence of each row of a converted record. Raises BadRecord if the model's chat
-            template or the method refuses it. None: tokens are estimated.
+        count: returns the tokens of each sequence of each row of a converted record. Raises BadRecord if the model's
+            chat template or the method refuses it. None: tokens are estimated.
         counted: the number of records to count; the tokens of later records are estimated.
-        refuses: as in `read_examples`.
-        visit: is called with each line, its example or the reason that it is unusable, and its tokens.
+        refuses: as in `read_examples`. visit: is called with each line, its example or the reason why it is unusable,
+        and its tokens.
     """
     report, private = DataReport(), partial(os.open, mode=0o600)
     with open(chat_path, "wb", opener=private) if chat_path else nullcontext() as output:
@@ -158,12 +158,12 @@ def check_training_file(
 
 
 def _rows(report: DataReport, record: Record, count: Count | None, counted: int) -> list[list[int]]:
-    """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
+    """Return the tokens of each sequence of each row of a converted record. Raises BadRecord."""
     estimates = [_estimate_tokens(chat) for chat in record.get("sequences", (record,))]
     rows = [estimates]
     if count is not None and report.n_examples < counted:
         rows = count(record)
-    elif count is not None:  # correct the estimate by the ratio in the examples before
+    elif count is not None:  # correct the estimate by the ratio of counted to estimated tokens so far
         of_each = max(1, round(report.n_rows / report.n_examples))
         scale = report.n_tokens_estimate / max(1, report.n_tokens_by_size * of_each)
         rows = [[round(estimate * scale) for estimate in estimates]] * of_each
@@ -184,7 +184,7 @@ def _add(report: DataReport, example: Example, rows: list[list[int]]) -> None:
 
 
 def _estimate_tokens(chat: dict[str, Any]) -> int:
-    """The tokens of a converted chat or document, estimated from its bytes."""
+    """Estimate the tokens of a converted chat or document from its bytes."""
     if "text" in chat:
         return int(len(chat["text"].encode()) / _BYTES_PER_TOKEN) + 1
     size = len(orjson.dumps(chat["tools"])) if chat.get("tools") else 0
@@ -223,13 +223,12 @@ def report_findings(
     max_tokens: int | None = None,
     against: Path | None = None,
 ) -> dict[str, Any]:
-    """The findings of all checks, as plain JSON values. `usable`: whether a job would take the file, as far as a check
-    can tell. Raises OSError.
+    """Return the findings of all checks as JSON values. `usable`: whether a job would accept the file, as far as a
+    check can tell. Raises OSError.
 
     Args:
         name: the file's name in the report.
-        count: as in `check_training_file`.
-        max_tokens: the limit for the check `too_long`.
+        count: as in `check_training_file`. max_tokens: the limit for the check `too_long`.
         against: the validation file.
     """
     with open(path, "rb") as file:
@@ -242,7 +241,7 @@ def report_findings(
     checks: dict[str, dict[str, Any]] = {
         check: {"count": 0, "kinds": Counter(), "first": []} for check in NAMES if needed.get(check, True)
     }
-    lengths: list[int] = []  # tokens of the usable examples
+    lengths: list[int] = []  # number of tokens of each usable example
     texts, by_digest = Texts(), dict[bytes, int]()
 
     def flag(check: str, line: int, **detail: Any) -> None:
@@ -273,7 +272,7 @@ def report_findings(
         if matches := [match for text in (body, shared) for match in personal_data(text)]:
             checks["personal_data"]["kinds"].update(kind for kind, _ in matches)
             kind, value = matches[0]
-            # Reports are stored and shown, so they have only the beginning of the value.
+            # Reports are stored and displayed, so they contain only the beginning of a secret.
             flag("personal_data", line, kind=kind, value=f"{value[:3]}… ({len(value)} characters)")
 
     data = check_training_file(path, count=count, counted=1 << 62, refuses=refuses, visit=visit)
@@ -295,8 +294,8 @@ def report_findings(
 
 
 def _texts_of(record: Record) -> tuple[str, str]:
-    """The text of a converted example without its system prompts, which many examples share; and the system prompts
-    with the grader's item."""
+    """Return the text of a converted example without its system prompts, which many examples share; and the system
+    prompts together with the grader's item."""
     if "text" in record:
         return record["text"], ""
     body, shared = [], []
@@ -325,24 +324,24 @@ def _spread(lengths: list[int]) -> dict[str, Any]:
 LIKE = 0.8
 """Texts are near duplicates if they share at least this part of their runs of words (Jaccard)."""
 _RUN = 5
-_SKETCH = 16  # least hashes; texts with a likeness of 0.8 share 13 of them on average
+_SKETCH = 16  # smallest hashes per text; texts with a likeness of 0.8 share 13 of these on average
 
 _ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
 
 
 def grams(text: str) -> np.ndarray:
-    """(m,) uint32, ascending: the distinct hashes of all runs of 5 words; a shorter text has one hash. A word is a run
-    of letters and digits in lower case; in scripts without spaces between words (Chinese, Japanese, Korean, Thai) every
-    character is a word."""
+    """Return (m,) uint32, ascending: the distinct hashes of all runs of 5 words; a shorter text has one hash. A word is
+    a run of letters and digits in lower case; in scripts without spaces between words (Chinese, Japanese, Korean, Thai)
+    every character is a word."""
     words = _WORD.findall(text.lower())
     runs = (" ".join(words[at : at + _RUN]) for at in range(max(min(1, len(words)), len(words) - _RUN + 1)))
     return np.unique(np.fromiter((zlib.crc32(run.encode()) for run in runs), np.uint32))
 
 
 class Texts:
-    """Texts by line number. A text is compared with the newest texts that share one of its least hashes, which are a
-    random sample of its runs of words."""
+    """Finds similar texts, by line. A text is compared with the newest texts that share one of its smallest hashes,
+    which are a random sample of its runs of words."""
 
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
@@ -353,11 +352,11 @@ class Texts:
         self._grams[line] = own
 
     def like(self, own: np.ndarray) -> tuple[int, float] | None:
-        """The line of an earlier text with nearly the same runs of words, and the likeness; None without one."""
+        """Return the line of an earlier text with nearly the same runs of words, and the likeness; or None."""
         for line in dict.fromkeys(self._newest[gram] for gram in own[:_SKETCH].tolist() if gram in self._newest):
             other = self._grams[line]
             if not LIKE * len(own) <= len(other) <= len(own) / LIKE:
-                continue  # their lengths alone exclude the likeness
+                continue  # the difference in length alone excludes this likeness
             both = len(np.intersect1d(own, other, assume_unique=True))
             if (alike := both / (len(own) + len(other) - both)) >= LIKE:
                 return line, round(alike, 2)
@@ -398,7 +397,7 @@ _PHONE = re.compile(
 
 
 def personal_data(text: str) -> list[tuple[str, str]]:
-    """(kind, match) pairs, in the order of the kinds."""
+    """Return (kind, match) pairs, in the order of _KINDS."""
     matches: list[tuple[str, str]] = []
     for kind, pattern, is_valid in _KINDS:
         found = [match for match in pattern.finditer(text) if is_valid(match[0])]
@@ -409,7 +408,7 @@ def personal_data(text: str) -> list[tuple[str, str]]:
 
 
 def _is_card(text: str) -> bool:
-    """Whether it has the first digit of a payment card and Luhn's checksum."""
+    """Whether a number has a payment card's first digit and a valid Luhn checksum."""
     digits = [int(character) for character in text if character.isdigit()]
     if digits[0] not in (2, 3, 4, 5, 6) or len(set(digits)) == 1:
         return False
@@ -418,14 +417,14 @@ def _is_card(text: str) -> bool:
 
 
 def _is_public(text: str) -> bool:
-    """Whether it is an address on the internet. Private addresses, and versions such as 1.2.3.4.5, identify nobody."""
+    """Whether a match is a public IP address. Private addresses, and versions such as 1.2.3.4.5, identify nobody."""
     try:
         return ipaddress.ip_address(text).is_global
     except ValueError:
         return False
 
 
-# In this order: where two kinds overlap, the first wins.
+# The order counts: where matches of two kinds overlap, the first kind is reported.
 _KINDS: tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...] = (
     ("secret", _SECRET, bool),
     ("card", _CARD, _is_card),

@@ -1,8 +1,8 @@
-"""Reads data files in a process of its own: `python -m train.data_checks.process REQUEST`. Compares tokenizers.
+"""Reads data files and compares tokenizers in a process of its own: `python -m train.data_checks.process REQUEST`.
 
-A request is the name of a function below and its arguments as JSON. The process prints the result, or {"error": text,
-...} with exit code 2. It ends with its parent, and is killed beyond its limits of CPU and memory: the file may be
-hostile, and parsing JSON blocks all other threads of a process.
+A request is a function's name (see below) and arguments as JSON. The process prints the result, or {"error": text, ...}
+with exit code 2. It ends with its parent, and is killed if it exceeds its CPU or memory limit: the file may be hostile,
+and parsing JSON blocks all other threads of a process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 # An 8 GiB file of chats takes some minutes of CPU to read, and hours to tokenise.
 BOUNDS = Bounds(cpu_s=4 * 3600, memory_bytes=6 << 30)
-# A check lowers its priority after this much processor time. Beside busy ranks, a dozen examples waited minutes at low
-# priority for their 2 s, which include the import of the tokenizer's library.
+# A check lowers its priority after this much CPU time. At low priority next to busy ranks, even a dozen examples would
+# wait minutes for 2 s of CPU, which include the import of the tokenizer's library.
 NICE_AFTER_S, _NICENESS = 5.0, 10
 
 
@@ -40,7 +40,7 @@ class CheckFailed(Exception):
 
 
 async def report_apart(path: Path, name: str, **options: Any) -> dict[str, Any]:
-    """`report_on`, in a process that ends when this is cancelled. Raises CheckFailed, UnsupportedModel."""
+    """Run `report_on` in a process that ends when this call is cancelled. Raises CheckFailed, UnsupportedModel."""
     try:
         report: dict[str, Any] = await _apart("report_on", path, name=name, **options)
         return report
@@ -49,8 +49,8 @@ async def report_apart(path: Path, name: str, **options: Any) -> dict[str, Any]:
 
 
 async def check_apart(path: Path, **how: Any) -> DataReport:
-    """`checked`, in a process that ends when this is cancelled. A file beyond the limits has an error in its report.
-    Raises OSError."""
+    """Run `checked` in a process that ends when this call is cancelled. The report of a file beyond the limits has an
+    error. Raises OSError."""
     try:
         answer = await _apart("checked", path, **how)
         return DataReport(**{**answer, "errors": [(line, reason) for line, reason in answer["errors"]]})
@@ -61,7 +61,7 @@ async def check_apart(path: Path, **how: Any) -> DataReport:
 
 
 async def _apart(function: str, path: Path, **arguments: Any) -> Any:
-    """Raises CheckFailed, OSError, UnsupportedModel."""
+    """Call a function below in a child process. Raises CheckFailed, OSError, UnsupportedModel."""
     request = json.dumps([function, {"path": path, **arguments}], default=str)
     status, out, err = await run_command(sys.executable, "-P", "-m", "train.data_checks.process", request)
     try:
@@ -72,7 +72,7 @@ async def _apart(function: str, path: Path, **arguments: Any) -> Any:
         raise CheckFailed(f"its process has {limits}; it {how_it_ended(status)}: {last_line}") from None
     if "error" not in answer:
         return answer
-    if number := answer["errno"]:  # it is gone, or the disk is full
+    if number := answer["errno"]:  # the file is gone, or the disk is full
         raise OSError(number, answer["error"])
     raise (UnsupportedModel if answer["unsupported"] else CheckFailed)(answer["error"])
 
@@ -98,10 +98,10 @@ def checked(
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
 ) -> DataReport:
-    """`check_training_file`, with the tokens of `tokenizer`, the directory of a model. With a method and `chat_path`,
-    all tokens are written beside `chat_path` for the ranks (train.data.token_set). Raises OSError, UnsupportedModel.
+    """Run `check_training_file` with the tokenizer of the model directory `tokenizer`. With a method and `chat_path`,
+    write all tokens next to `chat_path` for ranks (train.data.token_set). Raises OSError, UnsupportedModel.
 
-    cut_at: the number of tokens within which the method must have something left of each example."""
+    cut_at: the number of tokens to which examples are cut; the method must be able to train on the remainder."""
     chosen = methods.method_of(method) if method else methods.DEFAULT
     encoder = encoder_of(Path(tokenizer)) if tokenizer else None
     writer = TokenWriter(Path(chat_path)) if encoder and chat_path and method else None
@@ -131,7 +131,7 @@ def report_on(
     method: str | None = None,
     against: str | Path | None = None,
 ) -> dict[str, Any]:
-    """The report on a file (train.data_checks.check). Raises OSError, ValueError, InvalidSpec, UnsupportedModel.
+    """Report on a file (train.data_checks.check). Raises OSError, ValueError, InvalidSpec, UnsupportedModel.
 
     Args:
         name: the file's name in the report.
@@ -152,8 +152,8 @@ def report_on(
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder:
-    """The encoder of the model in this directory. Raises UnsupportedModel."""
-    # Without torch, which takes most of the time to import: transformers needs it only for models.
+    """Return the encoder of the model in this directory. Raises UnsupportedModel."""
+    # Without torch, whose import takes most of the time: transformers needs torch only for models.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     from transformers import AutoTokenizer
@@ -170,8 +170,8 @@ def encoder_of(tokenizer: Path) -> ChatEncoder:
 def _counter(
     method: Method, encoder: ChatEncoder, cut_at: int | None = None, writer: TokenWriter | None = None
 ) -> Count:
-    """A function that counts the tokens of each sequence of each row of a converted record, and writes them. cut_at: as
-    in `checked`."""
+    """Return a function that counts the tokens of each sequence of each row of a converted record, and writes the
+    tokens. cut_at: as in `checked`."""
 
     def count(record: Record) -> list[list[int]]:
         rows = method.encode(encoder, record)
@@ -189,12 +189,12 @@ def _counter(
 
 
 def differ(student: Path, teacher: Path) -> str:
-    """The difference between two files tokenizer.json, or why they cannot be compared; "" if they have the same tokens.
-    It may take half a second."""
+    """Return how two tokenizer.json files differ, or why they cannot be compared; "" if they have the same tokens. May
+    take half a second."""
     try:
         written = student.read_bytes(), teacher.read_bytes()
         ours, theirs = map(_vocabulary, written) if written[0] != written[1] else ({}, {})
-    except OSError as error:  # without the box's own path
+    except OSError as error:  # so that the error does not contain a path of the box
         return f"their tokenizers could not be read: {error.strerror}"
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
         return "their tokenizers are different files, and one of them has a form that cannot be compared"
@@ -206,10 +206,10 @@ def differ(student: Path, teacher: Path) -> str:
 
 
 def _vocabulary(written: bytes) -> dict[int, str]:
-    """Tokens by number."""
+    """Return {id: token}."""
     tokenizer = json.loads(written)
     vocabulary = tokenizer["model"].get("vocab") or {}
-    if isinstance(vocabulary, list):  # of unigrams, each with its score
+    if isinstance(vocabulary, list):  # a list of unigrams, each with its score
         vocabulary = {token[0]: number for number, token in enumerate(vocabulary)}
     vocabulary = vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
     return {int(number): str(text) for text, number in vocabulary.items()}

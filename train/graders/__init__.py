@@ -1,6 +1,6 @@
-"""Graders, as OpenAI's API defines them: they compute a reward from a model's answer and the item that it answers.
+"""Graders of OpenAI's API: each computes a reward from a model's answer and the item that it answers.
 
-Never: Calls a model or holds a connection; a grader that asks a model returns the requests (`requests`), and the caller
-brings the answers. Code of users runs only in children of sandbox.py.
+Never: Calls a model or holds a connection; a grader that asks a model returns its requests (`requests`), and the caller
+passes in the answers. Users' code runs only in child processes of sandbox.py.
 Begin with graders.py, then grading.py.
 """

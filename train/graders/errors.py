@@ -1,4 +1,4 @@
-"""Errors of the definitions of graders, and of grading."""
+"""Errors in definitions of graders, and errors of grading."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _LONGEST = 500
 
 
 class InvalidGrader(ValueError):
-    """A grader is refused. param: the path within the grader (`graders.0.input`). message: the expected value. Both are
-    cut, since they may quote a value of megabytes."""
+    """A grader is refused. param: the path within the grader (`graders.0.input`). message: the problem and the expected
+    value. Both texts are cut, since they may quote a value of megabytes."""
 
     def __init__(self, param: str, message: str):
         param, message = (text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…" for text in (param, message))
@@ -18,7 +18,7 @@ class InvalidGrader(ValueError):
 
 
 class MissingField(InvalidGrader):
-    """The grader lacks the field `param`."""
+    """The definition of a grader lacks the field `param`."""
 
     def __init__(self, param: str):
         super().__init__(param, "is missing")
@@ -26,7 +26,7 @@ class MissingField(InvalidGrader):
 
 @dataclass(frozen=True, slots=True)
 class GradingErrors:
-    """The flags of a graded sample, by the names of OpenAI's API (`MetadataErrors` in openai 3.52)."""
+    """Error flags of a graded sample, with the names of OpenAI's API (`MetadataErrors` in openai 3.52)."""
 
     formula_parse_error: bool = False
     sample_parse_error: bool = False
@@ -47,19 +47,19 @@ class GradingErrors:
         return replace(self, **{name: value for name, value in asdict(other).items() if value})
 
     def __bool__(self) -> bool:
-        """Whether there is no valid reward; a text that was cut still has one."""
+        """Whether the sample has no valid reward. A cut text alone does not make the reward invalid."""
         return any(value for name, value in asdict(self).items() if name != "truncated_observation_error")
 
     @property
     def of_the_answer(self) -> bool:
-        """Whether there is no reward because the answer lacks a part that the grader reads: it called no tool, or is
-        not JSON. Then the answer fails, without a fault of the grader or the box."""
+        """Whether the answer lacks a part that the grader reads: it calls no tool, or is not JSON. Then the missing
+        reward is the answer's fault, not the grader's or the box's."""
         cut = self.truncated_observation_error
         return self == GradingErrors(sample_parse_error=True, truncated_observation_error=cut)
 
 
 class GradingFailed(Exception):
-    """A sample has no reward. errors: the flags; the message says why."""
+    """A sample has no reward. errors: the flags of the sample; the message says why."""
 
     def __init__(self, message: str, errors: GradingErrors):
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The graders of OpenAI's API, one class each, and `parse`, which reads them from a request."""
+"""Defines the graders of OpenAI's API, one class each, and `parse`, which reads a grader from a request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
     "min": min,
     "max": max,
     "abs": abs,
-    # Floats: a power of whole numbers, which are unbounded, takes minutes and gigabytes.
+    # On floats: with Python's unbounded integers a power can take minutes and gigabytes.
     "floor": lambda number: float(math.floor(number)),
     "ceil": lambda number: float(math.ceil(number)),
     "exp": math.exp,
@@ -58,8 +58,8 @@ _ARITHMETIC = (ast.UnaryOp, ast.UAdd, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """A model's answer to a request of a grader. error: why there is no text. cached_tokens: the number of the prompt's
-    tokens that were cached. tools: calls of tools, as chat's `tool_calls`."""
+    """A model's answer to a grader's request. error: why there is no text. cached_tokens: number of prompt tokens that
+    came from the engine's cache. tools: tool calls, as in a chat's `tool_calls`."""
 
     text: str = ""
     model: str = ""
@@ -77,7 +77,7 @@ class _Strict(BaseModel):
 
 
 class _Grader(_Strict):
-    """All but `multi` have a method `reward`, which raises GradingFailed."""
+    """Base of all graders. Each except `multi` has a method `reward`, which raises GradingFailed."""
 
     name: str = Field(min_length=1, max_length=256)
     pass_threshold: float | None = Field(None, allow_inf_nan=False)
@@ -85,7 +85,7 @@ class _Grader(_Strict):
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def as_given(self) -> dict[str, Any]:
-        """The grader as the client wrote it, for storage and answers; `parse` accepts it again."""
+        """Return the grader as the client wrote it, for storage and API responses; `parse` accepts it again."""
         return dict(self._given)
 
     @model_validator(mode="after")
@@ -97,7 +97,7 @@ class _Grader(_Strict):
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The lowest and the highest possible reward; None if they depend on code or a formula."""
+        """Lowest and highest possible reward; None if the bounds depend on code or a formula."""
         return 0.0, 1.0
 
     @property
@@ -113,7 +113,7 @@ class _Compared(_Grader):
     reference: Template
 
     def compared(self, sample: templates.Sample, item: Any) -> tuple[str, str]:
-        """Input and reference. Raises GradingFailed."""
+        """Return input and reference, filled from the data. Raises GradingFailed."""
         return templates.fill(self.input, sample, item), templates.fill(self.reference, sample, item)
 
 
@@ -148,7 +148,7 @@ class TextSimilarity(_Compared):
 
 
 class Python(_Grader):
-    """The number that `grade(sample, item)` of the source returns; it runs in a confined process (sandbox.py)."""
+    """The number that the source's `grade(sample, item)` returns; the code runs in a confined process (sandbox.py)."""
 
     type: Literal["python"]
     source: str
@@ -172,19 +172,19 @@ class _Part(_Strict):
 
 
 class Message(_Strict):
-    # The role of OpenAI's simple messages may be any text: a role that templates do not know becomes the user's.
+    # OpenAI's simple messages may have any text as role: a role that chat templates do not support becomes "user".
     role: Annotated[str, AfterValidator(lambda role: role if role in ROLES else "user")]
     content: Template | _Part | Annotated[list[Template | _Part], Field(max_length=64)]
     type: Literal["message"] | None = None
 
     def parts(self) -> list[str]:
-        """The templates of the message."""
+        """Return the text templates of the message."""
         parts = self.content if isinstance(self.content, list) else [self.content]
         return [part if isinstance(part, str) else part.text for part in parts]
 
 
 class Sampling(_Strict):
-    # The spelling of OpenAI's API; the other two are from its documentation.
+    # The first name is that of OpenAI's API; the other two are in OpenAI's documentation.
     max_completions_tokens: int | None = Field(None, ge=1, le=1 << 17)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 17)
     max_tokens: int | None = Field(None, ge=1, le=1 << 17)
@@ -195,44 +195,44 @@ class Sampling(_Strict):
 
     @property
     def most_tokens(self) -> int:
-        """The token limit of an answer."""
+        """Token limit of an answer."""
         return self.max_completions_tokens or self.max_completion_tokens or self.max_tokens or DEFAULT_ANSWER_TOKENS
 
     def fields(self) -> dict[str, Any]:
-        """The other given fields of a chat completion."""
+        """Return the other sampling fields that the client set, for a chat completion."""
         values = {name: getattr(self, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> list[dict[str, Any]]:
-    """The messages of a chat completion. Raises GradingFailed if the data lacks a variable or makes them too long."""
+    """Return the messages of a chat completion. Raises GradingFailed if the data lacks a variable or is too long."""
     chat, size = list[dict[str, Any]](), 0
     for message in messages:
         text = "\n".join(templates.fill(part, sample, item) for part in message.parts())
         if (size := size + len(text)) > templates.MAX_TEXT:
             raise GradingFailed(f"a prompt has over {templates.MAX_TEXT} characters", GradingErrors(other_error=True))
-        # A lone surrogate, which JSON may contain, cannot be sent.
+        # JSON may contain a lone surrogate, which UTF-8 cannot encode.
         chat.append({"role": message.role, "content": text.encode(errors="replace").decode()})
     return chat
 
 
 class _ModelGrader(_Grader):
-    """Asks a model of the box, whose answer follows a regular expression or is one of several choices. A JSON schema
-    would allow any white space between its parts, on which small models spend all their tokens."""
+    """Asks a model of the box for an answer that matches a regular expression or is one of several choices. A JSON
+    schema would allow unlimited white space, on which small models waste all of their tokens."""
 
     model: str = Field(min_length=1, max_length=256)
     input: list[Message] = Field(min_length=1, max_length=64)
     sampling_params: Sampling | None = None
 
     def as_given(self) -> dict[str, Any]:
-        """As written, with roles that OpenAI's SDK knows."""
+        """As `_Grader.as_given`, with roles that OpenAI's SDK accepts."""
         grader = super().as_given()
         roles = ({**raw, "role": message.role} for raw, message in zip(grader["input"], self.input, strict=True))
         return {**grader, "input": list(roles)}
 
     @property
     def answers_by(self) -> dict[str, Any]:
-        """The `structured_outputs` of its chat completion."""
+        """The `structured_outputs` field of the grader's chat completion."""
         raise NotImplementedError
 
     @property
@@ -241,7 +241,7 @@ class _ModelGrader(_Grader):
         return (self.sampling_params or Sampling()).most_tokens
 
     def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
-        """The body of a chat completion. Raises GradingFailed if the data lacks a variable or makes it too long."""
+        """Return the body of a chat completion. Raises GradingFailed if the data lacks a variable or is too long."""
         return {
             "model": self.model,
             "messages": filled(self.input, sample, item),
@@ -251,7 +251,7 @@ class _ModelGrader(_Grader):
         }
 
     def score(self, answer: Any) -> float:
-        """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
+        """Compute the score of an answer. Raises KeyError, TypeError, ValueError for an answer of another form."""
         raise NotImplementedError
 
     def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
@@ -303,14 +303,14 @@ class ScoreModel(_ModelGrader):
 
 
 def _numbers(low: float, high: float) -> str:
-    """A regular expression for numbers between the whole numbers around a range; for a wide range, for numbers with as
-    many digits as its ends. The score is clipped to the range."""
+    """Return a regular expression for numbers between the integers around a range; in a wide range, for numbers with no
+    more digits than its ends. Scores are clipped to the range later."""
     least, most = math.floor(low), math.ceil(high)
     if most - least > 100:
         digits, sign = len(str(max(abs(least), abs(most)))), "-?" if low < 0 else ""
-        # JSON does not allow 007: such an answer would have no grade.
+        # JSON does not allow 007: an answer with such a number would have no reward.
         return rf"{sign}(0|[1-9][0-9]{{0,{digits - 1}}})(\.[0-9]{{1,4}})?"
-    # From each whole number to the next: -0.5 is between -1 and 0.
+    # Cover the numbers between each two neighbouring integers: -0.5 is between -1 and 0.
     above = [str(whole) if whole >= 0 else f"-{-whole - 1}" for whole in range(least, most)]
     return rf"({'|'.join(above)})(\.[0-9]{{1,4}})?|({least}|{most})(\.0)?"
 
@@ -342,7 +342,7 @@ Leaf = StringCheck | TextSimilarity | Python | ScoreModel | LabelModel
 
 
 class Multi(_Grader):
-    """The value of the formula `calculate_output` for the rewards of several graders."""
+    """The value of the formula `calculate_output`, whose variables are the rewards of several graders."""
 
     type: Literal["multi"]
     calculate_output: str
@@ -370,7 +370,7 @@ class Multi(_Grader):
         return self
 
     def value(self, rewards: Mapping[str, float]) -> float:
-        """The formula's value. Raises GradingFailed without one (a division by zero, a root of a negative number)."""
+        """Compute the formula. Raises GradingFailed without a value (division by zero, root of a negative number)."""
         try:
             result = eval(
                 self._code, {"__builtins__": {}} | _FUNCTIONS, {name: float(reward) for name, reward in rewards.items()}
@@ -385,10 +385,10 @@ class Multi(_Grader):
 
 
 def _parsed(formula: str) -> ast.Expression:
-    """A formula as an expression of arithmetic alone, whose numbers are floats. Raises InvalidGrader, and the errors of
+    """Parse a formula to an arithmetic expression with floats as its numbers. Raises InvalidGrader, and any error of
     `ast.parse`."""
     if len(formula) > MAX_FORMULA:
-        raise InvalidGrader("calculate_output", f"has {len(formula)} characters; at most {MAX_FORMULA} are taken")
+        raise InvalidGrader("calculate_output", f"has {len(formula)} characters; at most {MAX_FORMULA} are accepted")
     # In formulas of OpenAI's API ^ is a power.
     tree = ast.parse(formula.strip().replace("^", "**"), mode="eval")
     for node in ast.walk(tree.body):
@@ -411,8 +411,8 @@ TYPES = ("string_check", "text_similarity", "python", "score_model", "label_mode
 
 
 def parse(given: Any) -> Grader:
-    """The grader of a request. The graders of a `multi` may be a dictionary by name, a list, or a single grader:
-    OpenAI's documentation and SDK have all three. The key in a dictionary is the default for a grader's name. Raises
+    """Read the grader of a request. The graders of a `multi` may be a dictionary by name, a list, or a single grader:
+    OpenAI's documentation and SDK use all three forms. A dictionary's key is the default of a grader's name. Raises
     InvalidGrader."""
     if not isinstance(given, Mapping):
         raise InvalidGrader("", f"a grader is an object with a `type`, one of {', '.join(TYPES)}")
@@ -420,10 +420,10 @@ def parse(given: Any) -> Grader:
     try:
         written = json.dumps(named)
         if len(written) > MAX_BYTES:
-            raise InvalidGrader("", f"the grader has {len(written)} bytes; at most {MAX_BYTES} are taken")
-        if written.count("{{") > MAX_VARIABLES:  # filled for each sample
+            raise InvalidGrader("", f"the grader has {len(written)} bytes; at most {MAX_BYTES} are accepted")
+        if written.count("{{") > MAX_VARIABLES:  # each variable is filled for each sample
             raise InvalidGrader("", f"the grader has more than {MAX_VARIABLES} variables in braces")
-        # From JSON, strict types accept 1 as a float.
+        # Read from JSON text, because there strict types accept 1 as a float.
         grader = _ANY.validate_json(written)
     except ValidationError as error:
         _refuse(error)
@@ -436,24 +436,24 @@ def parse(given: Any) -> Grader:
 
 
 def leaves(grader: Grader) -> dict[str, Leaf]:
-    """The graders of a `multi` by name, or the grader itself by its own name."""
+    """Return the graders of a `multi` by name; for another grader, only itself by its name."""
     return dict(grader.graders) if isinstance(grader, Multi) else {grader.name: grader}
 
 
 def sources(grader: Grader) -> dict[str, str]:
-    """The code of the python graders by their paths."""
+    """Return the source code of python graders by the path of its field."""
     within = "graders.{}.source" if isinstance(grader, Multi) else "source"
     return {within.format(name): leaf.source for name, leaf in leaves(grader).items() if isinstance(leaf, Python)}
 
 
 def judge_models(kept: Mapping[str, Any]) -> set[str]:
-    """The names of the models that a stored grader asks, without parsing the grader."""
+    """Return the names of the models that a stored grader asks, without parsing the grader."""
     parts = _by_name(kept["graders"]).values() if kept["type"] == "multi" else [kept]
     return {part["model"] for part in parts if part["type"] in _ASKING}
 
 
 def judges(grader: Grader) -> dict[str, ScoreModel | LabelModel]:
-    """The graders that ask a model, by name."""
+    """Return the graders that ask a model, by name."""
     return {name: leaf for name, leaf in leaves(grader).items() if isinstance(leaf, ScoreModel | LabelModel)}
 
 
@@ -476,14 +476,14 @@ def _by_name(graders: Any) -> Any:
 
 def _refuse(error: ValidationError) -> NoReturn:
     faults = error.errors(include_url=False, include_input=False)
-    # Errors of other branches of a union come first.
+    # The errors of a union's other branches come first.
     first = next((fault for fault in faults if fault["type"] == "value_error"), faults[0])
     if first["type"] == "missing":  # a misspelt name is both missing and unknown: report the unknown name
         unknown = (
             fault for fault in faults if fault["type"] == "extra_forbidden" and fault["loc"][:-1] == first["loc"][:-1]
         )
         first = next(unknown, first)
-    # A union adds its branches to the path; names in `graders` stay even if they are equal to a branch.
+    # Remove the branches that a union adds to the path, but no name in `graders` that equals a branch.
     steps = pairwise(("", *map(str, first["loc"])))
     path = [step for before, step in steps if before == "graders" or step not in (*TYPES, "_Part") and "[" not in step]
     message = first["msg"]

@@ -1,5 +1,5 @@
-"""Computes the reward of a sample from a grader, its item and the answers of models. It may take minutes of CPU, so a
-process that serves clients calls it in another process (sandbox.py)."""
+"""Computes the reward of a sample from a grader, the sample's item and the answers of models. Grading may take minutes
+of CPU, so processes that serve clients run it in another process (sandbox.py)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from train.graders.templates import Sample
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A sample's reward; without one 0, and flags in `errors`. sub_rewards: of the graders of a `multi`, by name.
-    messages: descriptions of the errors. was_run: False if the grading process ended or took too long."""
+    """The reward of a sample; 0 with flags in `errors` if grading failed. sub_rewards: rewards of a `multi`'s graders.
+    messages: descriptions of errors. was_run: False if the grading process ended or took too long."""
 
     reward: FiniteFloat
     passed: bool
@@ -31,8 +31,8 @@ class Graded:
 
 
 def requests(grader: Grader, sample: Sample, item: Any) -> dict[str, dict[str, Any]]:
-    """The chat completions that the grader needs, by the name of the asking grader. A grader whose data lacks a
-    variable asks nothing, and `grade` reports it."""
+    """Return the chat completions that the grader needs, by the name of the asking grader. If the data lacks a variable
+    of a grader, that grader asks nothing, and `grade` reports the failure."""
     bodies: dict[str, dict[str, Any]] = {}
     for name, judge in judges(grader).items():
         with suppress(GradingFailed):
@@ -41,7 +41,7 @@ def requests(grader: Grader, sample: Sample, item: Any) -> dict[str, dict[str, A
 
 
 def grade(grader: Grader, sample: Sample, item: Any, answers: Mapping[str, ModelAnswer], run: RunPython) -> Graded:
-    """The reward of a sample. Faults of the sample, the item or a user's code do not raise: flags report them."""
+    """Grade a sample. Faults of the sample, the item or a user's code do not raise: flags report these faults."""
     rewards: dict[str, float] = {}
     errors, messages, reward = GradingErrors(), [], 0.0
     for name, leaf in leaves(grader).items():

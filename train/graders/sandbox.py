@@ -1,8 +1,9 @@
-"""Grading in other processes: the caller's side, with a fair queue of owners, and below it the worker.
+"""Grades in other processes: first the caller's side, with a fair queue of owners, and below it the worker.
 
-The worker receives one end of a socket for each request and forks a child, so it never holds an owner's data. The child
-writes its pid, with which the caller can end it; confines itself to computing (runtime/processes/confinement.py); reads
-the request as lines of JSON, {"kind", ...} and a line for each row; and writes the result of each row as a line.
+For each request, the worker receives one end of a socket and forks a child, so it never holds an owner's data. The
+child writes its pid, with which the caller can kill it; confines itself to computing
+(runtime/processes/confinement.py); reads the request as lines of JSON, {"kind", ...} and a line for each row; and
+writes the result of each row as a line.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ START_S = 60.0
 """Seconds for the worker to fork a child, after it has imported packages for a second or more."""
 RETRY_S = 1.0
 """Seconds before the only retry: by then the ended worker is reaped, and memory may be free again."""
-_RESULT_BYTES = 256 << 10  # of one sample
-_REAPED_S = 0.1  # within which an ended worker is reaped
+_RESULT_BYTES = 256 << 10  # limit for the result of one sample
+_REAPED_S = 0.1  # time within which the kernel reaps an ended worker
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _BEGIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from train.graders.sandbox import main; main()"
 _GRADED = TypeAdapter(Graded)
@@ -77,21 +78,21 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo",
 
 
 class WorkerBroke(Exception):
-    """The worker ended without an answer, through no fault of the request."""
+    """The worker ended without an answer; the request is not at fault."""
 
 
 class ForkBroke(WorkerBroke):
-    """The request ended the process that handled it, or took too long."""
+    """The request crashed the process that handled it, or took too long."""
 
 
 class NotRun(ForkBroke):
-    """The call was not made, because all calls before it ended their processes."""
+    """The call was skipped, because all calls before it crashed or took too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """time_s: the seconds for each result, waiting included. The rest limits a process; the CPU limit refuses no honest
-    request on a busy machine."""
+    """time_s: seconds for each result, including waiting. The other fields limit a process; the limit of CPU time,
+    unlike time_s, does not depend on how busy the machine is."""
 
     time_s: float
     cpu_s: int
@@ -104,8 +105,8 @@ SCHEMA = Bounds(time_s=300, cpu_s=15)
 
 
 class GraderHosts:
-    """The worker and the queue for it; the caller must `stop` it. Requests of one owner wait for each other, and take
-    one place of the queue. Checks of code and schemas do not wait for grading, which may take minutes."""
+    """Holds the worker and its queue; the caller must call `stop`. One owner's requests run one at a time, in one slot
+    of the queue. Checks of code and schemas do not wait for grading, which may take minutes."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -122,8 +123,8 @@ class GraderHosts:
         answers: Sequence[dict[str, ModelAnswer]],
         waited_for: bool = False,
     ) -> list[Graded]:
-        """The results in the order of the samples; a sample that ends its process has a flag and no reward. waited_for:
-        other work of the box waits for the rewards, so the worker has its priority. Raises WorkerBroke."""
+        """Grade samples, in their order; a sample that crashes its process gets a flag and no reward. waited_for: other
+        work of the box waits for the rewards, so grading has the same priority. Raises WorkerBroke."""
         head = {"kind": "grade", "grader": grader.as_given()}
         rows = [
             {"sample": asdict(sample), "item": item, "answers": {name: asdict(of) for name, of in by_name.items()}}
@@ -133,14 +134,14 @@ class GraderHosts:
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
         time_s = calls * TIME_S or OWN_TIME_S
         async with self._turn(owner, "grade"), self._free:
-            with suppress(ForkBroke):  # by one sample: then each sample gets its own process
+            with suppress(ForkBroke):  # one sample may have crashed the shared process: then each gets its own
                 if not calls:
                     return await self._together(head, rows, Bounds(time_s, time_s * max(1, len(rows)), nice=nice))
             results = await self._apart(head, rows, Bounds(time_s, time_s, nice=nice))
         return [_without_reward(result, calls) if isinstance(result, ForkBroke) else result for result in results]
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
-        """(path, why) of each source that cannot grade. sources: by path. Raises WorkerBroke."""
+        """Return (path, why) of each source that cannot grade. sources: {path: code}. Raises WorkerBroke."""
         async with self._turn(owner, "check"):
             reasons = await self._apart({"kind": "code"}, list(sources.values()), CHECK)
         return [(path, str(why)) for path, why in zip(sources, reasons, strict=True) if why]
@@ -148,8 +149,8 @@ class GraderHosts:
     async def refused_items(
         self, owner: str, schema: Any, items: Sequence[Any], bounds: Bounds = SCHEMA
     ) -> list[tuple[int, str]]:
-        """(place, why) of each item that does not follow a JSON schema; (-1, why) if it is not a schema. Raises
-        WorkerBroke, or ForkBroke beyond the bounds."""
+        """Return (index, why) of each item that does not follow a JSON schema; (-1, why) if the schema is invalid.
+        Raises WorkerBroke, or ForkBroke beyond the bounds."""
         async with self._turn(owner, "check"):
             verdicts = await self._together({"kind": "jsonschema", "schema": schema}, items, bounds)
         if verdicts and verdicts[0][0]:
@@ -157,7 +158,7 @@ class GraderHosts:
         return [(place, why) for place, (_, why) in enumerate(verdicts) if why]
 
     async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:
-        """Why it is not a JSON schema, "" if it is one. Raises WorkerBroke."""
+        """Return why `schema` is not a JSON schema, "" if it is valid. Raises WorkerBroke."""
         # The item {} may not follow the schema: only the verdict on the schema counts here.
         refused = await self.refused_items(owner, dict(schema), [{}])
         return next((why for place, why in refused if place < 0), "")
@@ -166,7 +167,7 @@ class GraderHosts:
         if self._control is not None:
             self._control.close()
         if self._process is not None and self._process.returncode is None:
-            self._process.kill()  # its forks die with it
+            self._process.kill()  # the worker's children die with it
             await self._process.wait()
         self._process = self._control = None
 
@@ -174,8 +175,8 @@ class GraderHosts:
         return self._turns.setdefault((owner, lane), asyncio.Lock())
 
     async def _apart(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
-        """The result of each row from its own child, or the ForkBroke of a row without a result: users' code and
-        models' answers cannot change other results. Raises WorkerBroke."""
+        """Run each row in its own child; return each row's result, or its ForkBroke: then users' code and models'
+        answers cannot change other rows' results. Raises WorkerBroke."""
         results: list[Any] = []
         for row in rows:
             if len(results) == MOST_BROKEN and all(isinstance(result, ForkBroke) for result in results):
@@ -188,18 +189,18 @@ class GraderHosts:
         return results
 
     async def _together(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
-        """The result of each row, from one child of the worker. Raises WorkerBroke."""
+        """Run all rows in one child of the worker; return each row's result. Raises ForkBroke, WorkerBroke."""
         try:
             return await self._results(head, rows, bounds)
         except ForkBroke:
             raise
-        except WorkerBroke:  # another owner's request may have ended it
+        except WorkerBroke:  # another owner's request may have crashed the worker
             await asyncio.sleep(RETRY_S)
             return await self._results(head, rows, bounds)
 
     async def _results(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
-        """As `_together`, without a retry."""
-        # In a thread and line by line, so that other coroutines run in between: a request may have 64 MiB of items.
+        """Do what `_together` does, without a retry."""
+        # Encode in a thread and line by line, so that coroutines run meanwhile: a request may have 64 MiB of items.
         lines = await asyncio.to_thread(lambda: [json.dumps(row).encode() + b"\n" for row in (head, *rows)])
         read: Callable[[bytes], Any] = _GRADED.validate_json if head["kind"] == "grade" else json.loads
         loads = [name for name in LOADED if name.encode() in lines[0]]
@@ -255,7 +256,7 @@ class GraderHosts:
                         stdin=asyncio.subprocess.DEVNULL,
                         stdout=asyncio.subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()],
-                        # Users' code can read these, so they contain nothing of the box's environment and folders.
+                        # Users' code can read folder and environment, so these reveal nothing of the box.
                         cwd="/",
                         env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                     )
@@ -263,7 +264,7 @@ class GraderHosts:
 
 
 def _without_reward(why: ForkBroke, calls: int) -> Graded:
-    """The result of a sample that ended its process. calls: the number of calls of users' code."""
+    """Return the result of a sample that crashed its process. calls: number of calls of users' code per sample."""
     errors = GradingErrors(other_error=True)
     if calls and not isinstance(why, NotRun):
         errors = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=str(why))
@@ -274,7 +275,7 @@ def _without_reward(why: ForkBroke, calls: int) -> Graded:
 
 
 def refusal() -> str:
-    """Why users' code cannot run on this machine; "" if it can."""
+    """Return why users' code cannot run on this machine; "" if it can."""
     lack = missing()
     return f"python graders do not run on this machine, which cannot confine them: {lack}" if lack else ""
 
@@ -283,9 +284,9 @@ def main() -> None:
     die_with_parent()
     dies_as(DiesAs.TRIAL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
-    # Modules of most graders, and the rules that confine a child, so that no fork has to load them. numpy imports its
-    # random numbers on demand, which took half of a fork's time.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children do not become zombies
+    # Import what most graders use, and prepare the rules that confine a child, once for all forks. numpy imports its
+    # random module lazily, which would take half of a fork's time.
     import numpy.random  # noqa: F401
     from rapidfuzz import fuzz  # noqa: F401
 
@@ -321,14 +322,14 @@ def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
         for number in (0, 1, 2):
             os.dup2(nothing, number)
         sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))
-        os.closerange(4, 1 << 16)  # the worker's files
+        os.closerange(4, 1 << 16)  # close the worker's files
         with open(3, "wb", closefd=False) as out, open(3, "rb", closefd=False) as lines:
             out.write(b"%d\n" % os.getpid())
             out.flush()
             unconfined = _confine(memory_bytes, cpu_s)
             for result in results(json.loads(next(lines)), map(json.loads, lines), unconfined):
                 text = json.dumps(result, default=asdict, ensure_ascii=False)
-                # A lone surrogate, which JSON and users' code may contain, cannot be sent as text.
+                # JSON and users' code may contain a lone surrogate, which UTF-8 cannot encode.
                 out.write(text.encode(errors="replace") + b"\n")
                 out.flush()
     finally:
@@ -336,7 +337,7 @@ def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
 
 
 def _confine(memory_bytes: int, cpu_s: int) -> str:
-    """Confine this process; return why that failed, or "". Its limits hold in any case."""
+    """Confine this process; return why that failed, or "". CPU and memory limits hold in any case."""
     try:
         confine(_readable(), memory_bytes, cpu_s)
         return ""
@@ -348,13 +349,13 @@ def _confine(memory_bytes: int, cpu_s: int) -> str:
 
 @cache
 def _readable() -> tuple[Path, ...]:
-    """The folders of Python, its packages and shared libraries."""
+    """Return the folders of Python, its packages and shared libraries."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return tuple(Path(path) for path in (*sorted(paths), *site.getsitepackages(), *_LIBRARIES))
 
 
 def results(request: dict[str, Any], rows: Iterable[Any], unconfined: str) -> Iterator[Any]:
-    """The result of each row of a request, by its "kind". unconfined: why no code may run here, or "".
+    """Yield the result of each row of a request. unconfined: why no users' code may run here, or "". Rows by "kind":
 
     grade: {"sample", "item", "answers"} by "grader" -> Graded.
     code: a source -> why it cannot grade, "" if it can.
@@ -373,7 +374,7 @@ def results(request: dict[str, Any], rows: Iterable[Any], unconfined: str) -> It
 
 
 def refused_items(schema: Any, items: Iterable[Any]) -> Iterator[tuple[bool, str]]:
-    """(whether the schema itself is at fault, why the item does not follow the schema or "") of each item.
+    """Yield for each item: whether the schema itself is invalid, and why the item does not follow it, or "".
 
     Patterns can take for ever, and references can be circular: only a child may call this."""
     import jsonschema
@@ -400,7 +401,7 @@ def refused_items(schema: Any, items: Iterable[Any]) -> Iterator[tuple[bool, str
 
 
 def run_python(unconfined: str, source: str, sample: dict[str, Any], item: Any) -> float:
-    """The number that `grade(sample, item)` returns. Only a confined child may run it. Raises GradingFailed."""
+    """Return the number that `grade(sample, item)` returns. Call it only in a confined child. Raises GradingFailed."""
     if unconfined:
         flags = GradingErrors(python_grader_server_error=True, python_grader_server_error_type=unconfined)
         raise GradingFailed(unconfined, flags)
@@ -421,12 +422,12 @@ class _Unfit(Exception):
 
 
 def why_unusable(source: str) -> str:
-    """Why the source cannot grade; "" if its module runs and has a function `grade(sample, item)`."""
+    """Return why the source cannot grade; "" if its module runs and has a function `grade(sample, item)`."""
     try:
         function = _function(source)
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise _Unfit("`grade` is a coroutine or a generator; expected a function that returns a number")
-        with suppress(ValueError):  # a builtin, which has no signature
+        with suppress(ValueError):  # a builtin may have no signature
             signature = inspect.signature(function)
             try:
                 signature.bind({}, {})
@@ -438,15 +439,15 @@ def why_unusable(source: str) -> str:
 
 
 def _function(source: str) -> Callable[..., Any]:
-    """The function `grade` of a source. Raises _Unfit, and any error of the code."""
+    """Return the function `grade` of a source. Raises _Unfit, and any error of the code."""
     import random
 
     import numpy as np
 
     random.seed()
     np.random.seed()
-    # Registered like any module, since dataclasses, pydantic and pickle look it up by the name in its classes. Compiled
-    # without this file's `annotations` import.
+    # Register the module, since dataclasses, pydantic and pickle look it up by the module name in its classes. Compile
+    # it without this file's `annotations` import.
     sys.modules["grader"] = module = ModuleType("grader")
     exec(compile(source, "grader.py", "exec", dont_inherit=True), module.__dict__)
     function = getattr(module, "grade", None)
@@ -458,6 +459,6 @@ def _function(source: str) -> Callable[..., Any]:
 def _described(error: BaseException) -> str:
     if isinstance(error, _Unfit):
         return str(error)
-    read = traceback.TracebackException.from_exception(error)  # str() of it cannot fail
+    read = traceback.TracebackException.from_exception(error)  # str() of a ValueError's own text cannot fail
     places = [f" (line {frame.lineno})" for frame in read.stack if frame.filename == "grader.py"]
     return f"{type(error).__name__}: {read}"[:_DETAIL_CHARACTERS] + "".join(places[-1:])

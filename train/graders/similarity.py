@@ -1,8 +1,8 @@
 """The metrics of `text_similarity` graders: the similarity of two texts, from 0 to 1.
 
 Words are runs of letters and digits; each Chinese, Japanese or Korean character is a word. BLEU (Papineni et al., 2002;
-smoothed by method 1 of Chen and Cherry, 2014, since one sentence often has no common 4-gram), GLEU (Wu et al., 2016)
-and METEOR (Banerjee and Lavie, 2005) are nltk's; METEOR matches words and their stems, but not synonyms, which need
+smoothed by method 1 of Chen and Cherry, 2014, since a single sentence often shares no 4-gram), GLEU (Wu et al., 2016)
+and METEOR (Banerjee and Lavie, 2005) come from nltk; METEOR matches words and their stems, but not synonyms, which need
 WordNet. ROUGE (Lin, 2004) is the F-measure of n-grams, or of the longest common subsequence. `fuzzy_match` is
 RapidFuzz's `ratio`.
 """
@@ -28,7 +28,7 @@ time of METEOR and `fuzzy_match` grows with the product of both lengths."""
 
 
 def similarity(metric: str, text: str, reference: str) -> tuple[float, bool]:
-    """The similarity, and whether a text was cut. Raises KeyError for a metric that is not in METRICS."""
+    """Return the similarity, and whether a text was cut. Raises KeyError for a metric that is not in METRICS."""
     most, by_words = METRICS[metric], metric != "fuzzy_match"
     answer, expected = (_WORD.findall(whole.lower()) if by_words else whole for whole in (text, reference))
     cut = max(len(answer), len(expected)) > most

@@ -1,6 +1,6 @@
 """Templates of graders, filled from the data: `{{ item.a.b }}` and `{{ sample.output_text }}` in a text.
 
-Of Jinja's language they have only such paths and quoted texts: `{{ '{{' }}` becomes two braces.
+Of Jinja's language, templates support only such paths and quoted texts: `{{ '{{' }}` becomes two braces.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Sample:
-    """An answer of a model: its text, and the calls of tools that it made (chat's `tool_calls`)."""
+    """A model's answer: its text and its tool calls (a chat's `tool_calls`)."""
 
     output_text: str
     output_tools: list[Any] = field(default_factory=list)
 
     @classmethod
     def with_calls(cls, text: str) -> Sample:
-        """The sample of an answer to a prompt with tools. A call is JSON between the tags of Hermes, which Qwen and
-        SmolLM use too, or the whole answer, as Llama writes it. Everything else is text."""
+        """Make a sample from an answer to a prompt with tools. A call is JSON between Hermes' tags, which Qwen and
+        SmolLM use too, or JSON that is the whole answer, as Llama writes it. Everything else is text."""
         begin = _CALL.search(text)
         texts = _CALL.findall(text) if begin else [text]
         calls = [call for part in texts if (call := _call(part))]
@@ -52,7 +52,7 @@ class Sample:
 
     @cached_property
     def output_json(self) -> Any:
-        """Raises GradingFailed when the text is not JSON."""
+        """The text parsed as JSON. Raises GradingFailed if it is not JSON."""
         try:
             return json.loads(self.output_text)
         except (ValueError, RecursionError) as error:
@@ -66,7 +66,7 @@ class Sample:
         return [{"index": 0, "message": message}]
 
     def for_code(self) -> dict[str, Any]:
-        """The sample as a python grader gets it; `output_json` is None if the text is not JSON."""
+        """Return the sample for a python grader; `output_json` is None if the text is not JSON."""
         fields = dict[str, Any].fromkeys(SAMPLE_FIELDS)
         for name in fields:
             with suppress(GradingFailed):
@@ -82,12 +82,12 @@ def _call(text: str) -> dict[str, str] | None:
 
 
 def check(template: str, param: str = "") -> str:
-    """The template. Raises InvalidGrader for text that is not a template, and for a variable that items and samples
-    cannot have."""
+    """Return the template unchanged. Raises InvalidGrader for a text that is not a template, and for a variable that
+    neither items nor samples can have."""
     if "{{" in _VARIABLE.sub(" ", template):
         raise InvalidGrader(
             param,
-            "cannot be read; write a variable as {{ item.a.b }}, or {{ item['a b'] }} for a name with other signs, "
+            "cannot be read; write a variable as {{ item.a.b }}, or {{ item['a b'] }} for other characters, "
             "without filters, calls, escapes and expressions, and literal braces as {{ '{{' }}",
         )
     for namespace, *steps in variables(template):
@@ -104,13 +104,13 @@ def check(template: str, param: str = "") -> str:
 
 
 def variables(template: str) -> list[Path]:
-    """The steps of each variable, such as `item`, `answer`, of a checked template."""
+    """Return each variable of a checked template as its steps, such as ("item", "answer")."""
     return [piece for piece in _pieces(template) if isinstance(piece, tuple)]
 
 
 def fill(template: str, sample: Sample, item: Any) -> str:
-    """The text with the values of its variables: texts as they are, other values as JSON. Raises GradingFailed if the
-    data lacks one."""
+    """Replace the variables by their values: texts unchanged, other values as JSON. Raises GradingFailed if the data
+    lacks a variable."""
     size, filled = 0, []
     for piece in _pieces(template):
         if isinstance(piece, tuple):
@@ -126,13 +126,13 @@ def fill(template: str, sample: Sample, item: Any) -> str:
 
 
 def value(path: str, sample: Sample, item: Any) -> Any:
-    """The value at `item.a.b`, a checked path without its braces. Raises GradingFailed if it is missing."""
+    """Return the value at a checked path without braces, such as `item.a.b`. Raises GradingFailed if it is missing."""
     return _value(variables(f"{{{{{path}}}}}")[0], sample, item)
 
 
 @lru_cache(maxsize=64)
 def _pieces(template: str) -> tuple[str | Path, ...]:
-    """The texts of a template and the paths of its variables."""
+    """Split a template into its texts and the paths of its variables."""
     pieces: list[str | Path] = []
     end = 0
     for match in _VARIABLE.finditer(template):
@@ -143,9 +143,9 @@ def _pieces(template: str) -> tuple[str | Path, ...]:
     return (*pieces, template[end:])
 
 
-@lru_cache(maxsize=16)  # a template may ask 2,000 times
+@lru_cache(maxsize=16)  # a template may read the same text 2,000 times
 def _parsed(text: str) -> Any:
-    """The value of a text if it is JSON, otherwise the text."""
+    """Parse a text as JSON; if it is not JSON, return the text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -158,15 +158,15 @@ def _value(path: Path, sample: Sample, item: Any) -> Any:
     if namespace == "sample":
         current, steps = getattr(sample, steps[0]), steps[1:]
     for step in steps:
-        if isinstance(current, str) and namespace == "sample":  # the arguments of a call are JSON text
+        if isinstance(current, str) and namespace == "sample":  # a call has its arguments as JSON text
             current = _parsed(current)
         if isinstance(current, Mapping) and step in current:
             current = current[step]
         elif isinstance(current, list) and _PLACE.fullmatch(step) and int(step) < len(current):
             current = current[int(step)]
         else:
-            # A value that the answer lacks is the answer's fault, not the grader's: the model has to learn to give it.
+            # The answer is at fault if it lacks a value, not the grader: the model has to learn to output the value.
             lacks = GradingErrors(**{"sample_parse_error" if namespace == "sample" else "invalid_variable_error": True})
             shown = ".".join(path)[:_SHOWN]
-            raise GradingFailed(f"the variable {shown!r} has no value: {step[:_SHOWN]!r} is not there", lacks)
+            raise GradingFailed(f"the variable {shown!r} has no value: {step[:_SHOWN]!r} is missing", lacks)
     return current

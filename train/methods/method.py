@@ -1,5 +1,5 @@
-"""Defines the interface of a training method, in the order of use from the request to the loss. A new method is a
-subclass in its own file and a row in `methods`."""
+"""Defines the interface of a training method; members are in the order of use, from the request to the loss. A new
+method is a subclass in its own file and a row in `methods`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DATA = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A hyperparameter of one method: a number from `low` to `high`, `auto` if none is given. `help`: for commands."""
+    """A hyperparameter of one method: a number from `low` to `high`, by default `auto`. `help`: text for the CLI."""
 
     name: str
     low: float
@@ -44,33 +44,33 @@ class Option:
 
 
 class Method:
-    """One way of training."""
+    """A training method, the base class of all methods."""
 
-    name: str  # as OpenAI's `method.type` and in a TrainSpec
-    summary: str  # for commands
-    data: str = "conversation"  # kind of data, of DATA
+    name: str  # the value of OpenAI's `method.type` and of TrainSpec.method
+    summary: str  # help text for the CLI
+    data: str = "conversation"  # kind of data that it trains on, a key of DATA
     options: tuple[Option, ...] = ()
-    metric_names: tuple[str, ...] = ()  # of the values that the loss reports, in order
-    # The number of sequences of an example; max_length limits each, and all of them are in one micro-batch.
+    metric_names: tuple[str, ...] = ()  # names of the values that the loss reports, in order
+    # The number of sequences per example; max_length limits each sequence, and one micro-batch has them all.
     sequences: int = 1
-    # Before the first step, the run computes the log-probability of every sequence and stores them with the job
-    # (train.trainer.train); rows then have them.
+    # Whether the run computes and stores the log-probability of every sequence before the first step
+    # (train.trainer.train); `Row.reference` then has these values.
     needs_reference: bool = False
-    # Before the first gradient of a step, the ranks compute the log-probabilities of all its sequences, which takes the
-    # time of a forward pass. Every batch then has "divergence": the sum over the step of the log-probabilities less the
-    # reference, times the scale.
+    # Whether ranks compute the log-probabilities of all sequences of a step before its first gradient, which takes the
+    # time of a forward pass. Every batch then has "divergence": the step's sum of log-probabilities minus reference,
+    # times the scale.
     needs_divergence: bool = False
-    # "grader" or "teacher" where an example is a prompt: in each step the model answers the prompts, the judge scores
-    # the answers, and the answers become the rows (train.rollouts).
+    # "grader" or "teacher" if examples are prompts: in each step the model answers prompts, this judge scores the
+    # answers, and the answers become the rows (train.rollouts).
     judged_by: str = ""
-    takes: tuple[str, ...] = ()  # fields of a request besides hyperparameters; the judge is one of them
+    takes: tuple[str, ...] = ()  # fields of a request besides hyperparameters, such as the judge
     by_example: bool = False  # the loss is a mean over examples, not over trained tokens
-    rate_share: float = 1.0  # share of the learning rate of supervised tuning
-    cut_refuses: bool = False  # `check_cut` may raise
-    # The loss is minus the sum of all log-probabilities, so the output head computes its gradients in the forward pass,
-    # and ranks can share a row's tokens.
+    rate_share: float = 1.0  # learning rate, as a share of that of supervised tuning
+    cut_refuses: bool = False  # whether `check_cut` may raise
+    # Whether the loss is minus the sum of all log-probabilities: then the output head computes its gradients in the
+    # forward pass, and ranks can share a row's tokens.
     sums: bool = False
-    wide: bool = False  # the loss is of single tokens, and the head computes in float32
+    wide: bool = False  # the loss has one term per token, and the head computes in float32
 
     @property
     def rolls_out(self) -> bool:
@@ -78,8 +78,8 @@ class Method:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The values of each step and validation besides the loss, the most important first: names in their events,
-        where those of a step may begin with "train_"."""
+        """Names of the values that events of steps and validations have besides the loss, the most important value
+        first; in events of steps, names may begin with "train_"."""
         return ("mean_token_accuracy", *self.metric_names)
 
     # -- before the run: in the controller and in commands, without torch or numpy -----------------------------------
@@ -87,7 +87,7 @@ class Method:
     def resolve(
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
     ) -> dict[str, Any]:
-        """Fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
+        """Return fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
         fields = auto.resolve(hyperparameters, self.rows(dataset), model, max_devices, own=self.own_hyperparameters)
         if fields["sequence_parallel"] > 1 and not self.sums:
             expected = f"1 with the method {self.name!r}, whose loss needs whole sequences"
@@ -95,7 +95,7 @@ class Method:
         return fields
 
     def rows(self, dataset: DatasetStats) -> DatasetStats:
-        """`dataset` in units of `max_length`, which limits each sequence of an example."""
+        """Return `dataset` with lengths per sequence, because `max_length` limits each sequence of an example."""
         each = self.sequences
         lengths = tuple(-(-length // each) for length in dataset.lengths)
         return replace(dataset, n_tokens=max(1, dataset.n_tokens // each), lengths=lengths)
@@ -109,7 +109,7 @@ class Method:
             fields["learning_rate"] *= self.rate_share
 
     def refuses(self, shape: str) -> str | None:
-        """Why this method cannot train on a file of records of this shape (train.data.formats); None if it can."""
+        """Return why this method cannot train on records of this shape (train.data.formats); None if it can."""
         kind = shape if shape in DATA else "conversation"
         if kind == self.data:
             return None
@@ -118,7 +118,7 @@ class Method:
         return f"has the shape {shape!r} ({has}), which is for the method {other!r}; {wants}"
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
-        """The memory of each of `ranks` ranks; `fields` as `resolve` returns them."""
+        """Estimate the memory of each of `ranks` ranks; `fields` as `resolve` returns them."""
         return estimate.rank_memory(shape, {**fields, "max_length": self.sequences * fields["max_length"]}, ranks)
 
     def load(self, dataset: DatasetStats, fields: Mapping[str, Any]) -> Load:
@@ -127,18 +127,18 @@ class Method:
         return auto.load(self.rows(dataset), fields, sequences=self.sequences, forwards=forwards)
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
-        """The most tokens of a sequence in the data; `options`: TrainSpec.options."""
+        """Return the most tokens that a sequence of the data may have; `options`: TrainSpec.options."""
         return max_length
 
     def policies(self, options: Mapping[str, Any]) -> int:
-        """The number of versions of whole weights in shared memory besides the result, for engines to sample from."""
+        """Return how many versions of whole weights shared memory needs for engines to sample from."""
         return 0
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
-        """The rows of a record (train.data.formats.Example), each of `sequences` pairs (token ids (n,) int32, trained
-        (n,) bool). Raises BadRecord."""
+        """Tokenize a record (train.data.formats.Example); return its rows, each of `sequences` pairs (token ids (n,)
+        int32, trained (n,) bool). Raises BadRecord."""
         if "text" in record:
             return [[encoder.encode_text(record["text"])]]
         if "sequences" not in record:
@@ -146,15 +146,15 @@ class Method:
         return [[encoder.encode_whole(chat) for chat in record["sequences"]]]
 
     def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:  # noqa: B027
-        """Raises BadRecord if nothing of a row is left within `max_length` tokens of each sequence. Methods without
-        `cut_refuses` leave out such rows instead."""
+        """Raise BadRecord if a row has nothing to train on after each sequence is cut to `max_length` tokens. Methods
+        without `cut_refuses` drop such rows instead."""
 
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
-        """The divisor of the loss of a step with these packs."""
+        """Return the divisor of the loss for a step with these packs."""
         return tokens.examples_in(packs) if self.by_example else tokens.labels_in(packs)
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
-        """The sum over a row's examples, a float32 scalar, and for each of `metric_names` the values to add up.
-        log_probs: (sequences,) float32, of the trained tokens of each sequence, or (n,) of each token (`wide`). batch:
-        from train.methods.packed_objective.to_batch."""
+        """Return the loss summed over a row's examples, a float32 scalar, and the values to add up for each of
+        `metric_names`. log_probs: (sequences,) float32, summed over each sequence's trained tokens; if `wide`, (n,) per
+        token. batch: from train.methods.packed_objective.to_batch."""
         raise NotImplementedError(f"{self.name} has no loss")

@@ -1,4 +1,4 @@
-"""The table of methods, and the simplest method."""
+"""Defines the table of methods, and the simplest method."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Supervised(Method):
-    """The cross entropy of the assistant's turns, in conversations of any known shape."""
+    """Supervised tuning: cross entropy of the assistant's turns, in conversations of any known shape."""
 
     name = "supervised"
     summary = "learns what the assistant says in conversations"
     sums = True
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
-        """The sum of the cross entropy of all trained tokens."""
+        """Return the cross entropy, summed over all trained tokens."""
         return -log_probs.sum(), []
 
 
@@ -33,7 +33,7 @@ METHODS: dict[str, Method] = {row.name: row for row in (DEFAULT, Dpo(), Kto(), O
 
 
 def method_of(name: str) -> Method:
-    """Raises InvalidSpec."""
+    """Return the method of this name. Raises InvalidSpec for an unknown name."""
     try:
         return METHODS[name]
     except KeyError:

@@ -1,7 +1,7 @@
-"""Methods that learn from the model's own answers: rewards of a grader (reinforcement), and a teacher (distillation).
+"""Methods that learn from the model's own answers, by a grader's rewards (reinforcement) or a teacher (distillation).
 
-They share the length of answers, the number of answers to each prompt, the form in which engines serve the sampling
-model, and the memory.
+Both methods share the length of answers, the number of answers per prompt, the form in which engines serve the sampling
+model, and the memory estimate.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ANSWER_OPTIONS = (
 
 
 class OwnAnswers(Method):
-    """The common part of the methods. Their `options` have "group", the answers to each prompt in a step, and "rows",
-    the rows over which these are spread."""
+    """The common base of both methods. `options` has "group", the number of answers to each prompt in a step, and
+    "rows", the number of rows over which these answers are spread."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
     data = "prompt"
@@ -62,7 +62,7 @@ class OwnAnswers(Method):
         for name, value in (("packing", False), ("micro_batch", 1), ("sequence_parallel", 1)):
             if given.get(name, "auto") not in ("auto", None, value):
                 raise InvalidHyperparameter(
-                    name, given[name], f"{value!r}: the answers to one prompt are trained together"
+                    name, given[name], f"{value!r}, because the answers to one prompt are trained together"
                 )
         longest = dataset.longest_example_tokens
         return auto.resolve(given, dataset, model, max_devices, own=partial(self._own, longest=longest, model=model))
@@ -81,56 +81,56 @@ class OwnAnswers(Method):
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         options = fields["options"]
-        together = math.ceil(options["group"] / options["rows"])  # answers of a row
+        together = math.ceil(options["group"] / options["rows"])  # number of answers in a row
         row = {**fields, "max_length": together * fields["max_length"]}
         learning, element = estimate.rank_memory(shape, row, ranks), ELEMENT_BYTES[fields["precision"]]
         # The head computes in float32, including the gradient of its weight.
         head = 4 * shape.vocab * shape.hidden if element < 4 else 0
         head += estimate.head_bytes(shape, row, 4) - estimate.head_bytes(shape, row, element)
-        head += together * fields["max_length"] * shape.vocab // 8  # a bit for each token: whether a form allows it
+        head += together * fields["max_length"] * shape.vocab // 8  # a bit per label and vocabulary token, for forms
         return replace(learning, activations_bytes=head + learning.activations_bytes)
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
         return max_length - int(options["max_completion_tokens"])
 
     def policies(self, options: Mapping[str, Any]) -> int:
-        return 0 if options["policy"] == "adapter" else 2 + int(options["staleness"])  # one of them is being written
+        return 0 if options["policy"] == "adapter" else 2 + int(options["staleness"])  # one version is being written
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
         ids = encoder.prompt(record)
-        return [[(ids, ids < 0)]]  # nothing of it is trained
+        return [[(ids, ids < 0)]]  # no token of a prompt is trained
 
     def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
-        """Raises BadRecord for a prompt that would be cut, since a prompt without its end is another prompt."""
+        """Raise BadRecord for a prompt that would be cut, since a prompt without its end is another prompt."""
         ((ids, _),) = sequences
         if len(ids) > max_length:
             raise BadRecord(
-                f"the prompt has {len(ids)} tokens, and {max_length} are left for it besides max_completion_tokens: "
+                f"the prompt has {len(ids)} tokens; at most {max_length} are possible besides max_completion_tokens: "
                 "give a larger max_length, or shorten the prompt"
             )
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
-        """The loss of group relative policy optimisation (Shao et al., 2024, arXiv:2402.03300) in its common form: by
-        token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), without a penalty for the distance
-        from the starting model.
+        """Return the loss of group relative policy optimisation (Shao et al., 2024, arXiv:2402.03300) in its common
+        form: averaged over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), without a penalty for
+        distance from the starting model.
 
-        Engines round differently and may have the weights of an earlier step. So the ratio of a token compares the
-        trainer with the engine, not the model before and after the step: it weighs the token, up to WEIGHT_CAP, and
-        stops no gradient, as clipping would. A step trains on its samples once, so the trainer's own ratio is 1
-        wherever it is differentiated.
+        Engines round differently and may have the weights of an earlier step. So a token's ratio compares the trainer
+        with the engine, not the model before and after the step. The ratio weights the token, up to WEIGHT_CAP; unlike
+        clipping, it stops no gradient. A step trains on its samples once, so the trainer's own ratio is 1 wherever it
+        is differentiated.
         """
         fixed = log_probs.detach()
         moved = fixed - batch["sampled"]
         ratio = moved.exp()
         surrogate = ratio.clamp(max=WEIGHT_CAP) * (log_probs - fixed).exp() * batch["advantages"]
-        # The first metric is the unbiased, never negative estimate of KL(sampler, trainer) (Schulman, 2020).
+        # The first metric is Schulman's (2020) estimate of KL(sampler, trainer): unbiased and never negative.
         return -surrogate.sum(), [ratio - 1 - moved, moved.abs(), (ratio > WEIGHT_CAP).float()]
 
 
 class Reinforcement(OwnAnswers):
-    """A grader gives each answer a reward, and answers with a larger reward than others to their prompt become likelier
+    """A grader gives each answer a reward; answers with larger rewards than others to their prompt become likelier
     (group relative policy optimisation: Shao et al., 2024, arXiv:2402.03300). Options follow OpenAI's schema."""
 
     name = "reinforcement"
@@ -150,7 +150,7 @@ class Reinforcement(OwnAnswers):
     def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
         super().own_hyperparameters(given, fields)
         effort = given.choice("reasoning_effort", ("default", "low", "medium", "high"), auto="default")
-        if effort != "default":  # the run reports that it changes nothing
+        if effort != "default":  # the run reports that the effort is ignored
             fields["options"]["reasoning_effort"] = effort
         fields["options"]["group"] = max(2, round(GROUP * fields["options"]["compute_multiplier"]))
 
@@ -174,7 +174,7 @@ class Distillation(OwnAnswers):
     judged_by = "teacher"
     takes = ("teacher",)
     measured = ("reverse_kl", "entropy")
-    # Larger than with one reward for a whole answer, since every token has its own signal.
+    # Larger than for reinforcement, with one reward per answer, since here every token has its own signal.
     rate_share = 0.3
 
     def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
@@ -183,10 +183,10 @@ class Distillation(OwnAnswers):
 
 
 def _length(given: Given, options: dict[str, Any], longest: int, most: int) -> int:
-    """The most tokens of a prompt with its answer."""
+    """Return the most tokens of a prompt and its answer together."""
     answer = options["max_completion_tokens"]
     if not given.is_set("max_length"):
-        # The tokens of the longest prompt may be an estimate, with errors up to a third.
+        # The token count of the longest prompt may be an estimate, with an error of up to a third.
         wanted = 32 * math.ceil(1.3 * longest / 32) + answer
         if answer >= most:
             raise InvalidHyperparameter(

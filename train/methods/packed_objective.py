@@ -1,7 +1,7 @@
 """The objective of all methods: a model over packed rows, whose output head runs only at trained positions, and the
-method's loss of the log-probabilities there.
+method's loss, computed from the log-probabilities there.
 
-Often a tenth of a row's thousands of tokens is trained. The hidden states of those positions are gathered before the
+Often only a tenth of a row's tokens is trained. The hidden states of those positions are gathered before the
 output head, so the head's matrix product and the vocabulary-wide softmax run for them alone.
 """
 
@@ -23,16 +23,16 @@ from train.data.packing import Row
 from train.methods.method import Method
 from train.plan.estimate import DEVICE_LOGITS_BYTES, HOST_LOGITS_BYTES, held_rows
 
-# Settings of architectures that change logits or hidden states around the head; these run their own forward.
+# Settings that change logits or hidden states around the head; models with such a setting run their own head.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class PackedObjective(nn.Module):
-    """Holds the model as `model`; the training engine calls `forward` with the result of `to_batch`."""
+    """Wraps the model, as attribute `model`; the training engine calls `forward` with the result of `to_batch`."""
 
     def __init__(self, model: PreTrainedModel, method: Method, options: Mapping[str, Any]):
-        """Replace the class of a plain output head by one that computes more than logits in its forward: under ZeRO-3
-        the weight exists only in the module's own forward."""
+        """Replace the class of a linear output head by LogProbHead, which also computes log-probabilities in its
+        forward: under ZeRO-3 the weight exists only during the module's own forward."""
         super().__init__()
         self.model = model
         self._loss, self._sequences = partial(method.loss, options=options), method.sequences
@@ -48,12 +48,12 @@ class PackedObjective(nn.Module):
         self._sums: list[torch.Tensor] = []
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The row's loss times batch["scale"], a float32 scalar. For a batch `as_reference`, the log-probability of the
-        trained tokens of each sequence, (sequences,) float32."""
+        """Return the row's loss times batch["scale"], a float32 scalar. If the batch has `as_reference`, return each
+        sequence's log-probability, summed over trained tokens: (sequences,) float32."""
         log_probs, right = self._log_probs(batch)
         sizes = list(batch["sequence_sizes"])
         if not self._by_token:
-            # Not index_add, which adds in a different order in each run on a GPU.
+            # Not index_add: on a GPU it would add in a different order in each run.
             log_probs = torch.stack([part.sum() for part in log_probs.split(sizes)])
         if batch.get("as_reference"):
             return log_probs
@@ -63,22 +63,22 @@ class PackedObjective(nn.Module):
             if self._counts_hits and scale:
                 # Count only an example's first sequence, the desired answer.
                 right = torch.cat(right.split(sizes)[:: self._sequences])
-                # `new_full`: `new_tensor` copies from the host, which waits for the whole forward pass.
+                # `new_full`, because `new_tensor` copies from the host, which waits for the whole forward pass.
                 self._hits.append(torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]))
             if sums:
                 self._sums.append(torch.stack([each.sum() for each in sums]) * scale)
         return loss * scale
 
     def take_metrics(self) -> list[float]:
-        """Sums over the forward passes since the last call: correct tokens, trained tokens, and the method's own values
-        if there were any."""
+        """Return sums over all forward passes since the last call: correct tokens, trained tokens, and the method's own
+        values, if any."""
         hits, sums = self._hits, self._sums
         self._hits, self._sums = [], []
         counts = torch.stack(hits).sum(0).tolist() if hits else [0, 0]
         return counts + (torch.stack(sums).sum(0).tolist() if sums else [])
 
     def _log_probs(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-probability of each trained token, (n,) float32, and whether it is the likeliest token, (n,) bool."""
+        """Each trained token's log-probability, (n,) float32, and whether the token is the likeliest, (n,) bool."""
         row = {name: batch[name] for name in ("input_ids", "position_ids", "segments")} | {"use_cache": False}
         labels, predict_at, allowed = batch["labels"], batch["predict_at"], batch.get("allowed")
         if self._fused:
@@ -93,11 +93,11 @@ class PackedObjective(nn.Module):
 
 
 class LogProbHead(nn.Linear):
-    """The output head; called with labels, it returns their log-probabilities in place of logits.
+    """The output head; called with labels, it returns the labels' log-probabilities in place of logits.
 
-    wide: compute in float32; rounded to bfloat16, the log-probabilities of a trainer and of the sampling engine differ
-    by more than a step changes them. alike: all have the same gradient, as in a sum. right: (n,) bool, whether the
-    labels of the last call were the likeliest tokens."""
+    wide: compute in float32; in bfloat16, rounding would make the log-probabilities of trainer and sampling engine
+    differ by more than a step changes them. alike: all log-probabilities have the same gradient, as in a sum. right:
+    (n,) bool, whether each label of the last call was the likeliest token."""
 
     wide = alike = False
     right: torch.Tensor
@@ -105,8 +105,8 @@ class LogProbHead(nn.Linear):
     def forward(
         self, hidden: torch.Tensor, labels: torch.Tensor | None = None, allowed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """hidden (n, width), labels (n,) int64 -> (n,) float32, in the distribution over the `allowed` tokens (as in
-        `only`); without labels the usual logits (..., vocabulary)."""
+        """hidden (n, width), labels (n,) int64 -> log-probabilities (n,) float32, in the distribution over the
+        `allowed` tokens (as in `only`); without labels the usual logits (..., vocabulary)."""
         if labels is None:
             return functional.linear(hidden.float(), self.weight.float()) if self.wide else super().forward(hidden)
         early = self.alike and torch.is_grad_enabled()
@@ -115,9 +115,9 @@ class LogProbHead(nn.Linear):
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """log_softmax(hidden @ weight.T)[labels], by chunks. The factor of each token's gradient is known only after the
-    forward pass, so the backward pass computes the logits of each chunk again instead of keeping them. With one factor
-    for all tokens (`early`), gradients come from the forward pass's logits, and are multiplied at the end."""
+    """Computes log_softmax(hidden @ weight.T)[labels] in chunks. Each token's upstream gradient is known only after the
+    forward pass, so the backward pass recomputes the logits of each chunk instead of storing them. If all tokens have
+    the same upstream gradient (`early`), the forward pass computes the gradients, and the backward pass scales them."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, wide, allowed, early):
@@ -157,11 +157,11 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _Gradients:
-    """The gradients of labels' log-probabilities for hidden states and weight, by chunks of rows.
+    """Accumulates gradients of the labels' log-probabilities for hidden states and weight, in chunks of rows.
 
-    The logits' gradients are held for as many rows as need no more memory than a float32 sum of the weight's size, and
-    then multiplied at once. One product per chunk, added in float32, would move 6 bytes per element of the weight each
-    time: 2 ms for 131 rows (vocabulary 128k, width 4096), twice the arithmetic.
+    Gradients of logits are buffered, in no more memory than a float32 copy of the weight, and multiplied at once when
+    the buffer is full. One product per chunk, added in float32, would move 6 bytes per weight element each time: 2 ms
+    for 131 rows (vocabulary 128k, width 4096), twice the time of the arithmetic.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class _Gradients:
     def add(
         self, part: slice, logits: torch.Tensor, log_sums: torch.Tensor, upstream: torch.Tensor | None = None
     ) -> None:
-        """Add the next rows. logits: (rows, vocabulary) float32, overwritten. log_sums, upstream: (n,) of all rows."""
-        grad = logits.sub_(log_sums[part, None]).exp_().neg_()  # minus the softmax
+        """Add the next rows. logits: (rows, vocabulary) float32, overwritten. log_sums, upstream: (n,) for all rows."""
+        grad = logits.sub_(log_sums[part, None]).exp_().neg_()  # becomes minus the softmax
         target = self._labels[part, None]
         grad.scatter_add_(1, target, torch.ones_like(target, dtype=grad.dtype))
         if upstream is not None:
@@ -192,9 +192,9 @@ class _Gradients:
             torch.mm(held, self._weight, out=self._of_hidden[part])
 
     def totals(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(n, width) and (vocabulary, width) in hidden's dtype; None where it is not needed."""
+        """Gradients (n, width) and (vocabulary, width) in hidden's dtype; None for a gradient that is not needed."""
         self._multiply()
-        if self._need_weight and self._of_weight is None:  # nothing is learnt in this part of a row
+        if self._need_weight and self._of_weight is None:  # this part of a row has no trained token
             self._of_weight = torch.zeros_like(self._weight)
         return self._of_hidden, None if self._of_weight is None else self._of_weight.to(self._hidden.dtype)
 
@@ -205,27 +205,27 @@ class _Gradients:
         part = self._held[: self._end - first].t() @ self._hidden[first : self._end]
         if self._of_weight is not None:
             self._of_weight.add_(part)
-        else:  # several parts are added in float32, or late small parts would be rounded away
+        else:  # add several parts in float32, or rounding would lose late small parts
             self._of_weight = part if len(self._hidden) <= len(self._held) else part.float()
 
 
 def chunk_rows(hidden: torch.Tensor, vocabulary: int) -> int:
-    """Rows of `hidden` in a chunk: 64 MB of float32 logits on a processor, 256 MB on a GPU, where each chunk reads the
-    head's weight twice: for 64 MB, 131 rows of a vocabulary of 128k, that would take longer than the arithmetic."""
+    """Return rows of `hidden` per chunk: 64 MB of float32 logits on a CPU, 256 MB on a GPU. A chunk reads the head's
+    weight twice; on a GPU, with 64 MB (131 rows, vocabulary 128k), that would take longer than the arithmetic."""
     chunk_bytes = HOST_LOGITS_BYTES if in_host_memory(hidden.device) else DEVICE_LOGITS_BYTES
     return max(1, min(hidden.shape[0], chunk_bytes // (4 * vocabulary)))
 
 
 def log_sum_exp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch.logsumexp over the vocabulary, to the bit, and the token with the largest logit, (n, 1) each. The sum needs
-    the maximum anyway, so the likeliest token takes next to no time (docs/performance.md)."""
+    """Return exactly torch.logsumexp over the vocabulary, and the token with the largest logit, (n, 1) each. The sum
+    needs the maximum anyway, so finding this token takes almost no time (docs/performance.md)."""
     top, likeliest = logits.max(dim=-1, keepdim=True)
     return (logits - top).exp_().sum(dim=-1, keepdim=True).log_().add_(top), likeliest
 
 
 def only(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Logits (n, vocabulary), in place minus infinity for tokens that are not allowed. allowed: (n, words) int32, a bit
-    for each token, the lowest first."""
+    """Set the logits (n, vocabulary) of tokens that are not allowed to minus infinity, in place. allowed: (n, words)
+    int32, a bit per token, lowest bit first."""
     places = torch.arange(8, dtype=torch.uint8, device=logits.device)
     bits = (allowed.view(torch.uint8)[..., None] >> places) & 1
     return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
@@ -242,9 +242,9 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
 
 
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
-    """The tensors of a row for an objective, on `device`. scale: 1 / `Method.denominator` of the whole step, 0 for a
-    row that only fills up the step. A caller that adds `as_reference` gets log-probabilities in place of the loss
-    (train.trainer.train)."""
+    """Return a row's tensors for the objective, on `device`. scale: 1 / `Method.denominator` of the whole step, 0 for a
+    row that only fills up the step. With `as_reference` added to the batch, the objective returns log-probabilities in
+    place of the loss (train.trainer.train)."""
 
     def tensor(array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from train.methods.method import Batch, Loss
     from train.plan.auto import DatasetStats, ModelStats
 
-# The share of the learning rate of supervised tuning: 5e-7 for full tuning of 7e9 parameters and 5e-6 for adapters, as
-# in TRL and the alignment handbook.
+# Learning rate, as a share of that of supervised tuning: gives 5e-7 for full tuning of 7e9 parameters and 5e-6 for
+# adapters, as in TRL and the alignment handbook.
 RATE_SHARE = 0.05
-# Few pairs make few steps, in which the published share changes nothing: 12 pairs ended at a margin of 0.0004.
+# Few pairs make few steps, in which the published rate changes nothing: training on 12 pairs gave a margin of 0.0004.
 LARGEST_SHARE, SHARE_FROM_PAIRS = 0.1, 300
 _FEW_PAIRS = 1000
 SUREST = -1e-6
@@ -27,17 +27,17 @@ BETA = Option("beta", 1e-6, 2, 0.1, "how closely the model stays to its start; a
 
 
 class Compared(Method):
-    """The model is compared with its starting model. A small share of the common learning rate suits these methods."""
+    """Base of methods that compare the model with its starting model, with a small share of the learning rate."""
 
     needs_reference = True
 
     def resolve(
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
     ) -> dict[str, Any]:
-        """As `Method.resolve`, with other defaults for epochs and learning rate."""
+        """Do what `Method.resolve` does, with other defaults for epochs and learning rate."""
         n = dataset.n_examples
         if hyperparameters.get("n_epochs", "auto") in ("auto", None):
-            # More passes make the model certain of the seen examples, and of little else.
+            # With more passes the model becomes certain of the examples that it saw, and of little else.
             few = max(3, min(10, SHARE_FROM_PAIRS // n))
             hyperparameters = {**hyperparameters, "n_epochs": few if n < _FEW_PAIRS else 1}
         fields = super().resolve(hyperparameters, dataset, model, max_devices)
@@ -47,20 +47,20 @@ class Compared(Method):
 
 
 class Pairs(Method):
-    """An example is a pair of outputs for one conversation."""
+    """Base of methods whose example is a pair of outputs for one conversation."""
 
     data = "preference"
     by_example = True
-    sequences = 2  # the preferred output, then the other
+    sequences = 2  # the preferred output, then the non-preferred one
     cut_refuses = True
 
     def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
-        """Raises BadRecord if the cut leaves nothing of a pair to compare."""
+        """Raise BadRecord if, after the cut, a pair has nothing to compare."""
         short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
         for side, (_, learnt) in zip(("preferred", "non-preferred"), short, strict=True):
             if not learnt[1:].any():
                 raise BadRecord(
-                    f"the {side} output begins after the {max_length} tokens of max_length, so nothing is left of it: "
+                    f"the {side} output begins after the {max_length} tokens of max_length, so all of it would be cut: "
                     "give a larger max_length, or shorten the input"
                 )
         (first, _), (second, _) = short
@@ -87,9 +87,9 @@ class Dpo(Compared, Pairs):
     )
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
-        """Equation 7, as TRL's DPOTrainer computes it with loss_type "sigmoid": the sum over pairs of
-        -log sigmoid(margin). margin: the reward of the preferred output less that of the other; reward: beta times the
-        log-probability of the output's learnt tokens, less the reference."""
+        """Return equation 7 as in TRL's DPOTrainer with loss_type "sigmoid": the sum over pairs of -log
+        sigmoid(margin). margin: the preferred output's reward minus the other output's reward. reward: beta times
+        (log-probability of an output's trained tokens minus reference)."""
         from torch.nn.functional import logsigmoid
 
         rewards = options["beta"] * (log_probs - batch["reference"]).view(-1, 2)
@@ -116,7 +116,7 @@ class Kto(Compared):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        return self.metric_names  # the token accuracy would count tokens of bad answers too
+        return self.metric_names  # not the token accuracy, which would count tokens of bad answers too
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
         ids, learnt = encoder.encode_whole(record["sequences"][0])
@@ -125,10 +125,10 @@ class Kto(Compared):
         return [[(ids, learnt)]]
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
-        """The sum over answers of weight * (1 - sigmoid(margin)), as in TRL's KTOTrainer except for the KL term.
+        """Return the sum over answers of weight * (1 - sigmoid(margin)), as TRL's KTOTrainer except for the KL term.
 
-        margin: beta times the log-ratio to the reference above the KL term, or below it for a bad answer. The KL term
-        is the mean log-ratio of the whole step's answers, at least 0, and has no gradient.
+        margin: beta * (log-ratio to the reference - KL term), negated for a bad answer. KL term: the mean log-ratio of
+        all answers of the step, at least 0, without a gradient.
         """
         import torch
 
@@ -146,7 +146,7 @@ class Orpo(Pairs):
     output of a pair, which also lowers the odds of the other output; without a reference model."""
 
     name = "orpo"
-    rate_share = 0.5  # 5e-6 for all weights of 7e9 parameters; TRL's example has 8e-6
+    rate_share = 0.5  # gives 5e-6 for full tuning of 7e9 parameters; TRL's example has 8e-6
     summary = "learns the preferred answer of each pair and avoids the other, without a reference model"
     options = (Option("beta", 1e-6, 10, 0.1, "weight of the odds ratio beside the preferred answer's own loss"),)
     metric_names = (
@@ -160,8 +160,8 @@ class Orpo(Pairs):
     )
 
     def loss(self, log_probs: torch.Tensor, batch: Batch, options: Mapping[str, Any]) -> Loss:
-        """Equations 6 and 7: the sum over pairs of -log p(preferred) - beta * log sigmoid(log odds ratio), where log p
-        is the mean over an output's tokens."""
+        """Return equations 6 and 7: the sum over pairs of -log p(preferred) - beta * log sigmoid(log odds ratio), where
+        log p is the mean over an output's tokens."""
         import torch
         from torch.nn.functional import logsigmoid
 

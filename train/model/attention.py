@@ -1,9 +1,10 @@
-"""Attention over packed rows: every example attends to its own tokens only, at no cost for the others.
+"""Attention over packed rows: an example attends only to its own tokens; no attention between examples is computed.
 
 It is registered with transformers as the attention implementation "packed" (AttentionInterface). Every layer receives
-`segments` as a keyword of the model call. One call of torch's causal kernel per example costs the sum of the squares of
-their lengths; a block-diagonal mask over the row would cost the square of the sum. On a GPU one kernel (FlashAttention
-over sequences of different lengths) computes the whole row, with sliding windows, if precision and head size allow it.
+`segments` as a keyword of the model call. With one call of torch's causal kernel per example, time grows with the sum
+of the squared lengths; with a block-diagonal mask over the row it would grow with the square of the sum. On a GPU one
+kernel (FlashAttention over sequences of different lengths) computes the whole row, with sliding windows, if precision
+and head size allow it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def packed_attention(
     -> (1, tokens, heads, value dim).
 
     `segments` are (start, end) token ranges that cover the row without gaps. Raises UnsupportedModel for a layer that
-    needs more: without its position bias Inkling would silently train wrong weights.
+    passes further inputs: Inkling, without its position bias, would silently train wrong weights.
     """
     if left_out := [name for name in _NOT_DONE if further.get(name) is not None]:
         raise UnsupportedModel(
@@ -56,15 +57,15 @@ def packed_attention(
     if on_gpu and query.dtype in _VARLEN_DTYPES and width <= _VARLEN_WIDEST_HEAD and not dropout:
         return _varlen(query, key, value, segments, scaling, sliding_window, grouped), None
     if grouped and on_gpu:
-        # float32, or heads wider than 256 (Gemma 4 has 512 in one layer of six): of torch's fused kernels only CUTLASS
-        # computes them. In torch 2.13 it takes no groups; with groups torch falls back to the plain computation, whose
-        # memory is the square of an example's length.
+        # For float32, or heads wider than 256 (Gemma 4 has 512 in one layer of six), torch has only the CUTLASS kernel.
+        # In torch 2.13 this kernel does not support grouped heads; with these torch falls back to unfused operations,
+        # whose memory grows with the square of an example's length.
         key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
         grouped = False
     lengths = [end - start for start, end in segments]
     outputs = []
-    # Split, not slices: in the backward pass each slice makes a zero tensor of the whole row's size: for 32 examples 33
-    # times the bytes of q, a split twice.
+    # Split instead of slicing: in the backward pass each slice makes a zero tensor of the whole row's size. For 32
+    # examples slices take 33 times the bytes of q, a split takes 2 times.
     for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
         window = None
         if sliding_window is not None and q.shape[2] > sliding_window:
@@ -96,16 +97,16 @@ def _varlen(
     sliding_window: int | None,
     grouped: bool,
 ) -> torch.Tensor:
-    """The first result of `packed_attention`, by one kernel for the whole row. Arguments as there."""
+    """Return the attention of `packed_attention`, which has the same arguments, by one kernel for the whole row."""
     starts, longest = _bounds(segments, query.device)
-    # The kernel's window does not count the token itself; `sliding_window` does.
+    # The kernel's window does not count the token itself, but `sliding_window` counts it.
     left = -1 if sliding_window is None or longest <= sliding_window else sliding_window - 1
-    # The kernel takes heads of one width, a multiple of 8, and unlike scaled_dot_product_attention this call pads none
+    # The kernel needs heads of one width, a multiple of 8, and unlike scaled_dot_product_attention it pads no head
     # (torch's flash_api.cpp, mha_varlen_fwd). DeepSeek's values are narrower than its keys; OpenLLaMA 3B has heads of
-    # 100. Zeros add nothing to a score, and the padding of the values is cut off.
+    # 100. Zeros add nothing to a score, and the padding of values is cut off.
     width = -(-max(query.shape[-1], value.shape[-1]) // _VARLEN_HEAD_STEP) * _VARLEN_HEAD_STEP
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    # `pad` would copy even if there is nothing to add.
+    # `pad` would copy even if no padding is needed.
     q, k, v = (one if one.shape[-1] == width else pad(one, (0, width - one.shape[-1])) for one in (q, k, v))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = varlen.varlen_attn(
@@ -115,18 +116,18 @@ def _varlen(
     return out[None, ..., : value.shape[-1]]
 
 
-@lru_cache(maxsize=4)  # all layers of a row, and their recomputation, need the same result
+@lru_cache(maxsize=4)  # cached, because all layers of a row, and their recomputation, need the same result
 def _bounds(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple[torch.Tensor, int]:
-    """The examples' boundaries (examples + 1,) int32 on the device, and the longest example's tokens."""
+    """Return the examples' boundaries, (examples + 1,) int32 on the device, and the longest example's token count."""
     starts = torch.tensor([0, *(end for _, end in segments)], dtype=torch.int32)
     return starts.to(device, non_blocking=True), max(end - start for start, end in segments)
 
 
 def register() -> None:
-    """Register "packed" with transformers, and turn off kernels that are planned again for every length.
+    """Register "packed" with transformers, and disable kernels that would be planned anew for every length.
 
-    No mask function is registered, so transformers builds no mask. For a mask it would first check on the device
-    whether positions in a row restart, and wait for all work before (transformers/masking_utils.py,
+    No mask function is registered, so transformers builds no mask. To build a mask, it would check on the device
+    whether positions in a row restart, and so wait for all earlier work (transformers/masking_utils.py,
     _preprocess_mask_arguments and find_packed_sequence_indices).
     """
     for kind in KINDS.values():

@@ -1,7 +1,7 @@
 """Loads the model to train: a Hugging Face causal language model with packed attention, optionally with LoRA.
 
-An adapter on disk has peft's own layout (`adapter_model.safetensors`, `adapter_config.json`; Hugging Face docs, "PEFT
-checkpoint format"), so what is published here loads in peft, transformers and vLLM as it is.
+An adapter on disk has peft's layout (`adapter_model.safetensors`, `adapter_config.json`; Hugging Face docs, "PEFT
+checkpoint format"), so peft, transformers and vLLM load published adapters unchanged.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from train.model import attention
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
-# Types of layers in transformers that pass a state from token to token, besides keys and values.
+# transformers' names of layer types that pass a state, besides keys and values, from token to token.
 _KEEP_STATE = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
 ADAPTER = "default"
 STEM = "adapter_model"
 CONFIG_FILE = "adapter_config.json"
 _PREFIX = "base_model.model."
-LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # tests compare their gradients with torch's
+LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # families whose gradients tests compare with torch's
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory; never runs code from it. Raises UnsupportedModel."""
+    """Load the tokenizer of a model directory, without running code from there. Raises UnsupportedModel."""
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -51,11 +51,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> PreTrainedModel:
-    """The base model on the CPU, in the precision of the training; trained parameters have `requires_grad`.
+    """Load the base model on the CPU, in the precision of training; trained parameters have `requires_grad`.
 
-    The bytes are equal on every rank: LoRA starts from `spec.seed`. With `weights=False` trained parameters are
-    undefined, because a snapshot will set them; with `sent` all parameters are, because another rank will send them.
-    Raises UnsupportedModel.
+    Every rank gets the same bytes: LoRA is initialised from `spec.seed`. With `weights=False` trained parameters are
+    undefined, because a snapshot will set them; with `sent` all parameters are undefined, because another rank will
+    send them. Raises UnsupportedModel.
     """
     attention.register()
     transformers_logging.disable_progress_bar()
@@ -75,7 +75,7 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
     _refuse_unsupported(model)
     if _is_quantised(model.config):
-        # compressed-tensors and what it imports take seconds, and few jobs need them.
+        # compressed-tensors takes seconds to import, and few jobs need it.
         from train.model.quantised import keep_quantised  # noqa: PLC0415
 
         keep_quantised(model)
@@ -98,8 +98,8 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
 
 
 def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
-    """The architecture with uninitialised parameters; None if the weights must be loaded: where the model has state
-    besides parameters; with `sent` also where loading decides which parameters there are, or their precision."""
+    """Build the model with uninitialised parameters. None if weights must be loaded: if the model has state besides
+    parameters, or if, with `sent`, loading decides which parameters exist or their precision."""
     config = AutoConfig.from_pretrained(spec.base_path, local_files_only=True, trust_remote_code=False)
     if _is_quantised(config):
         return None
@@ -107,13 +107,13 @@ def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
         model = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME, trust_remote_code=False
         )
-    # (A checkpoint may have separate tensors for parameters that are normally tied.)
+    # (A checkpoint may store separate tensors for parameters that the architecture ties.)
     if sent and (model._keep_in_fp32_modules_strict or model.get_expanded_tied_weights_keys(all_submodels=True)):
         return None
     model.tie_weights()
-    # As loading does: publishing needs the conversions (train.state.publish), answering the generation config.
+    # As loading does: publishing needs the conversions (train.state.publish), engines need the generation config.
     model._weight_conversions = get_model_conversion_mapping(model)
-    with suppress(OSError):  # the directory has none
+    with suppress(OSError):  # the directory has no generation config
         model.generation_config = GenerationConfig.from_pretrained(spec.base_path, local_files_only=True)
     persistent = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return None if persistent else model
@@ -125,12 +125,12 @@ def _is_quantised(config: PretrainedConfig) -> bool:
 
 def use_liger(model: PreTrainedModel) -> None:
     """Replace norms, rotary embedding (for the whole process) and MLPs by Liger's fused kernels (Hsu et al., 2024),
-    which keep fewer activations and need a GPU. The output head has its own (train.methods.packed_objective). Raises
-    UnsupportedModel for another family."""
+    which store fewer activations and need a GPU. The output head has other kernels (train.methods.packed_objective).
+    Raises UnsupportedModel for other families."""
     if model.config.model_type not in LIGER_FAMILIES:
         known = ", ".join(LIGER_FAMILIES)
         raise UnsupportedModel(f"kernels 'liger' supports {known}, not {model.config.model_type}; use 'torch'")
-    # Its import takes a second, and few jobs need it.
+    # Liger takes a second to import, and few jobs need it.
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance  # noqa: PLC0415
 
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
@@ -139,8 +139,8 @@ def use_liger(model: PreTrainedModel) -> None:
 def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
     """Add LoRA layers (Hu et al., 2021; peft) to `model` in place and freeze everything else."""
     targets = list(spec.lora_targets) or linear_layers(model)
-    # In some mixtures (DeepSeek, GLM 4, Qwen3-Next) peft takes the names of dense and shared MLPs for those of experts,
-    # as in older checkpoints; here experts are fused.
+    # In some mixtures of experts (DeepSeek, GLM 4, Qwen3-Next) peft mistakes names of dense and shared MLPs for names
+    # of experts, which they were in older checkpoints; here experts are fused.
     converted = LoraConfig(target_modules=targets)
     convert_peft_config_for_transformers(converted, model, None)
     if converted.target_parameters:
@@ -167,7 +167,7 @@ def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Last names of all linear layers except the output head, as LoRA targets."""
+    """Return the last name components of all linear layers except the output head, as LoRA targets."""
     head = model.get_output_embeddings()
     return sorted(
         {
@@ -187,12 +187,12 @@ def is_factor(name: str) -> bool:
 
 
 def stored_name(name: str) -> str:
-    """The name in peft's files of the factor `name` (a name of `fragments.parameters`)."""
+    """Return the name in peft's files for the factor `name` (as in `fragments.parameters`)."""
     return _PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
 def config_json(config: LoraConfig, base_model: str) -> bytes:
-    """adapter_config.json of a trained adapter; `base_model` is the base's public name."""
+    """Return adapter_config.json for a trained adapter; `base_model` is the base's public name."""
     fields = config.to_dict()
     fields |= {"base_model_name_or_path": base_model, "inference_mode": True}
     fields = {key: sorted(value) if isinstance(value, (set, frozenset)) else value for key, value in fields.items()}
@@ -201,14 +201,14 @@ def config_json(config: LoraConfig, base_model: str) -> bytes:
 
 @torch.no_grad()
 def merge_into(model: PreTrainedModel, directory: str) -> None:
-    """Add the stored adapter's scaling * B @ A to the weights of `model`, in float32, in place. (peft's own merge would
-    import modules and match expressions that the adapter's configuration names, which is untrusted.)
+    """Add the stored adapter's scaling * B @ A to the weights of `model`, in float32, in place. (peft's merge would
+    import modules and match regular expressions that the adapter's untrusted configuration names.)
 
     Raises UnsupportedModel if the adapter does not belong to this model or is more than B @ A.
     """
     config = PeftConfig.from_pretrained(directory)
     if not isinstance(config, LoraConfig) or config.use_dora or config.bias != "none" or config.modules_to_save:
-        raise UnsupportedModel(f"the adapter {directory} is not plain LoRA and cannot be merged")
+        raise UnsupportedModel(f"the adapter {directory} has more than plain LoRA factors and cannot be merged")
     tensors = load_peft_weights(directory, device=HOST_MEMORY)
     weights = dict(model.named_parameters())
     for name in sorted(tensors):
@@ -229,20 +229,20 @@ def merge_into(model: PreTrainedModel, directory: str) -> None:
 
 
 def keeps_state(model: PreTrainedModel) -> bool:
-    """Whether layers pass a state from token to token (mamba, gated delta nets, convolutions). The state ignores the
-    bounds of examples, and no part of a row can be computed ahead and shared."""
+    """Whether layers pass a state from token to token (mamba, gated delta nets, convolutions). Such a state crosses the
+    bounds of examples, and ranks cannot share a row's tokens."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     return bool(model._is_stateful) or not _KEEP_STATE.isdisjoint(kinds)
 
 
 def checkpoint_name(name: str) -> str:
-    """The name, in the model's own checkpoint, of a parameter of the (LoRA-wrapped) model."""
+    """Return a parameter's name in the model's own checkpoint; `name` is from the (LoRA-wrapped) model."""
     return name.replace(".base_layer.", ".")
 
 
 def _choose_experts(model: PreTrainedModel) -> None:
-    """Use the plain computation of experts where torch's grouped matrix product, transformers' default, refuses rows
-    that are no multiple of 16 bytes. (Convolutions have three dimensions too, but other names.)"""
+    """Compute experts one by one where torch's grouped matrix product, transformers' default, refuses rows that are not
+    a multiple of 16 bytes. (Convolutions have three dimensions too, but other names.)"""
     experts = [p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
     uneven = any(p.shape[-1] * p.element_size() % 16 for p in experts)
     if uneven and model._can_set_experts_implementation():
@@ -256,12 +256,12 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{config.model_type} caps its attention logits, which packed attention does not support"
         )
-    if getattr(config, "index_topk", None):  # some families show it only in the mask, which is not read
+    if getattr(config, "index_topk", None):  # some families apply it only in the mask, which is not read
         raise UnsupportedModel(
             f"{config.model_type} attends to tokens that an indexer picks (DeepSeek's sparse attention), which "
             "packed attention does not support"
         )
-    if not getattr(model, "_supports_sdpa", False):  # then it would ignore packed attention
+    if not getattr(model, "_supports_sdpa", False):  # such a model would ignore packed attention
         raise UnsupportedModel(
             f"{config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as models "
             "with attention sinks), which is all that packed attention replaces"

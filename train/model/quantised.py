@@ -1,7 +1,7 @@
 """Keeps the linear layers of a quantised base in their stored form, for LoRA.
 
-QLoRA (Dettmers et al., 2023) with the formats of compressed-tensors, which vLLM serves: adapters are trained on bit for
-bit the weights that serve with them.
+This is QLoRA (Dettmers et al., 2023) with formats of compressed-tensors, which vLLM serves: adapters are trained on
+exactly the weights with which they are served.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FOUR_BITS = {"weight": ("weight_packed", torch.int32), "weight_scale": ("weight
 
 
 class QuantisedLinear(torch.nn.Linear):
-    """A frozen linear layer (out, in) that decodes its weight for each product and does not keep the result.
+    """A frozen linear layer (out, in) that decodes its weight for each product and then frees the decoded weight.
 
     Integers and 8-bit floats are stored as parameters of bytes (uint8): DeepSpeed casts every float parameter, and
     ZeRO-3 partitions and gathers bytes like any other parameter.
@@ -30,19 +30,19 @@ class QuantisedLinear(torch.nn.Linear):
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self._scheme = scheme
-        self._stored: dict[str, tuple[str, torch.dtype | None]] = {}  # by parameter: stored name, dtype if bytes
+        self._stored: dict[str, tuple[str, torch.dtype | None]] = {}  # stored name and, for bytes, dtype by parameter
         self.bias = layer.bias
         for stored_name, tensor in get_direct_state_dict(layer).items():
             if stored_name in (_SHAPE, "bias"):
                 continue
-            name = stored_name.removesuffix("_packed")  # peft wants a `weight`
+            name = stored_name.removesuffix("_packed")  # peft requires an attribute `weight`
             is_number = tensor.dtype in (torch.bfloat16, torch.float32)
             self._stored[name] = (stored_name, None if is_number else tensor.dtype)
             tensor = tensor if is_number else tensor.contiguous().view(torch.uint8)
             self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
 
     def decoded(self) -> torch.Tensor:
-        """The weight (out, in) in the dtype of its scales."""
+        """Decode the weight (out, in) to the dtype of its scales."""
         if self._stored == _FOUR_BITS and self._scheme.weights.num_bits == 4:
             return _four_bits(self.weight, self.weight_scale, self.in_features)
         stored: dict[str, torch.Tensor | torch.Size] = {_SHAPE: torch.Size((self.out_features, self.in_features))}
@@ -57,16 +57,16 @@ class QuantisedLinear(torch.nn.Linear):
 
 
 def _four_bits(packed: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
-    """Decode symmetric 4 bits as compressed-tensors does, with a fifth of its passes over memory.
+    """Decode symmetric 4-bit weights as compressed-tensors does, with a fifth of the memory traffic.
 
-    packed: (out, width / 2), two weights per byte, the lower bits first. scales: (out, groups of a row)."""
+    packed: (out, width / 2), two weights per byte, the lower bits first. scales: (out, groups per row)."""
     pairs = packed.detach()[:, : -(-width // 2)]
     weights = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :width]
     return ((weights.to(scales.dtype) - 8).unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(-1)).flatten(1)
 
 
 class _Product(torch.autograd.Function):
-    """inputs (..., in) -> (..., out). Plain autograd would keep the decoded weight until the backward pass."""
+    """Computes inputs (..., in) -> (..., out), without storing the decoded weight for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
@@ -80,7 +80,7 @@ class _Product(torch.autograd.Function):
 
 def keep_quantised(model: PreTrainedModel) -> None:
     """Replace, in place, every layer that transformers loaded in its stored form by a `QuantisedLinear`."""
-    model.ct_decompress_hook.remove()  # it would decode the whole model in the first forward pass
+    model.ct_decompress_hook.remove()  # this hook would decode the whole model in the first forward pass
     for name, layer in list(model.named_modules()):
         scheme = getattr(layer, "quantization_scheme", None)
         if isinstance(layer, torch.nn.Linear) and scheme is not None:

@@ -1,4 +1,4 @@
-"""Describes a job without torch: its spec, automatic hyperparameters and memory estimate.
+"""Plans a job without importing torch: its spec, automatic hyperparameters, and memory estimate.
 
 Never: Starts anything or reads data.
 Begin with spec.py.

@@ -3,12 +3,12 @@
 TrainError
 ├── InvalidHyperparameter   a hyperparameter is unknown or out of range (param, given, expected)
 ├── InvalidTrainingData     a data file has nothing to train on
-├── InvalidSpec             a TrainSpec does not describe a run that can be started
+├── InvalidSpec             a TrainSpec describes a run that cannot start
 ├── UnsupportedModel        the base model, its tokenizer or its chat template cannot be trained here
 ├── SnapshotMismatch        a snapshot belongs to another run
 ├── NothingGraded           a grader gave no reward for any answer of a step
 ├── TrainingDiverged        the loss or the gradient norm is not finite
-└── RankFailed              a rank died, hung or raised; the run can be continued from its newest snapshot
+└── RankFailed              a rank died, hung or raised; the run can resume from its newest snapshot
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Blame = Literal["own", "outside", "memory"]
 
 
 class TrainError(Exception):
-    """Base of all errors that `train` raises because of its input."""
+    """Base of all errors that `train` raises because of a job's input."""
 
 
 class InvalidHyperparameter(TrainError):
@@ -35,7 +35,7 @@ class InvalidTrainingData(TrainError):
 
 
 class InvalidSpec(TrainError):
-    """A TrainSpec does not describe a run that can be started; the message names the field."""
+    """A TrainSpec describes a run that cannot start; the message names the field."""
 
 
 class UnsupportedModel(TrainError):
@@ -57,17 +57,17 @@ class TrainingDiverged(TrainError):
 
 
 class NothingGraded(TrainError):
-    """A grader gave no reward for any answer of a step, or something it needs is missing; the message says why."""
+    """A grader gave no reward for any answer of a step, or cannot run; the message says why."""
 
 
 class RankFailed(TrainError):
-    """A rank died, hung or raised. code: name of the exception that it raised, or how it failed. retryable: whether a
-    restart from a snapshot can help. blame: "own" if it raised an error, "memory" if the OOM killer killed it, else
-    "outside" (it was killed or stopped, or its supervisor died), which is not a fault of the job."""
+    """A rank died, hung or raised. code: name of the exception that the rank raised, or how it failed. retryable:
+    whether a restart from a snapshot can help. blame: "own" if the rank raised an error, "memory" if the OOM killer
+    killed it, else "outside" (it was killed or stopped, or its supervisor died), which is not the job's fault."""
 
     def __init__(
         self, rank: int, reason: str, *, code: str = "rank_failed", retryable: bool = True, blame: Blame = "outside"
     ):
-        # An error of the input is the same on every rank.
+        # Errors of the input are the same on every rank.
         super().__init__(f"rank {rank} {reason}" if retryable else reason)
         self.rank, self.code, self.retryable, self.blame = rank, code, retryable, blame

@@ -6,8 +6,8 @@ as train.trainer.engine configures. Further buffers of DeepSpeed 0.19.8 were cou
 Large Transformer Models", 2022 (arXiv:2205.05198), section 4.1, for attention whose scores are recomputed and a gated
 MLP, with the norms' copies in fp32.
 
-Time: a rank computes a micro-batch and meanwhile sends and fetches the partitions of ZeRO; the longer of the two
-counts, plus LOST of the shorter. The constants were fitted to the calibration points in
+Time: a rank computes a micro-batch while it sends and fetches ZeRO's partitions; the estimate is the longer time plus
+LOST times the shorter time. The constants were fitted to the calibration points in
 tests/unit/train/published_points.csv, which has their sources; its other points show the error (docs/performance.md).
 """
 
@@ -24,11 +24,11 @@ from weights.format.foreign_json import size, text_part, weight_bits
 
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
 BUCKET_ELEMENTS = 50_000_000  # train.trainer.engine.MAX_BUCKET_ELEMENTS; this file must load without torch
-HOST_LOGITS_BYTES, DEVICE_LOGITS_BYTES = 64 * 2**20, 256 * 2**20  # of fp32 logits made at a time
-FRAGMENTS = 0.03  # share of a device's memory that torch's allocator holds and cannot use
-SCALE_BYTES = 2 / 128  # of a quantised weight, in groups of 128
-DECODING_BYTES = 6  # per weight while its layer is decoded (train.model.quantised)
-OPTIMIZER_BYTES = 12  # per trained parameter: master, exp_avg, exp_avg_sq
+HOST_LOGITS_BYTES, DEVICE_LOGITS_BYTES = 64 * 2**20, 256 * 2**20  # size of a chunk of fp32 logits
+FRAGMENTS = 0.03  # share of device memory that torch's allocator wastes
+SCALE_BYTES = 2 / 128  # scale bytes per quantised weight, in groups of 128
+DECODING_BYTES = 6  # bytes per weight while its layer is decoded (train.model.quantised)
+OPTIMIZER_BYTES = 12  # bytes per trained parameter: master, exp_avg, exp_avg_sq
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -40,7 +40,7 @@ _NORMS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("olmo2", "olmo3"), (2, 8)),
     "gemma": (4, 0),
     **dict.fromkeys(("gemma3", "gemma3_text"), (18, 8)),  # four norms, in fp32 up to their result
-    **dict.fromkeys(("gemma4", "gemma4_text"), (28, 9)),  # of values too
+    **dict.fromkeys(("gemma4", "gemma4_text"), (28, 9)),  # the values are normed too
     "glm4": (9, 2),
     "glm4_moe": (6, 6),  # its router works in fp32
     "phi3": (0, 4),  # no norms: queries, keys and values of one product, which stays whole
@@ -51,13 +51,13 @@ _NORMS: dict[str, tuple[int, int]] = {
 class ModelShape:
     """Sizes of a model for the estimates; 0 where config.json does not have them.
 
-    ffn: width of the MLP for one token; in a mixture of experts, of its chosen and shared experts together.
-    lora_sides: sum of in + out over the linear layers that have LoRA by default; times the rank, the parameters of the
-    adapter. (Fused experts are not linear layers and get none.)
+    ffn: MLP width for one token; in a mixture of experts, the summed width of chosen and shared experts. lora_sides:
+    sum of in + out over the linear layers that have LoRA by default; times the rank, this is the adapter's size in
+    parameters. (Fused experts are not linear layers and get none.)
     outside: parameters of embeddings and head, which tensor parallelism does not cut. tensor_slices: largest known
     number of even slices of heads and MLP; 1: a mixture of experts, which is not cut; 0: unknown.
-    queries: elements of a token's queries. experts: number that a token passes. norms: see `_NORMS`. quantised_bytes:
-    bytes per weight of a linear layer, with its share of the scales; 0: the base is not quantised.
+    queries: elements of a token's queries. experts: number of experts that a token passes. norms: see `_NORMS`.
+    quantised_bytes: bytes per weight of a linear layer, with its share of the scales; 0: the base is not quantised.
     """
 
     n_parameters: int
@@ -77,7 +77,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
-        """Read the sizes from a Hugging Face config.json; of a multimodal model, from its text part."""
+        """Read the sizes from a Hugging Face config.json; for a multimodal model, from the config's text part."""
         number = partial(size, text_part(config))
         hidden, layers, heads = (number(f) for f in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         head_dim = number("head_dim") or (hidden // heads if heads else 0)
@@ -121,8 +121,9 @@ class ModelShape:
         return (self.queries or self.hidden) + self.kv_heads * self.head_dim
 
     def layer_bytes(self, shards: int = 1) -> int:
-        """Bytes, in bfloat16, that one layer keeps per token for its backward pass. With adapters it is less, because
-        frozen weights do not need their inputs. shards: ranks of a tensor-parallel group, which share heads and MLP.
+        """Bytes, in bfloat16, that one layer stores per token for its backward pass. With adapters it stores less,
+        because frozen weights do not need their inputs. shards: ranks of a tensor-parallel group, which share heads and
+        MLP.
 
         norms       2 x (4 h in fp32, 2 h of their result before the weight, 2 h as the input of the next product)
         attention   4 (q + k): queries, keys, values and result
@@ -134,8 +135,7 @@ class ModelShape:
         return (16 + of_hidden) * self.hidden + cut // shards
 
     def working_bytes(self, shards: int = 1) -> int:
-        """Temporary bytes per token in the backward pass of a layer: gradients; with experts also those of results
-        weighted in fp32."""
+        """Temporary bytes per token in backward of a layer; with experts also fp32 gradients of weighted results."""
         return 8 * self.hidden + (2 * self.ffn + 16 * self.experts * self.hidden) // shards
 
     @property
@@ -145,14 +145,14 @@ class ModelShape:
         return max(self.vocab * self.hidden, self.hidden * self.ffn, self._layer_of_experts * 2 // 3)
 
     def base_bytes(self, element: int) -> int:
-        """Bytes of all weights, `element` bytes each; in a quantised base only embeddings and head have so many."""
+        """Bytes of all weights, `element` bytes each; in a quantised base, only embeddings and head have this size."""
         if not self.quantised_bytes:
             return element * self.n_parameters
         return int(element * self.outside + self.quantised_bytes * (self.n_parameters - self.outside))
 
     @property
     def gathered(self) -> int:
-        """Elements that are whole on a rank at a time under ZeRO-3: its limit of live parameters, but at least one
+        """Elements that a rank holds whole at a time under ZeRO-3: the limit of live parameters, but at least one
         module, such as all experts of a layer."""
         return max(LIVE_ELEMENTS, self._layer_of_experts)
 
@@ -188,7 +188,7 @@ class RankMemory:
 
 
 def trained_parameters(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """`fields` are those of a TrainSpec. With `lora_targets` it counts the default targets, which are more."""
+    """Count trained parameters from a TrainSpec's `fields`. Even with `lora_targets` it counts all default targets."""
     return shape.n_parameters if fields["full"] else shape.lora_sides * fields["lora_rank"]
 
 
@@ -253,8 +253,8 @@ def residual_bytes(device_kind: str, device_memory_bytes: int, asleep: int) -> i
 
 
 def held_rows(rows: int, chunk: int, hidden: int, element: int) -> int:
-    """Rows of the logits' gradient that are kept for one product: as many as take the memory of a float32 sum of the
-    head's size, and at least one chunk."""
+    """Rows of the logits' gradient that one product takes: as many as fit in the memory of a float32 copy of the head,
+    and at least one chunk."""
     return min(rows, max(chunk, 4 * hidden // element))
 
 
@@ -280,7 +280,7 @@ def _tokens(fields: Mapping[str, Any]) -> int:
 
 
 def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
-    """Bytes that the output head takes if every token is trained. element: bytes per number."""
+    """Bytes that the output head needs if every token is trained. element: bytes per number."""
     if not shape.vocab:
         return 0
     tokens = _tokens(fields)
@@ -293,24 +293,25 @@ def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> in
 
 # --- time
 
-NARROW = 512.0  # products of width h reach h / (h + NARROW) of the rate of wide ones
+NARROW = 512.0  # products of width h reach h / (h + NARROW) of the rate of wide products
 EXPERTS = 0.3
 ATTENTION = 0.6
-TRAFFIC = 3.0  # kernel by kernel; compiled ones 1.2
+TRAFFIC = 3.0  # memory traffic per stored byte with separate kernels; compiled kernels: 1.2
 ADAPTER = 6.0  # bytes per element into and out of a layer with an adapter
-HEAD_TRAFFIC = 40.0  # bytes per logit
+HEAD_TRAFFIC = 40.0  # bytes of memory traffic per logit
 DEQUANTISED = 13.0  # bytes of memory traffic per weight of a 4-bit base and pass
-MEMORY_SHARE = 0.85  # of the published memory rate
+MEMORY_SHARE = 0.85  # reached share of the published memory rate
 LOST = 0.3
-LAYER_S = 0.002  # least time of a layer for a micro-batch, because small models do not fill a device
-HOST_MEMORY_RATE = 100e9  # of a machine; two sockets reach twice that if every thread reads its own socket's memory
+LAYER_S = 0.002  # shortest time of a layer for a micro-batch: small models do not fill a device
+HOST_MEMORY_RATE = 100e9  # bytes/s of a machine; two sockets reach twice that with socket-local memory
 UNKNOWN = Accelerator(100e12, 1e12, 20e9, 25e9, 300, 0.6)
 """For devices without published figures: good enough to order layouts; its hours are not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of an optimizer step on one rank: computing, with busy links to other ranks or to the host, in all."""
+    """Seconds of an optimizer step on one rank: computing, busy links to ranks, busy links to the host, and in
+    total."""
 
     compute_s: float
     links_s: float
@@ -323,8 +324,8 @@ class StepTime:
         return max(parts, key=lambda name: parts[name])
 
     def watts(self, device: Accelerator) -> float:
-        """Power of one device: a node of 8 H100s draws at most 0.8 of its rated power (arXiv:2412.08602), and a device
-        that waits about 0.15."""
+        """Power of one device: a node of 8 H100s draws at most 0.8 of its rated power (arXiv:2412.08602), and a waiting
+        device about 0.15."""
         return device.board_w * (0.15 + 0.65 * min(1.0, self.compute_s / self.step_s))
 
 

@@ -1,4 +1,4 @@
-"""Defines a training run as plain data that survives a round trip through JSON."""
+"""Defines a training run as data that JSON can store and restore."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class TrainSpec:
     job_id: str
     base_path: str  # Hugging Face directory of the base model
     train_path: str  # chat JSONL as `train.data_checks.check` writes it
-    run_dir: str  # tensorboard files, token caches
+    run_dir: str  # directory for TensorBoard files and token caches
     shm_root: str  # root of the weight store
     output_model: str  # public name of the result, e.g. ft:base:suffix:id
     base_model: str = ""
-    base_version: str = ""  # of base_model
+    base_version: str = ""  # version of base_model
     base_adapter: str | None = None  # directory of an adapter that is merged into base_path before training
     valid_path: str | None = None
     method: str = "supervised"  # a row of train.methods.methods
-    options: dict = field(default_factory=dict)  # of the method alone (Method.own_hyperparameters)
+    options: dict = field(default_factory=dict)  # the method's own hyperparameters (Method.own_hyperparameters)
     version_prefix: str = ""  # published versions are named "<version_prefix>step-<n>"
     # When versions are published: only at the end; also after each epoch ("checkpoints", or "epoch", which serves each
-    # one at once); or after each validation that is the best so far. The controller keeps the last ones.
+    # one at once); or after each validation that is the best so far. The controller keeps the newest versions.
     publish: Literal["end", "checkpoints", "epoch", "best"] = "end"
     seed: int = 0
 
@@ -71,15 +71,15 @@ class TrainSpec:
     precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embedding and MLPs (train.model.model.use_liger)
-    device_kind: str = field(kw_only=True)  # of the devices that its ranks compute on
+    kernels: Literal["torch", "liger"] = "torch"  # for norms, rotary embedding, MLPs (train.model.model.use_liger)
+    device_kind: str = field(kw_only=True)  # kind of the devices on which the ranks compute
 
     # None: as often as is cheap (every_s); 0: only on suspension.
     snapshot_every_s: float | None = None
-    shm_budget_bytes: int | None = None  # of the whole weight store; None: the size of the tmpfs
-    serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
+    shm_budget_bytes: int | None = None  # limit of the weight store; None: the size of the tmpfs
+    serve_dtype: Literal["bf16", "fp32"] = "bf16"  # dtype of published weights
     eval_interval: int = 0  # steps between two validations; 0: one after each epoch
-    early_stopping_patience: int = 0  # the run ends after so many validations that are not better; 0: never
+    early_stopping_patience: int = 0  # validations without improvement after which the run ends; 0: never
 
     @property
     def published_kind(self) -> Literal["adapter", "version"]:
@@ -95,7 +95,7 @@ class TrainSpec:
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> TrainSpec:
-        """Raises InvalidSpec for an unknown field, a missing one, or a value of another type."""
+        """Build a spec. Raises InvalidSpec for an unknown or missing field, or a value of another type."""
         from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415  the command line only reads the fields
 
         try:
@@ -106,7 +106,7 @@ class TrainSpec:
 
 
 def every_s(cost_s: float) -> float:
-    """Seconds between snapshots of this cost."""
+    """Return the seconds between snapshots that each cost this many seconds."""
     return min(LONGEST_S, max(SHORTEST_S, cost_s / SNAPSHOT_SHARE))
 
 

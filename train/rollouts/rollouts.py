@@ -3,8 +3,8 @@ makes training rows of the samples.
 
     weights after step s -> engines -> judge -> RUN_DIR/rollouts/train-s.json -> advantages -> rows
 
-Every rank reads the whole file, so a step is the same on any number of ranks, and has the same samples again if it was
-interrupted before its update.
+Every rank reads the whole file, so a step is the same on any number of ranks; a step that was interrupted before its
+update uses the same samples again.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Rollouts:
             vocabulary = rank.engine.module.model.config.get_text_config().vocab_size
             self._form = Form(form, load_tokenizer(spec.base_path), vocabulary, train.ends)
         self._files = SamplesPlan(spec)
-        # Under a private name: an adapter where the base's engines take it, else whole weights.
+        # Published under a private name: an adapter if the base's engines support it, else whole weights.
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
         self._policy = replace(rank, spec=replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id)))
 
     # --- a step
 
     def step(self, step: int) -> StepData:
-        """Collective: publish weights if needed, wait for this step's samples, and make this rank's rows of them.
+        """Collective: publish weights if needed, wait for this step's samples, and build this rank's rows from these.
         Raises DevicesWanted, NothingGraded and StoreFull on every rank."""
         began_s = time.perf_counter()
         published_s = self._publish(step)
@@ -116,8 +116,8 @@ class Rollouts:
         began_s, store, spec = time.perf_counter(), self._policy.store, self._policy.spec
         old = store.list(spec.published_kind, spec.output_model) if self._grid.rank == 0 else []
         for stored in old:
-            if step_of(stored.version) < step - self._files.staleness:  # no step samples from it any more
-                with suppress(VersionLeased, VersionNotFound):  # the controller removes it after its engine unloads it
+            if step_of(stored.version) < step - self._files.staleness:  # no later step samples from these weights
+                with suppress(VersionLeased, VersionNotFound):  # the controller removes it later
                     store.remove(stored)
         publish(self._policy, version_name(step), {"step": step})
         self._rank.emit("policy", step=step)
@@ -249,7 +249,7 @@ def taught(verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> Lesso
 
 
 def _failed(verdict: Verdict) -> float:
-    """The share of answers that the judge failed to judge."""
+    """Return the share of answers that the judge could not judge."""
     return sum(map(bool, verdict["errors"])) / len(verdict["errors"])
 
 

@@ -32,7 +32,7 @@ _NEWLINE = ord("\n")
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """One file by its purpose. step: the number of steps done before it is read."""
+    """One file by its purpose. step: the number of steps done before the file is read."""
 
     purpose: Literal["train", "valid"]
     step: int
@@ -45,9 +45,9 @@ class SamplesFile:
 class Samples:
     """Answers in the order of their prompts; the answers to one prompt follow each other.
 
-    ids: (n,) int32 tokens of each answer, with its end token. log_probs: (n,) float32, of each token when it was
-    sampled. weights_step: the number of steps done when the sampling weights were published. failed: why the job cannot
-    continue.
+    ids: (n,) int32 tokens of each answer, with its end token. log_probs: (n,) float32, each token's log-probability
+    when it was sampled. weights_step: the number of steps done when the sampling weights were published. failed: why
+    the job cannot continue.
     """
 
     ids: list[np.ndarray]
@@ -62,7 +62,7 @@ class Samples:
 
     @classmethod
     def read(cls, path: Path) -> Samples | None:
-        """None without a file."""
+        """Read a file of samples; None if it does not exist."""
         try:
             fields = orjson.loads(path.read_bytes())
         except FileNotFoundError:
@@ -73,7 +73,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Prompt:
-    """record: the prompt's line of the job's data. seed: answer i has the random numbers of seed + i."""
+    """record: the prompt's line of the job's data. seed: answer i is sampled with the seed `seed + i`."""
 
     tokens: list[int]
     record: dict[str, Any]
@@ -81,7 +81,7 @@ class Prompt:
 
 
 class _Prompts:
-    """The prompts of a file of the job, as records and as tokens."""
+    """The prompts of one of the job's data files, as records and as tokens."""
 
     def __init__(self, path: str, spec: TrainSpec):
         method = method_of(spec.method)
@@ -113,7 +113,7 @@ class SamplesPlan:
 
     @property
     def policy_kind(self) -> Literal["adapter", "version"]:
-        """The kind of the model in training in the weight store."""
+        """The kind under which the weight store has the weights to sample from."""
         return "adapter" if self.spec.options["policy"] == "adapter" else "version"
 
     def due(self, step: int) -> list[SamplesFile]:
@@ -127,7 +127,7 @@ class SamplesPlan:
         return [file for file in self.due(step) if not file.path(self.spec.run_dir).exists()]
 
     def group(self, file: SamplesFile) -> int:
-        """The number of answers to each prompt."""
+        """Return the number of answers to each prompt."""
         return self.spec.options["eval_samples" if file.purpose == "valid" else "group"]
 
     def prompts(self, file: SamplesFile) -> list[Prompt]:
@@ -136,7 +136,7 @@ class SamplesPlan:
         if file.purpose == "valid":
             assert self._valid is not None
             source, order = self._valid, range(self._valid.tokens.n_examples)
-        # Validations have the same random numbers after every step.
+        # Validations use the same seeds after every step.
         purpose, step = (1, 0) if file.purpose == "valid" else (0, file.step)
         group, prompts = self.group(file), []
         for nth, index in enumerate(order):

@@ -30,9 +30,9 @@ from weights.format.layout import Layout, Placed
 from weights.format.torch_views import Strided, as_tensor, runs_view, torch_dtype
 from weights.memory.store import WeightStore
 
-_PART_BYTES = 4 << 20  # of one buffer of a staging ring
+_PART_BYTES = 4 << 20  # size of one buffer in a staging ring
 BUFFERS = 8
-THREADS = 3  # per rank; the ranks of a box share the bandwidth of its memory
+THREADS = 3  # threads per rank; ranks share the box's memory bandwidth
 Piece = tuple[str, Strided, torch.Tensor]
 """The name of a stored tensor, a selection of its elements, and this rank's memory for them: (n,), contiguous."""
 HostCopy = Callable[[torch.Tensor], None]
@@ -41,7 +41,7 @@ HostCopy = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Written:
-    """A committed snapshot or version; `seconds` is how long training stood still for it on this rank."""
+    """A committed snapshot or version; `seconds`: time that training on this rank waited for it."""
 
     path: str
     bytes: int
@@ -52,14 +52,14 @@ def write_together(
     store: WeightStore, layout: Layout, reserve: Callable[[], Any], pieces: Iterable[Piece], meta: dict[str, Any]
 ) -> Written:
     """Collective: rank 0 calls `reserve()` for a draft, every rank writes its pieces into it, and rank 0 commits it
-    when all have written. If a rank dies before that, the draft is never committed. Every error frees its memory.
+    when all have written. If a rank dies before, the draft is never committed. Errors free the draft's memory.
 
     Raises StoreFull, on every rank, if memory has no space for the draft or for its manifest.
     """
     began_s, rank, draft = time.perf_counter(), distributed.get_rank(), None
 
     def agreed(act: Callable[[], dict[str, Any]]) -> Any:
-        """Run `act` on rank 0; return its result on every rank. Raises StoreFull on every rank."""
+        """Run `act` on rank 0; return the result on every rank. Raises StoreFull on every rank."""
         outcome = {}
         try:
             outcome = act() if rank == 0 else {}
@@ -92,7 +92,7 @@ def write_together(
             draft.close()  # an open mapping would keep the memory after a failed commit
         return Written(**agreed(committed), seconds=time.perf_counter() - began_s)
     finally:
-        draft.close()  # on rank 0 this frees an uncommitted draft
+        draft.close()  # on rank 0 closing frees an uncommitted draft
 
 
 def write(draft: Any, pieces: Iterable[Piece]) -> None:
@@ -142,7 +142,7 @@ class _Files:
     def __exit__(self, *error: Any) -> None:
         try:
             self._copying.__exit__(*error)
-        finally:  # only now: the threads of a ring use the files until its end
+        finally:  # close files last: the threads of a ring use them until the ring ends
             for fd in self._fds.values():
                 os.close(fd)
 
@@ -184,18 +184,18 @@ def _repeat(call: Callable[[int, list[memoryview], int], int], fd: int, at: int,
 
 class StagingRing:
     """Copies between a device and pageable host memory through a ring of page-locked buffers, `elements` float32 each.
-    For one thread; the device copies in its current stream. Leaving the context waits for all copies; the error of a
-    copy is raised there or earlier.
+    Use it from one thread; the device copies in its current stream. Leaving the context waits for all copies, and
+    raises the error of a failed copy.
 
     A GPU copies only to and from page-locked memory. For other memory the driver uses a small buffer of its own, which
     one thread fills while the link waits: 10 to 17 GB/s instead of 55 (H200, DeepSpeed's pull request 8283). A
-    snapshot's mapping is too large to be locked for one use. Here the link fills one buffer while threads empty the
-    others.
+    snapshot's mapping is too large to be locked for a single use. Here the link fills one buffer while threads empty
+    the other buffers.
     """
 
     def __init__(self, kind: DeviceKind, elements: int):
         self._kind = kind
-        # Each with a function that waits until the buffer may be used again.
+        # Each buffer has a function that waits until the buffer may be reused.
         self._free: deque[tuple[torch.Tensor, Callable[[], Any]]] = deque(
             (kind.locked_buffer(elements), lambda: None) for _ in range(BUFFERS)
         )

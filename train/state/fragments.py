@@ -1,4 +1,4 @@
-"""The parts of parameters that this rank owns under ZeRO (fragments), as plain tensors. No other file uses DeepSpeed's
+"""The parts of parameters that this rank owns under ZeRO (fragments), as torch tensors. No other file uses DeepSpeed's
 private attributes (pinned: 0.19.8; tests/integration/train/test_deepspeed_contract.py notices when they change).
 
 ZeRO cuts parameters without regard to their shapes, so a fragment is a range of the flattened parameter (under tensor
@@ -75,7 +75,7 @@ class Fragment:
             at += runs.size
 
     def narrow(self, first: int, last: int) -> Fragment:
-        """Its elements [first, last), as a view."""
+        """Return elements [first, last) of this fragment, as a view."""
         moments = {key: moment[first:last] for key, moment in self.moments.items()}
         return replace(self, start=self.start + first, weights=self.weights[first:last], moments=moments)
 
@@ -106,8 +106,8 @@ def _whole_and_held(tensor: torch.nn.Parameter, tensor_rank: int) -> tuple[tuple
 
 
 def written(engine: Any, owned: Iterable[Fragment]) -> Iterator[Fragment]:
-    """The parts of its fragments that this rank writes: all, except of a parameter that is whole on every rank of a
-    tensor-parallel group, of which each writes a share."""
+    """The parts of fragments that this rank writes. Of a parameter that every rank of a tensor-parallel group holds
+    whole, each rank writes a share; of all others, the whole fragment."""
     place = grid(engine)
     whole = {p.name for p in parameters(engine) if p.held.size == p.numel} if place.tensor_parallel > 1 else set()
     for fragment in owned:
@@ -206,8 +206,8 @@ def coarsen_clipping(engine: Any) -> None:
 
     A sum of a few bf16 gradients in fp32 is nearly always exact in any order; the norm, summed by partition, is not.
     Its last bit scales every gradient and eventually changes a bf16 weight: the loss curves of two world sizes agreed
-    to 1e-7 for some ten steps and to 1e-4 afterwards. BF16_Optimizer takes the norm of whole gradients, in any world
-    the same.
+    to 1e-7 for some ten steps and to 1e-4 afterwards. BF16_Optimizer takes the norm of whole gradients, which is the
+    same in any world.
     """
     optimizer = engine.optimizer
     if is_zero3(engine):

@@ -128,7 +128,7 @@ def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
     return [TensorSpec(t.name, dtype, t.shape) for name, dtype in dtypes.items() for t in names.get(name, ())]
 
 
-@lru_cache(maxsize=1)  # a rank has one engine
+@lru_cache(maxsize=1)  # cached for the only engine of a rank
 def base_names(engine: Any, base_path: str) -> StoredNames:
     """The stored names of all parameters and buffers. Raises UnsupportedModel if the result could not be written under
     the names of the base."""

@@ -37,9 +37,9 @@ from weights.memory.store import Draft, WeightStore
 
 KIND = "snapshot"
 PARTS = ("master", *fragments.MOMENTS)
-# Fields of the spec that must be equal for a run to resume the snapshot.
+# Spec fields that must equal the snapshot's for a run to resume from it.
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
-_GUESSED_BYTES_S = 1e9  # of one rank, before the first snapshot was measured
+_GUESSED_BYTES_S = 1e9  # assumed rate of one rank until the first snapshot is measured
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Validations:
 
     def add(self, step: int, results: dict[str, Any]) -> None:
         """Add the score of a validation: its mean reward if it has one, else minus its loss."""
-        if step > 0:  # before it the weights are the starting model's
+        if step > 0:  # at step 0 the weights are the starting model's
             score = results["mean_reward"] if "mean_reward" in results else -results["loss"]
             self.scores[step] = score if math.isfinite(score) else -sys.float_info.max
 
@@ -65,15 +65,15 @@ class Validations:
 
     @property
     def since_best(self) -> int:
-        """Number of validations since the best one."""
+        """Number of validations since the best validation."""
         return sum(step > self.best_step for step in self.scores)
 
 
 class Snapshots:
     """One rank's part in the run's snapshots. All methods but `due` are collective.
 
-    tokens: digest of the training data's tokens. kept: float32 tensors on the host by name, equal on every rank, which
-    every snapshot contains.
+    tokens: digest of the training data's tokens. kept: float32 host tensors by name, equal on every rank, that every
+    snapshot contains.
     """
 
     def __init__(self, rank: Rank, tokens: str, validations: Validations, kept: Mapping[str, torch.Tensor]):
@@ -86,8 +86,8 @@ class Snapshots:
         self._last_s, self._cost_s = time.monotonic(), 0.0
 
     def due(self) -> bool:
-        """Whether it is time for the next snapshot, on the rank that decides."""
-        fixed_s = self._spec.snapshot_every_s  # 0: only when the run is suspended
+        """Whether the next snapshot is due; rank 0 decides."""
+        fixed_s = self._spec.snapshot_every_s  # 0: a snapshot only when the run is suspended
         if fixed_s is None:
             fixed_s = every_s(self._cost_s or self._layout.nbytes / self._grid.world_size / _GUESSED_BYTES_S)
         return fixed_s > 0 and time.monotonic() - self._last_s >= fixed_s
@@ -125,7 +125,7 @@ class Snapshots:
         return Layout.plan([*state, *kept])
 
     def _write(self, step: int, store: WeightStore) -> Written:
-        """Raises as `write_together`."""
+        """Write one snapshot. Raises as `write_together`."""
         self._progress.enter("snapshot")
         if self._grid.rank == 0:
             _forget_older(store, self._spec.job_id)
@@ -153,8 +153,8 @@ class Snapshots:
         return ((name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in self._kept.items())
 
     def read(self, path: str) -> int:
-        """Load the engine, the validations and `kept` from the snapshot at `path`, written at any world size; return
-        its step. Raises SnapshotMismatch if it is gone or belongs to another run."""
+        """Load engine, validations and `kept` from the snapshot at `path`, from any world size; return the snapshot's
+        step. Raises SnapshotMismatch if the snapshot is gone or belongs to another run."""
         engine = self._engine
         try:
             stored = StoredVersion.read(Path(path))
@@ -184,7 +184,7 @@ class Snapshots:
             copies.read(lease, _state_of(fragments.trained_fragments(engine)))
             if fragments.is_zero3(engine):
                 fragments.gather_weights(engine)
-            else:  # far cheaper than an all-gather through gloo
+            else:  # every rank reads the file: far faster than an all-gather through gloo
                 copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
             copies.read(lease, self._kept_pieces())
         engine.global_steps, engine.global_samples = step, step * self._spec.batch_size

@@ -161,8 +161,8 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
         "seq_parallel_communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
-        # On by default and read by nothing. It waits for the device at both ends of every micro-batch, so the next one
-        # could not be launched meanwhile.
+        # These timers are on by default, and nothing reads them. They wait for the device at both ends of every
+        # micro-batch, so the next micro-batch could not be launched meanwhile.
         "timers": {"throughput": {"enabled": False}},
         "wall_clock_breakdown": False,
     }

@@ -98,7 +98,7 @@ class Metrics:
     def close(self) -> None:
         """Flush the curves: the process ends without Python's own clean-up."""
         if self._curves is not None:
-            with suppress(OSError):  # a full disk: the last points are lost
+            with suppress(OSError):  # on a full disk the last points are lost
                 self._curves.close()
 
     def _summed(self, loss: torch.Tensor, more: torch.Tensor) -> tuple[float, dict[str, float], list[float]]:
@@ -106,7 +106,7 @@ class Metrics:
         n_metrics = len(self._method.metric_names)
         own = torch.zeros(3 + n_metrics, dtype=torch.float32, device=loss.device)
         sums = self._engine.module.take_metrics()
-        if self._grid.tensor_rank == 0:  # the other ranks of its group have the same values
+        if self._grid.tensor_rank == 0:  # the other ranks of the group have the same values
             own[0] = loss
             own[1 : 1 + len(sums)] = torch.tensor(sums)
         message = torch.cat([own, more])

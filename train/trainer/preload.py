@@ -9,10 +9,10 @@ import os
 
 from runtime.devices import kinds
 
-# The libraries below read these at import.
+# The libraries below read these variables at import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Without these, DeepSpeed and transformers query CUDA, and torch then refuses CUDA in every forked rank.
+# Without these variables, DeepSpeed and transformers query CUDA, and torch then refuses CUDA in every forked rank.
 for name, value in kinds.FORK_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 os.environ.setdefault("DS_ACCELERATOR", kinds.present().name)
@@ -34,4 +34,4 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping  #
 
 import train.trainer.worker  # noqa: E402, F401
 
-get_checkpoint_conversion_mapping("llama")  # compiles 700 regular expressions once, here instead of in every rank
+get_checkpoint_conversion_mapping("llama")  # compiles 700 regular expressions once for all ranks

@@ -1,4 +1,4 @@
-"""The training loop: data, step, save, publish, stop. `Run.run` is all of it, `Run.train_step` one step.
+"""The training loop: data, step, save, publish, stop. `Run.run` is the whole loop, `Run.train_step` one step.
 
 Every rank runs this. Before each step and each micro-batch the ranks agree over the host whether any of them was asked
 to leave (train.control.rank); then all of them raise DevicesWanted at the same point. A step is a pure function of the
@@ -36,18 +36,18 @@ from weights.format.names import replace_file
 KEPT_S = 60.0
 """The first step of a world is not aborted before this time, so that a job makes progress however often its devices
 are taken."""
-_KEPT_VALIDATION_S = 5.0  # the same for a validation
+_KEPT_VALIDATION_S = 5.0  # a validation is not aborted before this time
 
 
 def equal_shares(count: int, grid: Grid) -> range:
-    """Numbers of the rows that this rank evaluates, equally many on every rank: under ZeRO-3 each forward pass is a
-    collective. Numbers from `count` on are padding."""
+    """Return the numbers of the rows that this rank evaluates, equally many on every rank, because under ZeRO-3 each
+    forward pass is a collective. Numbers from `count` on are padding."""
     return range(grid.data_rank, -(-count // grid.data_size) * grid.data_size, grid.data_size)
 
 
 class DataFeed:
-    """Feeds the steps of a rank with rows of the data. Rollouts (train.rollouts.rollouts) have the same interface, for
-    answers that engines sample from the trained model."""
+    """Provides the rows of the data for each step of a rank. Rollouts (train.rollouts.rollouts) have the same
+    interface, for answers that engines sample from the trained model."""
 
     def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid, sequence_parallel: int = 1):
         """sequence_parallel: number of neighbouring ranks that share a row; each has a part of its tokens."""
@@ -111,7 +111,7 @@ class Reference:
         self._rank.emit("message", level="info", text=f"{text}{time.monotonic() - began_s:.1f} s")
 
     def _add(self, known: torch.Tensor, packs: list[int]) -> None:
-        """Collective: sum the ranks' values of these packs and keep them."""
+        """Collective: sum the ranks' values of these packs and store the sums."""
         comm.all_reduce(known)
         if not known.isfinite().all():
             raise TrainingDiverged(0, known.sum().item(), 0.0)
@@ -192,7 +192,7 @@ class Run:
                 self._publish()
 
     def train_step(self) -> None:
-        """Collective: do the next step: all its micro-batches and the optimizer's step. Raises DevicesWanted if it is
+        """Collective: do the next step, all micro-batches and the optimizer's update. Raises DevicesWanted if it is
         aborted: only gradients have changed by then, and the process is about to end."""
         spec, step, engine = self.spec, self.step, self.engine
         loss = self.metrics.begin()
@@ -204,7 +204,7 @@ class Run:
         for group in engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
         until_s = time.monotonic() + (KEPT_S if step == self.first_step else 0.0)
-        scale = 1.0 / data.denominator  # of the global step, so that gradients and losses of micro-batches add up
+        scale = 1.0 / data.denominator  # the global step's, so that losses of micro-batches add up
         shared = self._divergence("step", ((row, scale * row.weight) for _, row in data.rows), until_s)
         for number, row in data.rows:
             self._abort_if_wanted("step", until_s)
@@ -229,8 +229,8 @@ class Run:
         """Collective: yield the batch of each row with the engine's result, without gradients. Raises DevicesWanted.
 
         Args:
-            rows: each with its scale, equally many on every rank: under ZeRO-3 each forward pass is a collective.
-            until_s: time.monotonic() before which it is not aborted.
+            rows: (row, scale) pairs, equally many on every rank: under ZeRO-3 each forward pass is a collective.
+            until_s: time.monotonic() before which the pass is not aborted.
             more: further items of every batch.
         """
         self.engine.eval()
@@ -278,7 +278,7 @@ class Run:
     def _suspended(self) -> dict[str, Any]:
         """Collective: write a snapshot and return the outcome of a run that leaves its devices."""
         path, nbytes, seconds = self._resumed_from, 0, 0.0
-        if self.step > self.first_step:  # else nothing has changed since the run began
+        if self.step > self.first_step:  # without a step, nothing has changed since the run began
             written = self.snapshots.suspend(self.step)
             path, nbytes, seconds = written.path, written.bytes, written.seconds
         return {

@@ -1,4 +1,4 @@
-"""Runs a rank: a process forked from the warm parent, on the lifeline of its RankHost.
+"""Runs a rank: a process forked from the warm parent, with a lifeline to its RankHost.
 
 `main` joins the world; `prepare` builds everything that a run needs before its first step: tokens, model, engine,
 state. All ranks of a world do this together, whether the job is new or resumes from a snapshot.
@@ -6,7 +6,8 @@ state. All ranks of a world do this together, whether the job is new or resumes 
 It answers two calls: `ping` (the phase and step of the run; the lifeline thread answers, so only a stopped process is
 silent) and `suspend` (leave the device after the current micro-batch).
 
-Every rank sends the events "ready", when its engine exists, and "done", with the outcome; rank 0 also those of the run.
+Every rank sends the events "ready", when its engine exists, and "done", with the outcome; rank 0 also sends the events
+of the run.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def packed_rows():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layer_bytes_match_tensors_kept_by_torch(family):
+def test_layer_bytes_match_tensors_saved_by_torch(family):
     config = AutoConfig.for_model(family, **{**DENSE, **FAMILIES[family]})
     kept = (kept_bytes(config, 3) - kept_bytes(config, 2)) / TOKENS
     planned = ModelShape.from_config(config.to_dict(), 10**9).layer_bytes()

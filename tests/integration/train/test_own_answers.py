@@ -42,7 +42,7 @@ def test_reinforcement_resolves_openai_hyperparameters():
     assert (made["group"], made["eval_samples"], made["max_completion_tokens"]) == (2 * GROUP, 3, 256)
     assert fields["eval_interval"] == 5
     assert (fields["batch_size"], fields["micro_batch"], fields["packing"], fields["n_epochs"]) == (4, 1, False, 2)
-    # The longest prompt (an estimate at most) plus the answer.
+    # max_length covers the longest prompt (perhaps an estimate) plus the answer.
     assert fields["max_length"] == 64 + 256 and REINFORCEMENT.data_length(320, fields["options"]) == 64
     assert made["group"] / made["rows"] * fields["max_length"] <= 1024
 

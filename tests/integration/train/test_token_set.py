@@ -29,7 +29,7 @@ def opened(data, method="supervised", max_length=256, packing=True):
 
 @pytest.mark.parametrize("method", [name for name in METHODS if not method_of(name).rolls_out])
 @pytest.mark.parametrize("packing", [True, False])
-def test_token_set_counts_what_its_packs_hold(tmp_path, packing, method):
+def test_token_set_counts_examples_labels_and_tokens_of_packs(tmp_path, packing, method):
     data = tokenised(METHODS[method][0](tmp_path / "train.jsonl", 40), make_model_dir(tmp_path / "base"), method)
     sides = method_of(method).sequences
     tokens = opened(data, method, 64, packing)
@@ -58,7 +58,7 @@ def test_token_set_of_a_checked_file_opens_on_another_node(tmp_path):
     assert report.ok and report.n_tokens_estimate == tokens.n_tokens and tokens.n_examples == 30
 
 
-def test_token_set_that_no_check_wrote_is_refused(tmp_path):
+def test_token_set_without_checked_tokens_is_refused(tmp_path):
     with pytest.raises(UnsupportedModel, match="has no tokens"):
         opened(write_chat_file(tmp_path / "train.jsonl", 3))
 
@@ -93,7 +93,7 @@ def test_check_of_rejected_file_leaves_no_tokens(tmp_path):
     assert [*(tmp_path / TOKENS).iterdir()] == []
 
 
-def test_sequences_are_cut_as_they_are_opened(tmp_path):
+def test_token_set_cuts_sequences_when_opened(tmp_path):
     data = tokenised(write_chat_file(tmp_path / "train.jsonl", 30), make_model_dir(tmp_path / "base"))
     whole = opened(data)
     longest = max(len(whole._example(index)[0][0]) for index in range(30))

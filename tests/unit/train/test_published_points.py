@@ -79,7 +79,7 @@ class Point:
         trained = estimate.trained_parameters(shape, self.fields)
         held = shape.base_bytes(2) if base < 1 else base * shape.n_parameters
         held += float(line["state_bytes"]) * trained
-        if line["shared"] == "1":  # two layers and the head are unsharded at a time
+        if line["shared"] == "1":  # two layers and the head are gathered at a time
             layer = (shape.n_parameters - shape.outside) / shape.layers
             held = held / self.count + 2 * min(base, 2) * layer + 2 * shape.vocab * shape.hidden
         of_tokens = estimate.rank_memory(shape, self.fields | {"full": False}, 1).activations_bytes

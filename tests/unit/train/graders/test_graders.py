@@ -100,7 +100,7 @@ def test_request_messages_have_total_size_limit() -> None:
 
 @pytest.mark.parametrize("variable", ["item.b", "item.a.x", "item.a.9", f"item.a.{'9' * 200}", "sample.choices.1"])
 def test_template_with_missing_value_names_it(variable: str) -> None:
-    with pytest.raises(GradingFailed, match=r"has no value: '\w+' is not there") as failure:
+    with pytest.raises(GradingFailed, match=r"has no value: '\w+' is missing") as failure:
         fill(f"{{{{ {variable} }}}}", Sample(""), {"a": [1]})
     of_the_answer = variable.startswith("sample")
     assert failure.value.errors == GradingErrors(
