@@ -1,8 +1,9 @@
 """Imports modules in the serving warm parent, so that a forked engine is healthy in about 1.5 s.
 
 `python -m runtime.processes.warm_parent SOCKET serve.engine.preload LOG`. vLLM imports many of its modules lazily; this
-list names what a forked engine and its core still imported up to their first chat, structured and embedding request.
-Rules: no OpenMP work, no CUDA initialisation, no running threads, because none survives a fork.
+list names the modules that a forked engine and its core imported late, up to their first chat, structured and embedding
+request.
+Rules: no OpenMP work, no CUDA initialisation, no running threads, because they break in a forked process.
 
 The CPU and GPU workers exclude each other: importing vLLM's CPU worker replaces torch's streams, events and pinned
 memory with no-op stubs (vllm/v1/worker/cpu/shm.py). An engine on a GPU would then read results before their copy has
@@ -56,7 +57,7 @@ CORE_OF_CPU = (
     "vllm.v1.attention.backends.cpu_attn",
     "serve.vllm.cpu_worker",
 )
-# The architectures the appliance targets; an engine imports any other one itself.
+# The architectures that the appliance targets; an engine imports other architectures itself.
 MODELS = tuple(
     f"vllm.model_executor.models.{name}"
     for name in ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "config", "adapters")
@@ -64,9 +65,9 @@ MODELS = tuple(
 
 
 def names(kind: DeviceKind) -> tuple[str, ...]:
-    """Return all modules to import for engines on such devices, in order."""
-    # Nothing of vLLM's GPU code: some of it (vllm.compilation.backends) imports FlashInfer, whose import asks CUDA for
-    # the first GPU. Only a test on a GPU can show what leaves CUDA alone.
+    """Return the modules to import for engines on such devices, in import order."""
+    # Exclude vLLM's GPU code: part of it (vllm.compilation.backends) imports FlashInfer, whose import initialises CUDA.
+    # Only a test on a GPU can show which modules do not initialise CUDA.
     return (*FRONTEND, *CORE, *(CORE_OF_CPU if kind.on_host else ()), *MODELS)
 
 
@@ -80,7 +81,8 @@ def _import_all() -> int:
 
 
 def _import_routes() -> None:
-    """vLLM imports its routes when it builds an application with them; this one is dropped, with its metrics."""
+    """Build and drop a vLLM application, because vLLM imports its routes only then; drop the application's metrics
+    too."""
     registry = importlib.import_module("prometheus_client").REGISTRY
     arguments = sys.modules["serve.engine.main"].PARSER.parse_args(["--model", "none", "--enable-lora"])
     before = set(registry._names_to_collectors.values())
