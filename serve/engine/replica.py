@@ -2,8 +2,7 @@
 
 Runs inside a Ray actor (wrapped in scheduler.ray.effects) or in any asyncio program. The replica requests an engine
 process from the node's warm parent, holds the engine's lifeline, and forwards calls. The engine dies with its
-supervisor; `wait_dead` reports
-why an engine died.
+supervisor; `wait_dead` reports why an engine died.
 """
 
 from __future__ import annotations

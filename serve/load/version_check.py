@@ -102,8 +102,7 @@ def recorded_token(version_path: str | Path) -> Token | None:
 def check_token(answer: Mapping[int, float], record: Token | None, *, tolerance: float, version: str) -> dict[str, Any]:
     """Compare the most likely next tokens and their log-probabilities in nats with the record.
 
-    tolerance: in nats; kernels round differently. Raises VersionBroken, or
-    FingerprintMismatch.
+    tolerance: in nats; kernels round differently. Raises VersionBroken, or FingerprintMismatch.
     """
     if not all(map(math.isfinite, answer.values())):
         raise VersionBroken(f"{version} does not compute finite numbers")

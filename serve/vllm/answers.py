@@ -199,8 +199,7 @@ async def legacy_stream(events: AsyncGenerator[str, None]) -> AsyncGenerator[str
 class Messages(AnthropicServingMessages):
     """Answers Anthropic's message requests: ids begin with `msg_`; if a conversation ends with the assistant's text,
     the answer continues that text. A call whose arguments are truncated JSON gets an empty `input`. A failed stream
-    ends with vLLM's error object, which the gateway
-    converts to the client's event."""
+    ends with vLLM's error object, which the gateway converts to the client's event."""
 
     async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
         try:

@@ -43,8 +43,7 @@ def apply() -> None:
 def prepared(params: SamplingParams) -> Iterator[None]:
     """Prepare the grammar for FormBackend; vLLM checks the parameters within this context. Within it a structural tag
     is hidden, since vLLM would check the tag with llguidance. Raises VLLMValidationError or ValueError for an
-    unsupported
-    grammar."""
+    unsupported grammar."""
     form = params.structured_outputs
     if form is None:
         yield

@@ -139,8 +139,7 @@ class WeightStore:
     def receive(self, manifest: Manifest, chunks: Chunks, *, source: object, pinned: bool = False) -> StoredVersion:
         """Create the version that a manifest describes from the `chunks` of each file. Checks every known checksum
         before the version becomes visible. `source`: origin of the bytes, for error messages. Raises IntegrityError,
-        StoreFull,
-        VersionExists."""
+        StoreFull, VersionExists."""
         _free_path(self.root, manifest.name)
         checksums: dict[str, str] = {}
         segments = {file: record.nbytes for file, record in manifest.files.items() if file.endswith(TENSOR_SUFFIX)}
