@@ -36,7 +36,7 @@ class Channel:
         self._writer = writer
         self._connection = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
         self._connection.setblocking(False)
-        self.received = bytearray()  # received, not yet consumed
+        self.received = bytearray()  # bytes received but not yet parsed
 
     async def send(self, message: dict[str, Any]) -> None:
         """Send a message. Raises ChannelClosed if the peer is gone."""
@@ -59,7 +59,7 @@ class Channel:
         while len(self.received) < size:
             try:
                 data = await asyncio.get_running_loop().sock_recv(self._connection, 2**18)
-            except ConnectionResetError:  # instead of end of file, if the peer left a call unread
+            except ConnectionResetError:  # raised instead of end of file if the peer closed without reading a call
                 data = b""
             if not data:
                 raise ChannelClosed("the process is gone")

@@ -46,8 +46,7 @@ def unenforced(schema: Any) -> Iterator[str]:
 
 
 def unenforced_in_tools(schema: Any) -> Iterator[str]:
-    """Return paths of keywords that engines do not enforce on calls of a strict tool, such as
-    `properties.a.pattern`."""
+    """Paths of keywords that engines do not enforce on calls of a strict tool, such as `properties.a.pattern`."""
     for path, node in nodes(schema):
         yield from (f"{path}{keyword}" for keyword in sorted(node.keys() & NOT_IN_TOOLS))
 

@@ -84,8 +84,7 @@ def parser_of_calls(model_type: str | None, chat_template: str | None) -> str | 
 
 
 def missing_tokens(parser: str | None, tokens: Collection[str]) -> tuple[str, ...]:
-    """Return the parser's required tokens that the tokenizer lacks. tokens: the PARSER_TOKENS that the tokenizer
-    has."""
+    """Tokens without which the tool parser refuses the tokenizer. tokens: the tokenizer's subset of PARSER_TOKENS."""
     return tuple(token for token in NEEDED_TOKENS.get(parser or "", ()) if token not in tokens)
 
 

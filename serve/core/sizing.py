@@ -64,10 +64,9 @@ class NotServable(ValueError):
 class ServedShape:
     """Sizes of a model from its config.json; 0 for a size that config.json lacks.
 
-    stored_bytes: bytes of the version's stored tensors. quantized: tensors are served as stored, whatever the engine's
-    dtype. layers: number of layers with keys and values. latent: length of the latent vector that each layer stores per
-    token (multi-head latent attention); 0: each layer stores `kv_heads` keys and values of `head_dim`. tied: the output
-    head shares the embedding's weights.
+    stored_bytes: of the version's tensors as stored. quantized: tensors are served as stored, whatever the engine's
+    dtype. layers: number of layers with keys and values. latent: numbers that each layer keeps per token as one latent
+    vector (multi-head latent attention); 0: it keeps `kv_heads` of `head_dim`. tied: the head uses the embedding.
     lora_sides: sum of inputs + outputs of the linear layers that support adapters.
     """
 
@@ -229,8 +228,7 @@ def engine_size(
         # Memory for the logits of drafted tokens, and for every request's tokens, which are searched for n-grams
         # (vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, states.py).
         activations += 4 * (min(seqs * settings.draft_tokens, tokens) * shape.vocab + seqs * (context or 0))
-    # Without fully_sharded_loras a worker keeps the hidden side of each adapter layer unsharded, under half of the
-    # adapter.
+    # Without fully_sharded_loras a worker keeps each layer's hidden side unsharded, less than half of the adapter.
     sides = shape.lora_sides * (shards + 1) // (2 * shards)
     adapters = config.adapter_slots * lora_rank_bound(rank) * sides * element if rank else 0
 

@@ -229,8 +229,7 @@ class EngineControl:
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def _load(self, model: str, version: str, path: str, held: DirectoryLock) -> dict[str, Any]:
-        """Load the version into the paused engine. Returns the method, bytes by worker, and the slowest worker's
-        seconds."""
+        """Load the version into the paused engine. Returns how, bytes by worker, and the slowest worker's seconds."""
         reports = await self.llm.collective_rpc("shm_load", args=(path,))
         self._rename(model, version, path, held)
         return {

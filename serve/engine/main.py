@@ -53,8 +53,7 @@ from serve.vllm.worker import ShmWorker
 from weights.checkpoint.folder import tokens_of
 from weights.format.errors import WeightsError
 
-# Building vLLM's parser inspects every config class, so the warm parent builds the parser once and each fork inherits
-# it.
+# Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.
 PARSER = make_arg_parser(FlexibleArgumentParser(description="engine"))
 DEAD_ENGINE_POLL_S = 0.2
 
@@ -75,8 +74,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
 
 
 def check_settings(lifeline: Lifeline, args: dict[str, Any]) -> int:
-    """Report why vLLM would not start an engine. `args`: as for `main`. Sends event "checked": {"refused": text, or
-    ""}."""
+    """Report why vLLM would not start an engine. `args`: as for `main`. Event "checked": {"refused": text, or ""}."""
     spec = ReplicaSpec(**args["spec"])
     configure_logging("settings check", replica=spec.replica_id)
     _enter(spec, 1)
@@ -126,8 +124,7 @@ def _refusal(spec: ReplicaSpec) -> str:
 
 
 def in_words(error: ValidationError) -> str:
-    """Return the fields and messages of a validation error, without vLLM's class names, its arguments and pydantic's
-    URL."""
+    """Fields and messages of a validation error, without vLLM's class names and arguments or pydantic's URL."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     names = (".".join(map(str, detail["loc"])).replace("_", "-") for detail in errors)
     messages = (words_of_check(detail["msg"]) for detail in errors)
@@ -136,8 +133,7 @@ def in_words(error: ValidationError) -> str:
 
 @contextlib.asynccontextmanager
 async def _engine(arguments: AsyncEngineArgs) -> AsyncIterator[Frontend]:
-    """Build the engine as vLLM's build_async_engine_client_from_engine_args does, with our classes. Raises the error
-    that ended the core."""
+    """As vLLM's build_async_engine_client_from_engine_args, with our classes. Raises the error that ended the core."""
     context = UsageContext.OPENAI_API_SERVER
     config = arguments.create_engine_config(usage_context=context)
     # vLLM sets "spawn" on the CPU: each process would import everything again (12 s). This process was forked from a

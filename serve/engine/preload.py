@@ -1,9 +1,8 @@
 """Imports modules in the serving warm parent, so that a forked engine is healthy in about 1.5 s.
 
 `python -m runtime.processes.warm_parent SOCKET serve.engine.preload LOG`. vLLM imports many of its modules lazily; this
-list names the modules that a forked engine and its core imported late, up to their first chat, structured and embedding
-request.
-Rules: no OpenMP work, no CUDA initialisation, no running threads, because they break in a forked process.
+list names what a forked engine and its core still imported up to their first chat, structured and embedding request.
+Rules: no OpenMP work, no CUDA initialisation, no running threads, because none survives a fork.
 
 The CPU and GPU workers exclude each other: importing vLLM's CPU worker replaces torch's streams, events and pinned
 memory with no-op stubs (vllm/v1/worker/cpu/shm.py). An engine on a GPU would then read results before their copy has
@@ -81,8 +80,7 @@ def _import_all() -> int:
 
 
 def _import_routes() -> None:
-    """Build and drop a vLLM application, because vLLM imports its routes only then; drop the application's metrics
-    too."""
+    """vLLM imports its routes when it builds an application with them; this one is dropped, with its metrics."""
     registry = importlib.import_module("prometheus_client").REGISTRY
     arguments = sys.modules["serve.engine.main"].PARSER.parse_args(["--model", "none", "--enable-lora"])
     before = set(registry._names_to_collectors.values())

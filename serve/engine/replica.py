@@ -48,8 +48,7 @@ _OF_THE_MACHINE = {
 
 
 class Replica:
-    """Start, swap, sleep, wake and stop one engine. Call one operation at a time; `status` may be called at any
-    time."""
+    """Start, swap, sleep, wake and stop one engine. Call one operation at a time, but `status` at any time."""
 
     def __init__(self, warm_socket: str, log_dir: str, config: EngineConfig | None = None):
         self._warm_socket, self._log_dir = warm_socket, Path(log_dir)
@@ -94,8 +93,7 @@ class Replica:
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
 
     async def _started(self, child: Child, spec: ReplicaSpec) -> dict[str, Any]:
-        """Wait for the engine's "ready" event. Raises EngineStartFailed once all processes and files of the engine are
-        gone."""
+        """Wait for the engine's "ready" event. Raises EngineStartFailed once nothing of the engine is left."""
         late = False
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
@@ -247,8 +245,7 @@ class Replica:
 
 
 def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None, ended: str) -> ServeError:
-    """Return the error for a failed start. fatal: the engine's "fatal" event, if any. ended: how the process ended,
-    completes "its process …"."""
+    """The error of a failed start. fatal: the engine's "fatal" event, if any. ended: completes "its process …"."""
     if child.starved:
         return EngineOutOfMemory("the engine was killed while it started, because the host's memory ran out")
     message = fatal["message"] if fatal else child.log_end()
@@ -267,14 +264,12 @@ def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None,
 
 
 def _cause(fatal: dict[str, Any]) -> str:
-    """Return the message of a "fatal" event. The messages of our own errors are sentences; other errors need their type
-    too."""
+    """The message of a "fatal" event. Our own errors are sentences; other errors need their type too."""
     return fatal["message"] if fatal["type"] in BY_NAME else f"{fatal['type']}: {fatal['message']}"
 
 
 def _with_log(problem: str, child: Child) -> str:
-    """Append the end of the log to an error message. Users see the first line of the message; the rest is for the box's
-    log."""
+    """Append the end of the log. People see the first line of an error; the rest is for the box's log."""
     return f"{problem}; its log is {child.log_path}\n{child.log_end()}"
 
 

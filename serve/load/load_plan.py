@@ -110,8 +110,7 @@ class Target:
                 target.copy_(piece.source.view(whole), non_blocking=True)
 
     def mapped_view(self, source: VersionSource) -> torch.Tensor | None:
-        """Return a read-only view of the whole target in the mapped file; None if the target's pieces are not adjacent
-        in the file."""
+        """A read-only view of the whole target in the mapped file; None if its pieces are not adjacent there."""
         pieces = sorted(self.pieces, key=lambda piece: piece.target.offset)
         parts = [piece.source.view(source.tensor(piece.name).reshape(-1)) for piece in pieces]
         dense = all(piece.source.dense and piece.target.dense for piece in pieces)

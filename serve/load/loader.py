@@ -45,8 +45,7 @@ MiniMax-M2."""
 
 
 class VersionLoader:
-    """Loads versions into one worker's model. `reload`: vLLM's `reload_weights`. `workers`: number of workers that
-    share the cores."""
+    """Loads versions into one worker's model. `reload`: vLLM's `reload_weights`. `workers`: sharers of the cores."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@
 For a CPU the mappings are private and writable: vLLM's loaders and torch may write to tensors, and a write to a
 read-only or shared page would kill the engine or corrupt the version for all readers. For a GPU the mapping is shared,
 and pages that this worker copies are locked, so that copies run at the link's rate. While a driver locks or unlocks
-pages, the engine's driver calls wait; so pages are locked and unlocked in pieces of LOCK_BYTES, and no copy may cross
-pieces.
+pages, the engine's driver calls wait; so both run in pieces of LOCK_BYTES, which no copy may cross.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class VersionSource:
         return sum(placed.nbytes for placed in self.layout)
 
     def map(self, to_lock: ToLock | None = None, read: Spans | None = None) -> VersionSource:
-        """Map all files and fault their pages in. Call it before a pause, because pages not faulted in are read at half
-        rate.
+        """Map all files and fault their pages in. Call it before a pause, because fresh mappings read at half rate.
 
         With `to_lock` the mappings are shared and only for copies to a GPU: nothing may write into them. `read`: byte
         ranges by file that this process reads; only their pages are faulted in. None: all.
@@ -177,8 +175,7 @@ class _MappedFile:
 
 
 def lock_pieces(spans: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """Return the page ranges that hold these byte ranges of a file of `size` bytes, split at multiples of
-    LOCK_BYTES."""
+    """The pages of byte ranges of a file of `size` bytes, split at multiples of LOCK_BYTES."""
     for start, end in page_runs(spans):
         end = min(end, size)
         while start < end:

@@ -88,8 +88,7 @@ class Token:
 
 
 def recorded_token(version_path: str | Path) -> Token | None:
-    """Return the token that training recorded in the version's manifest, None if it recorded no token. Raises
-    WithoutNumbers."""
+    """The token that training recorded in the version's manifest, None without a record. Raises WithoutNumbers."""
     path = Path(version_path)
     meta = Manifest.read(path).meta if (path / MANIFEST_FILE).exists() else {}
     if META_KEY not in meta:

@@ -2,9 +2,8 @@
 
 The gateway names an adapter `NAME@VERSION` in a request's `model` field. vLLM passes an unknown name to its resolvers,
 loads the result, and keeps up to `--max-cpu-loras` adapters; a step that needs an evicted adapter loads it again from
-its path. So the adapter's directory is leased as long as vLLM's table or a request refers to its `HeldAdapter`. An
-adapter belongs to one version of one base model: an engine with other weights does not resolve the adapter, and the
-gateway tries another engine.
+its path. So the directory is leased as long as vLLM's table or a request refers to its `HeldAdapter`. An adapter
+belongs to one version of one base: an engine with other weights does not resolve it, and the gateway tries another.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ from vllm.lora.request import LoRARequest
 from runtime.errors import words_of_check
 from serve.core import legacy_functions as legacy
 
-# The gateway reads this header (appliance/gateway/server/inference.py), because its own table can lag behind the
-# engine.
+# The gateway reads this header (appliance/gateway/server/inference.py): its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"
 # vLLM raises these errors, and would answer 500, for a request value that one of its steps does not expect.
 _UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, UnicodeError)
@@ -60,8 +59,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """State of one HTTP response. begun: the core has the request. adapter: the request's resolved adapter until
-    then."""
+    """State of one HTTP response. begun: the core has its request. adapter: its resolved adapter until then."""
 
     begun: bool = False
     adapter: LoRARequest | None = None

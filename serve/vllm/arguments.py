@@ -105,8 +105,7 @@ def _generation_arguments(
 
 
 def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dict[str, str]:
-    """Return environment variables for vLLM and its libraries; set them in the forked process before the engine is
-    built."""
+    """Environment variables for vLLM and its libraries, set in the forked process before it builds its engine."""
     env = {
         "VLLM_MAX_N_SEQUENCES": str(max_sequences_per_request),
         # "auto" pins every engine of a machine to the same first core.

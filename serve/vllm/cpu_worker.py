@@ -1,5 +1,4 @@
-"""Defines a CPU worker that on sleep returns weights' and KV cache's memory to the host; vLLM's worker ignores
-sleep."""
+"""A CPU worker whose sleep returns the memory of weights and KV cache to the host; vLLM's CPU worker ignores sleep."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from serve.vllm.worker import ShmWorker, tensors_in
 
 
 class ShmCPUWorker(ShmWorker, CPUWorker):
-    """CPU worker, set with `--worker-cls`, because vLLM's extension classes can add methods but not override
-    methods."""
+    """Set with `--worker-cls`, because an extension class of vLLM can add methods but not override them."""
 
     def init_device(self) -> None:
         folder, _, name = self.distributed_init_method.rpartition("/")

@@ -64,8 +64,7 @@ def cause(core: BaseProcess | None) -> ServeError:
 
 
 def core_of_failed_start(error: BaseException) -> BaseProcess | None:
-    """Return the core that this error of vLLM's front end is about; only a stack frame of vLLM still refers to that
-    core."""
+    """The core that this error of vLLM's front end is about. Only a stack frame of vLLM still refers to it."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if (launch := frame.f_locals.get("launch")) is not None and launch.engine_manager is not None:
             return launch.engine_manager.processes[0]
@@ -88,8 +87,7 @@ def _death(process: str, status: int) -> ServeError:
 
 
 class ShmExecutor(multiproc_executor.MultiprocExecutor):
-    """vLLM's executor in the engine's core; it also ends the core when a worker dies, and reads all replies to each
-    call."""
+    """vLLM's executor in the engine's core; also ends the core with a worker and reads all replies of a call."""
 
     @staticmethod
     def _ensure_worker_termination(worker_procs: list[BaseProcess]) -> None:

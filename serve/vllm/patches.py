@@ -28,8 +28,7 @@ _applied: list[bool] = []
 
 
 def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
-    """Apply all patches; idempotent. `kind`: kind of device; `eager`: whether the engine runs without compiled
-    graphs."""
+    """Apply all patches; idempotent. `kind`: kind of device; `eager`: the engine runs without compiled graphs."""
     if _applied:
         return
     _applied.append(True)
@@ -95,9 +94,8 @@ def with_device_at_import(load: Callable[[Any], type], platform: Any, kind: Devi
 
 
 def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:
-    """Make vLLM's platform choose an attention backend that needs a compiler only if no other backend computes the
-    model, or an engine argument names that backend. Remove with: FlashInfer's precompiled kernels in the image for
-    GPUs."""
+    """Make vLLM's platform choose an attention backend that needs a compiler only if no other computes the model, or an
+    engine argument names it. Removed by: FlashInfer's precompiled kernels in the image for GPUs."""
     every = platform.get_valid_backends.__func__
 
     @functools.wraps(every)
@@ -128,9 +126,8 @@ class GroupedLoRA(punica_cpu.PunicaWrapperCPU):
     def add_lora_linear(
         self, y: torch.Tensor, x: torch.Tensor, downs: Any, ups: Any, scale: float, widths: Any, **kwargs: Any
     ) -> None:
-        """y (tokens, sum of `widths`) += x (tokens, in) @ A^T @ B^T * scale, each token with its own adapter. The
-        factors of all slots are stacked: `downs` holds A (slots, 1, rank, in), `ups` B (slots, 1, out, rank), one pair
-        per slice of y."""
+        """y (tokens, sum of `widths`) += x (tokens, in) @ A^T @ B^T * scale, each token with its own adapter. Factors
+        are stacked by slot: `downs` A (slots, 1, rank, in), `ups` B (slots, 1, out, rank), one pair per slice of y."""
         slots = self.token_lora_indices
         for slot in set(slots.tolist()) - {-1}:
             rows, start = (slots == slot).nonzero().view(-1), 0

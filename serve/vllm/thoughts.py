@@ -47,8 +47,7 @@ class _StrippingParser(Qwen3Parser):
 
 
 class ThoughtParser(_StrippingParser):
-    """Parses output of a template whose generation prompt opens no thought: `<think>` opens a thought, all else is the
-    answer."""
+    """For a template whose generation prompt does not open a thought: `<think>` opens it, all else is the answer."""
 
     def __init__(self, tokenizer: Any, tools: Any = None, **kwargs: Any) -> None:
         config = qwen3_config(thinking=False, name=THINK_PARSER, turn_boundary_tokens=self.TURN_BOUNDARIES)
@@ -60,8 +59,7 @@ class ThoughtParser(_StrippingParser):
 
 
 class BegunThoughtParser(_StrippingParser):
-    """Parses output of a template whose generation prompt opens a thought: complete output without `</think>` is the
-    answer."""
+    """For a template whose generation prompt opens a thought: complete output without `</think>` is the answer."""
 
     _streamed = ""
 
@@ -81,8 +79,7 @@ class BegunThoughtParser(_StrippingParser):
         return self._streamed.lstrip("\n") if self._ended(self._streamed, request) else None
 
     def _ended(self, text: str, request: Any) -> bool:
-        """Return whether the model ended the text itself, judged by length because vLLM gives parsers no stop
-        reason."""
+        """Whether the model ended the text itself, judged by its length because vLLM does not tell parsers."""
         limits = ("max_completion_tokens", "max_tokens", "max_output_tokens")
         most = next((limit for name in limits if (limit := getattr(request, name, None))), None)
         return most is None or len(self.model_tokenizer.encode(text, add_special_tokens=False)) < most - 1

@@ -1,6 +1,5 @@
-"""Extends vLLM's workers: they load versions from shared memory on calls over `collective_rpc`, and on a GPU preserve
-tensors that a sleep of level 2 would lose. `ShmGPUWorker` is set with `--worker-cls`; cpu_worker.py defines the CPU
-worker.
+"""Extends vLLM's workers: loads versions from shared memory, called over `collective_rpc`, and preserves tensors that a
+sleep of level 2 on a GPU would lose. `ShmGPUWorker` is set with `--worker-cls`; cpu_worker.py has the CPU's worker.
 """
 
 from __future__ import annotations

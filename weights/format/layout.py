@@ -113,8 +113,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A safetensors file. header: the file's exact first bytes (length prefix, JSON, padding). tensors: in file
-    order."""
+    """A safetensors file. header: its exact first bytes (length prefix, JSON, padding). tensors: in file order."""
 
     name: str
     header: bytes = field(repr=False)

@@ -45,8 +45,7 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Identity, lineage (`meta`: any JSON) and contents of a version. created_s: Unix time. tensors: number of
-    tensors."""
+    """Identity, lineage (`meta`: free JSON) and contents of a version. created_s: Unix time. tensors: their number."""
 
     kind: str
     model: str

@@ -59,8 +59,7 @@ def narrow(shape: Sequence[int], dim: int, start: int, length: int) -> Strided:
 
 
 def part(runs: Strided, start: int, size: int) -> Iterator[Strided]:
-    """Return the elements [start, start + size) of the concatenated `runs`: the end of a run, complete runs, the start
-    of a run.
+    """Elements [start, start + size) of the concatenated `runs`, in order: part of a run, whole runs, part of a run.
 
     Raises InvalidLayout beyond the end of `runs`.
     """

@@ -65,8 +65,7 @@ class Mapped:
         return self._file_view(placed.file)[placed.start : placed.end]
 
     def close(self) -> None:
-        """Release this object's hold on the lock; existing views hold the lock until they are freed. Safe to call
-        twice."""
+        """Releases the lock; existing views keep it until they are freed. Safe to call twice."""
         self._lock, self._windows = None, {}
 
     def __enter__(self) -> Self:

@@ -168,8 +168,7 @@ class Pool:
 
 
 def _destroy(path: Path) -> None:
-    """Free the memory of a file without readers, then unlink it; unlinking alone frees nothing if a cached mapping pins
-    the inode."""
+    """Frees the memory of a file without readers, then unlinks it: a cached mapping may still pin the inode."""
     with suppress(FileNotFoundError):
         os.truncate(path, 0)
         os.unlink(path)

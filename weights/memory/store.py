@@ -92,9 +92,8 @@ class Draft(Mapped):
 class WeightStore:
     """Versions and snapshots under `root`. Any number of processes may open the same root.
 
-    `budget_bytes` bounds all bytes of the store, including pool and drafts; None: only the file system limits them. A
-    missing root is created. Raises StoreError if the root is a symlink, belongs to another user or is open to other
-    users.
+    `budget_bytes` bounds all bytes of the store, including pool and drafts; None: only the file system's bound. An
+    absent root is created. Raises StoreError if it is a symlink, belongs to another user or is open to others.
 
     Hold the store's mutex to call `_make_room` and the methods below it: then no lock probe looks like a lease to
     another process, and no space is allocated twice.

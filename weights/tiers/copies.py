@@ -7,8 +7,7 @@ On disk a copy is a plain directory, which training maps and every tool can read
     copies/<kind>s/<model>/<version>               the manifest; written last, so a version with a manifest is complete
     parts/<kind>s/<model>/<version>/<file>.<n>     the n-th part of a file of the version
 
-Parts with 8-bit moments consist of blocks (weights.tiers.moments). Only one process writes a location; any process may
-read it.
+Parts with 8-bit moments consist of blocks (weights.tiers.moments). Only one process writes a location; any may read it.
 """
 
 from __future__ import annotations
@@ -197,8 +196,7 @@ class RemoteCopies(Copies):
             )
 
     def manifests(self) -> dict[Name, Manifest]:
-        """Return every version with a readable manifest. Reads the location only once, since no other process writes to
-        it."""
+        """Every version with a readable manifest. Reads the location only once, since no other process writes it."""
         if self._records is None:
             records = {}
             for key in list(self._objects.list("copies/")):
