@@ -152,14 +152,14 @@ class Child:
             self._waiting.pop(number, None)
 
     async def next_event(self) -> dict[str, Any] | None:
-        """The child's next event, in order; None after its death and its last event."""
+        """Return the child's next event, in order; None once the child is dead and all events are read."""
         event = await self._events.get()
         if event is None:
             self._events.put_nowait(None)
         return event
 
     def log_end(self) -> str:
-        """The last lines of the child's log."""
+        """Return the last lines of the child's log."""
         return tail(self.log_path, self._log_begin)
 
     async def closed(self) -> None:
@@ -234,7 +234,7 @@ class Child:
             return
         answer = self._waiting.get(message["id"])
         if answer is None or answer.done():
-            return  # the caller stopped waiting
+            return  # the caller no longer waits for the answer
         if error := message.get("error"):
             answer.set_exception(ChildError(error["type"], error["message"], error["data"]))
         else:
