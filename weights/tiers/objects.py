@@ -120,7 +120,7 @@ class S3Objects:
                 connect_timeout=timeout_s,
                 read_timeout=timeout_s,
                 retries={"mode": "standard", "max_attempts": 2},
-                # Stores other than Amazon's often do not support trailing checksums; every read checks our own
+                # Stores other than Amazon's often do not support trailing checksums; every read checks ours.
                 # checksums.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
