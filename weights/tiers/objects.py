@@ -121,7 +121,6 @@ class S3Objects:
                 read_timeout=timeout_s,
                 retries={"mode": "standard", "max_attempts": 2},
                 # Stores other than Amazon's often do not support trailing checksums; every read checks ours.
-                # checksums.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
                 s3={"addressing_style": "path" if location.endpoint else "auto"},
