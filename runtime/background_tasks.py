@@ -24,7 +24,7 @@ rounds."""
 
 
 def first_words(error: BaseException) -> str:
-    """An exception's type and message in one line."""
+    """Return an exception's type and message in one line."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -81,7 +81,7 @@ class BackgroundTasks:
             self._well(name)
 
     def names(self) -> list[str]:
-        """Names of degraded tasks without the part after a colon, which only operators of the box may see."""
+        """Return names of degraded tasks, cut at the colon: only operators of the box may see the rest."""
         return sorted({name.partition(":")[0] for name in list(self._troubles)})
 
     def degraded(self) -> list[dict[str, Any]]:

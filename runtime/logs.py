@@ -107,7 +107,7 @@ def end_of(path: Path, most_bytes: int, begin: int = 0) -> list[str]:
         begin = begin if begin <= size else 0
         first = file.seek(max(begin, size - most_bytes))
         lines = file.read(most_bytes).decode(errors="replace").strip().splitlines()
-    return lines[1 if first > begin and len(lines) > 1 else 0 :]  # the first line is cut, and a cut line is not JSON
+    return lines[1 if first > begin and len(lines) > 1 else 0 :]  # the first line is truncated, so it is not JSON
 
 
 def logs_in(folder: Path) -> list[dict[str, Any]]:
@@ -116,17 +116,17 @@ def logs_in(folder: Path) -> list[dict[str, Any]]:
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and not path.name.endswith((".gz", ".zst")):
             name = path.relative_to(folder).as_posix()
-            with contextlib.suppress(FileNotFoundError):  # rotated meanwhile
+            with contextlib.suppress(FileNotFoundError):  # the log was rotated meanwhile
                 status = path.stat()
                 logs.append({"name": name, "bytes": status.st_size, "changed_at": status.st_mtime})
     return sorted(logs, key=lambda log: log["changed_at"], reverse=True)
 
 
 def minute(unix_s: float) -> str:
-    """A Unix time for people, in UTC on every box: 2026-11-27 20:46 UTC."""
+    """Format a Unix time for readers, in UTC on every box: 2026-11-27 20:46 UTC."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))
 
 
 def stamp(unix_s: float) -> str:
-    """A Unix time for the name of a file or folder; names sort by time."""
+    """Format a Unix time for the name of a file or folder; such names sort by time."""
     return time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime(unix_s))

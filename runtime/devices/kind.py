@@ -44,13 +44,13 @@ OF_ANOTHER_TORCH = (
 class Found:
     """One device of this machine."""
 
-    index: int  # its number in the variables that `visibility` returns
+    index: int  # the device's number in the variables that `visibility` returns
     name: str
     memory_bytes: int
     numa_node: int | None = None
-    linked: frozenset[int] = frozenset()  # indexes of devices that it has a direct link to
-    uuid: str = ""  # stable over restarts, even if the index changes; "" if it has none
-    unfit: str = ""  # why it must not be used; "" if it is usable
+    linked: frozenset[int] = frozenset()  # indexes of devices that are directly linked to this device
+    uuid: str = ""  # stable over restarts, even if the index changes; "" if the device has no id
+    unfit: str = ""  # why the device must not be used; "" if it is usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class Reading:
     ecc_uncorrected: int | None = None
     temperature_c: int | None = None
     slowdown_c: int | None = None
-    lost: str = ""  # why it no longer answers
-    unfit: str = ""  # why it must not be used although it answers
+    lost: str = ""  # why the device no longer answers
+    unfit: str = ""  # why the device must not be used although it answers
     uuid: str = ""
     power_w: float | None = None
     power_limit_w: float | None = None
     energy_j: float | None = None  # consumed since the driver was loaded
-    busy: float | None = None  # the fraction of the last 0.2 to 1 s in which it computed
+    busy: float | None = None  # the share of the last 0.2 to 1 s in which the device computed
     memory_used_bytes: int | None = None  # used by all processes
     clock_hz: float | None = None
-    throttled: tuple[str, ...] = ()  # why its clock is reduced, names from THROTTLES
+    throttled: tuple[str, ...] = ()  # why the clock is reduced, as names from THROTTLES
 
 
 THROTTLES = ("heat", "hardware", "power_brake", "power_cap")
@@ -102,11 +102,11 @@ class DeviceKind:
     on_host: bool = True
     """It computes on the host's processors in the host's memory: offloading saves nothing, a process that leaves a
     device keeps nothing on it, and a death indicates no hardware fault."""
-    locks_pages: bool = False  # whether copies to it need page-locked host memory to run at full rate
+    locks_pages: bool = False  # whether copies to the device need page-locked host memory for full rate
     context_bytes: int = 0
     """Memory of a device that one process takes before its first tensor: context, collectives' buffers, math libraries'
     workspaces."""
-    asleep_bytes: int = 0  # memory that a sleeping engine keeps on it
+    asleep_bytes: int = 0  # bytes that a sleeping engine holds on the device
     compiled_attention: str = ""
     """Part of the names of vLLM's attention backends that need a compiler which the box does not install; "": none."""
     head_sizes: frozenset[int] = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
@@ -123,7 +123,7 @@ class DeviceKind:
         return self.parts(DEFAULT_LOGICAL_DEVICES)
 
     def parts(self, count: int) -> tuple[Found, ...]:
-        """The host as `count` devices."""
+        """Divide the host into `count` devices."""
         each_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
         return tuple(Found(index, self.title, each_bytes) for index in range(count))
 
@@ -195,13 +195,13 @@ class DeviceKind:
         return {}
 
     def foreign(self) -> dict[int, str]:
-        """Processes of others on each device, in words, by index. Call it before the box starts its own."""
+        """Describe other users' processes on each device, by index. Call it before the box starts its processes."""
         return {}
 
     # -- in processes that compute: with torch -----------------------------------------------------------------
 
     def use(self, device: Any) -> None:
-        """Make it the current device of this thread; a new thread starts on the first device."""
+        """Make the device current for this thread; a new thread starts on the first device."""
 
     def synchronize(self, device: Any) -> None:
         """Wait for all work submitted to the device."""
@@ -250,7 +250,7 @@ def host_features() -> frozenset[str]:
 
 
 def installed(package: str) -> str:
-    """The version of a package; "" without it."""
+    """Return the installed version of a package; "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -145,7 +145,7 @@ def _handles() -> Iterator[Any]:
 
 
 def _answering(handle: Any) -> Any:
-    """The handle itself. Raises the NVMLError of a GPU that does not answer."""
+    """Return the handle. Raises the NVMLError if the GPU did not answer."""
     if isinstance(handle, pynvml.NVMLError):
         raise handle
     return handle
@@ -244,7 +244,7 @@ def _linked(handle: Any, other: Any) -> bool:
 
 
 def _ask(question: Callable[[], Any], errors: tuple[type[Exception], ...] = _NOT_REPORTED) -> Any:
-    """The answer to a query; None if this kind of GPU does not report it."""
+    """Return the answer to an NVML query; None if this kind of GPU does not support the query."""
     try:
         return question()
     except errors:

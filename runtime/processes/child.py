@@ -36,7 +36,7 @@ class Channel:
         self._writer = writer
         self._connection = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
         self._connection.setblocking(False)
-        self.received = bytearray()  # received, not yet consumed
+        self.received = bytearray()  # bytes received but not yet parsed
 
     async def send(self, message: dict[str, Any]) -> None:
         """Send a message. Raises ChannelClosed if the peer is gone."""
@@ -59,7 +59,7 @@ class Channel:
         while len(self.received) < size:
             try:
                 data = await asyncio.get_running_loop().sock_recv(self._connection, 2**18)
-            except ConnectionResetError:  # instead of end of file, if the peer left a call unread
+            except ConnectionResetError:  # raised instead of end of file if the peer closed without reading a call
                 data = b""
             if not data:
                 raise ChannelClosed("the process is gone")
@@ -152,14 +152,14 @@ class Child:
             self._waiting.pop(number, None)
 
     async def next_event(self) -> dict[str, Any] | None:
-        """The child's next event, in order; None after its death and its last event."""
+        """Return the child's next event, in order; None once the child is dead and all events are read."""
         event = await self._events.get()
         if event is None:
             self._events.put_nowait(None)
         return event
 
     def log_end(self) -> str:
-        """The last lines of the child's log."""
+        """Return the last lines of the child's log."""
         return tail(self.log_path, self._log_begin)
 
     async def closed(self) -> None:
@@ -234,7 +234,7 @@ class Child:
             return
         answer = self._waiting.get(message["id"])
         if answer is None or answer.done():
-            return  # the caller stopped waiting
+            return  # the caller no longer waits for the answer
         if error := message.get("error"):
             answer.set_exception(ChildError(error["type"], error["message"], error["data"]))
         else:

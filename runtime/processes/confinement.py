@@ -21,7 +21,7 @@ from runtime.processes.kernel import last_error, libc
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls of Landlock, equal on every architecture
 _VERSION = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # ABI -> number of file rights it has
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # Landlock ABI version -> number of file rights
 _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 38, 4
 _CAPABILITY_VERSION = 0x20080522
 
@@ -89,7 +89,7 @@ def confine(readable: Iterable[Path], memory_bytes: int, cpu_s: int) -> None:
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
-    threads = int(Path("/proc/loadavg").read_text().rpartition("/")[2].split()[0])  # threads of all users
+    threads = int(Path("/proc/loadavg").read_text().rpartition("/")[2].split()[0])  # the threads of all users
     most_threads = resource.getrlimit(resource.RLIMIT_NPROC)[1] % (1 << 63)  # RLIM_INFINITY is -1: no limit
     has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for limit, value in (

@@ -99,7 +99,7 @@ def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
     """Forks for each request. Returns the request in the child; the parent exits at SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if SIGCHLD is ignored, as below Ray, no exit status can be read
-    clients: set[Connection] = set()  # connections without a request yet
+    clients: set[Connection] = set()  # connections that have not sent a request yet
     children: dict[int, tuple[int, Connection]] = {}  # pidfd -> (pid, lifeline)
     ended: dict[Connection, int] = {}  # lifeline -> exit status, until the lifeline accepts it
     while True:

@@ -1,4 +1,4 @@
-"""Describes a replica without torch: its spec, memory, settings, parsers and errors.
+"""Describes a replica (spec, memory, settings, parsers, errors) without importing torch.
 
 Never: Starts a process.
 Begin with spec.py.

@@ -25,14 +25,14 @@ RETRY_S = 0.2
 
 
 class AdapterUnavailable(Exception):
-    """The box cannot provide the adapter, or did not within the timeout; the message says why."""
+    """The box cannot provide the adapter, or did not provide it within the timeout; the message says why."""
 
 
 class AdapterServer:
     """The box's side of the protocol: serves engines from `start` to `stop`. Call all methods on one event loop.
 
-    `lease(model, version)` copies an adapter in and returns a lease with its `path`. Errors listed in `refusals` reach
-    the engine as text.
+    `lease(model, version)` copies an adapter into shared memory and returns a lease with the copy's `path`. Errors
+    listed in `refusals` reach the engine as text.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class AdapterServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen on the socket; replaces a socket file left by a killed process."""
+        """Listen on the socket; replace the socket file of a killed process, if there is one."""
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, sock=private_socket(self._path))
 
@@ -59,7 +59,7 @@ class AdapterServer:
                     writer.write(json.dumps({"path": str(lease.path)}).encode() + b"\n")
                     await reader.read()  # wait until the engine has its own lease and disconnects
             except self._refusals as error:
-                log.error("an engine did not get its adapter: %s", error)
+                log.error("an engine did not receive the adapter that it requested: %s", error)
                 writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 log.error("invalid adapter request: %r", error)
@@ -67,7 +67,7 @@ class AdapterServer:
 
 @contextlib.asynccontextmanager
 async def brought_in(socket_path: str, adapter: str, timeout_s: float) -> AsyncIterator[str]:
-    """Yield the directory of `adapter` ("NAME@VERSION") in shared memory, leased while the context is open.
+    """Yield the shared-memory directory of `adapter` ("NAME@VERSION"), which is leased while the context is open.
 
     Retries while the controller restarts. Raises AdapterUnavailable.
     """

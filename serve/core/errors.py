@@ -10,36 +10,36 @@ class ServeError(Exception):
 
 
 class EngineStartFailed(ServeError):
-    """The forked engine ended, or did not answer, before it was healthy; the message ends with its log."""
+    """The forked engine ended or stopped answering before it was healthy; the message ends with the engine's log."""
 
 
 class EngineRefused(EngineStartFailed):
-    """The engine rejected its settings or model at the start; memory, files and devices were not the cause."""
+    """The engine rejected its settings or model at the start, for a reason other than memory, files or devices."""
 
 
 class EngineOutOfMemory(EngineStartFailed):
-    """The engine did not start because host or device memory ran out; a retry may succeed when memory is free."""
+    """The engine did not start because host or device memory ran out; a retry may succeed once memory is free."""
 
 
 class CoreKilled(EngineStartFailed):
-    """A process of the engine was killed from outside, which implies no fault of its settings or model."""
+    """A process of the engine was killed from outside; the engine's settings and model are not at fault."""
 
 
 class EngineFailed(ServeError):
-    """The engine holds no weights that it may serve. Its supervisor has ended it; start a new engine."""
+    """The engine's weights may not be served. The supervisor has ended the engine; start a new engine."""
 
 
 class ReloadFailed(EngineFailed):
-    """Loading a version into the running engine failed. A new engine may load it; do not try other running engines of
-    this model and settings."""
+    """Loading a version into the running engine failed. A new engine may load the version, but other running engines of
+    this model and settings would fail too."""
 
 
 class VersionBroken(EngineFailed):
-    """The loaded version computes no finite numbers, so a new engine would not accept it either."""
+    """The loaded version computes NaN or infinite numbers, so a new engine would not accept the version either."""
 
 
 class WrongState(ServeError):
-    """The engine's state does not allow the call, such as a swap while it sleeps."""
+    """The engine's state does not allow the call, such as a swap of a sleeping engine."""
 
 
 class VersionError(ServeError):
@@ -56,11 +56,11 @@ class VersionMismatch(VersionError):
 
 
 class WithoutNumbers(VersionError):
-    """Training recorded that the version's weights compute no finite numbers."""
+    """Training recorded that the version's weights compute NaN or infinite numbers."""
 
 
 class FingerprintMismatch(ServeError):
-    """The answer to the fingerprint prompt differs from the record of this version."""
+    """The engine's answer to the fingerprint prompt differs from the version's recorded answer."""
 
 
 def _kinds(kind: type[ServeError]) -> Iterator[type[ServeError]]:

@@ -1,7 +1,7 @@
-"""Finds keywords of JSON schemas that engines do not enforce, with their paths. Pure.
+"""Finds the paths of JSON schema keywords that engines do not enforce. Pure.
 
-llguidance enforces schemas of answers, and xgrammar schemas of tools (grammars.py). Both silently ignore unknown
-keywords; tests/property/test_schema_keywords.py tries every keyword on llguidance.
+llguidance enforces schemas of answers; xgrammar enforces schemas of tools (grammars.py). llguidance and xgrammar
+silently ignore unknown keywords; tests/property/test_schema_keywords.py tries every keyword on llguidance.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAPS: Final = frozenset(("properties", "patternProperties", "$defs", "definitio
 
 
 def unenforced(schema: Any) -> Iterator[str]:
-    """Paths of keywords that engines do not enforce on answers, such as `properties.a.not`."""
+    """Return the paths of keywords that engines do not enforce on answers, such as `properties.a.not`."""
     for path, node in nodes(schema):
         keywords = {name for name in node.keys() & _IGNORED if node[name] is not False or name != "uniqueItems"}
         if node.get("format") in _IGNORED_FORMATS:
@@ -52,7 +52,7 @@ def unenforced_in_tools(schema: Any) -> Iterator[str]:
 
 
 def without(keywords: frozenset[str], schema: Any) -> Any:
-    """A copy of the schema without these keywords; properties of the same names stay."""
+    """Return a copy of the schema without these keywords; properties with such names stay."""
     copied = copy.deepcopy(schema)
     for _, node in nodes(copied):
         for keyword in node.keys() & keywords:
@@ -61,21 +61,21 @@ def without(keywords: frozenset[str], schema: Any) -> Any:
 
 
 def counted(schema: Any) -> float:
-    """The sum of all `minItems` and `maxItems`. llguidance expands every item: 10,000 take 0.2 s, and with 2**31 its
-    process ran out of memory."""
+    """Return the sum of all `minItems` and `maxItems`. llguidance expands every item: 10,000 items take 0.2 s, and
+    2**31 items exhaust the process's memory."""
     bounds = (node.get(name) for _, node in nodes(schema) for name in ("minItems", "maxItems"))
     return sum(bound for bound in bounds if isinstance(bound, int | float) and bound > 0)
 
 
 def defined(schema: Any) -> int:
-    """The number of definitions. llguidance follows references by recursion: a chain of 400 through lists of objects
-    passed, a chain of 500 ended its process."""
+    """Return the number of definitions. llguidance follows references by recursion: it survived a chain of 400
+    definitions (lists of objects); a chain of 500 crashed the process."""
     definitions = (node.get(name) for _, node in nodes(schema) for name in ("$defs", "definitions"))
     return sum(len(named) for named in definitions if isinstance(named, dict))
 
 
 def nodes(schema: Any) -> Iterator[tuple[str, Schema]]:
-    """The schema and all schemas inside it, each with its path, which ends in a dot."""
+    """Yield the schema and every schema inside it, each with a path that ends in a dot."""
     stack: list[tuple[str, Any]] = [("", schema)]
     while stack:
         path, node = stack.pop()

@@ -1,7 +1,7 @@
 """Converts OpenAI's older `functions` and `function_call` to `tools` and `tool_choice`. Pure.
 
-https://platform.openai.com/docs/api-reference/chat/create has both forms; chat templates and engines know only the
-newer. The gateway converts requests to measure them, engines to answer them.
+https://platform.openai.com/docs/api-reference/chat/create describes both forms; chat templates and engines accept only
+the newer form. The gateway converts requests to count tokens, engines convert requests to answer them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class LegacyRefused(ValueError):
 
 
 def is_legacy(request: Mapping[str, Any]) -> bool:
-    """Whether the request uses the older form, so that its answer must too."""
+    """Return whether the request uses the older form; its answer must then use the older form too."""
     return request.get("functions") is not None or request.get("function_call") is not None
 
 
@@ -43,13 +43,13 @@ def as_tools(request: Mapping[str, Any]) -> dict[str, Any]:
             "`name` of one of `functions`.",
         )
     tools = [{"type": "function", "function": function} for function in functions]
-    # An answer in the older form holds only one call.
+    # an answer in the older form can hold only one call
     return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
 
 
 def with_tool_call(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert message number `index` of a conversation: `function_call` to `tool_calls`, role `function` to `tool`. A
-    result belongs to the call in the message before it. Raises LegacyRefused."""
+    """Convert message number `index` of a conversation: `function_call` becomes `tool_calls`, role `function` becomes
+    `tool`. A function's result belongs to the call in the previous message. Raises LegacyRefused."""
     kept = {key: value for key, value in message.items() if key != "function_call"}
     if kept.get("role") == "function":
         kept |= {"role": "tool", "tool_call_id": kept.get("tool_call_id", f"call_{index - 1}")}

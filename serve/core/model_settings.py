@@ -1,8 +1,7 @@
-"""Settings of one model's engines that differ from the box's configuration, and vLLM's arguments that may be set for
-one model.
+"""Per-model engine settings that override the box's configuration, and the vLLM arguments that a model may set.
 
-Only listed arguments are allowed, because most others open something: a file, a socket, another host, code, a key, a
-log. The refusal of another argument names the box's setting for it, if there is one.
+Only listed arguments are allowed, because most others give access to a file, socket, host, code, key or log. The error
+for any other argument names the box's setting that replaces it, if there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from serve.core.config import EngineConfig
 
 Parser = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 MAX_ARGUMENT_CHARACTERS = 2000
-# vLLM 0.32's names of arguments whose values are numbers, words or plain JSON and affect only the computation.
+# vLLM 0.32's names of arguments whose values are numbers, words or JSON and affect only the computation.
 ENGINE_ARGUMENTS = frozenset(
     (
         "async-scheduling attention-backend block-size chat-template-content-format disable-cascade-attn "
@@ -48,13 +47,13 @@ ELSEWHERE = {
 
 
 def in_fewer_bits(engine_arguments: Iterable[str]) -> bool:
-    """Whether weights, keys and values or states are kept in fewer bits than in training. Such settings change answers
-    beyond the tolerance of a version's token; kernels' rounding does not."""
+    """Return whether weights, keys and values, or states are stored in fewer bits than in training. Such settings
+    change answers by more than the fingerprint tolerance; kernel rounding changes them by less."""
     return any(argument.partition("=")[0] in _FEWER_BITS for argument in engine_arguments)
 
 
 class Sampling(BaseModel):
-    """Defaults for requests; None: the default of the model's generation_config.json."""
+    """Sampling defaults for requests; None: the default in the model's generation_config.json."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -67,11 +66,11 @@ class Sampling(BaseModel):
 
 
 class ModelSettings(BaseModel):
-    """Settings of one model; None and empty: use the box's configuration and the model's own values.
+    """Settings of one model; None or empty: use the box's configuration or the checkpoint's value.
 
-    tool_parser: vLLM's parser name, or "none". chat_template: its text. draft_tokens: tokens guessed from n-grams in
-    the prompt and verified together (n-gram speculation). engine_args: values as for `vllm serve`; true or false for a
-    switch. Raises pydantic.ValidationError.
+    tool_parser: vLLM's parser name, or "none". chat_template: the template's text. draft_tokens: tokens guessed from
+    n-grams in the prompt and verified together (n-gram speculation). engine_args: names and values as for `vllm serve`;
+    true or false for a switch. Raises pydantic.ValidationError.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -93,7 +92,7 @@ class ModelSettings(BaseModel):
     @field_validator("chat_template")
     @classmethod
     def _a_template(cls, text: str | None) -> str | None:
-        # vLLM would open a chat template that is a file path.
+        # if the template is a file path, vLLM would open that file
         if text is not None and "{{" not in text and "{%" not in text:
             raise ValueError("is not a Jinja template: it has neither '{{' nor '{%'")
         return text
@@ -117,23 +116,23 @@ class ModelSettings(BaseModel):
 
     @property
     def digest(self) -> str:
-        """A name for these settings; "" if none is set. Equal settings have equal names."""
+        """Return the hash that identifies these settings; "" if none is set. Equal settings have equal hashes."""
         settings = self.as_json()
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12] if settings else ""
 
     def as_json(self) -> dict[str, Any]:
-        """The settings that are set, as plain JSON."""
+        """Return the settings that are set, as JSON values."""
         body = self.model_dump(exclude_none=True)
         return {name: value for name, value in body.items() if value not in ({}, "")}
 
     @property
     def batched_tokens(self) -> int | None:
-        """Tokens of one batch; None if not set."""
+        """Return the number of tokens per batch; None if not set."""
         text = self.engine_args.get("max-num-batched-tokens", "")
         return int(text) if text.isascii() and text.isdigit() else None
 
     def config(self, box: EngineConfig) -> EngineConfig:
-        """The box's configuration, overridden by this model's settings."""
+        """Return the box's configuration, overridden by this model's settings."""
         own = {
             "max_model_len": self.max_model_len,
             "kv_cache_bytes": self.kv_cache_bytes,
@@ -143,7 +142,7 @@ class ModelSettings(BaseModel):
         return box.model_copy(update={name: value for name, value in own.items() if value is not None})
 
     def spec_fields(self) -> dict[str, Any]:
-        """Fields of a ReplicaSpec, except those derived from `config` and the engine's size."""
+        """Return the fields of a ReplicaSpec that derive from neither `config` nor the engine's size."""
         args = []
         if self.kv_cache_dtype is not None:
             args.append(f"--kv-cache-dtype={self.kv_cache_dtype}")
@@ -170,14 +169,14 @@ class ModelSettings(BaseModel):
 
 
 def with_system_prompt(template: str | None, prompt: str) -> str | None:
-    """`template` with `prompt` in front of conversations without a system message; None stays None.
+    """Return `template` extended to put `prompt` before conversations without a system message; None stays None.
 
-    It is part of the template because vLLM has no such setting, and because then token counts and all routes that
-    render a conversation agree.
+    vLLM has no setting for a system prompt; with the prompt in the template, token counts and all routes that render a
+    conversation agree.
     """
     if not template or not prompt:
         return template
-    # Jinja reads escapes in a string literal as Python does.
+    # Jinja reads escapes in a string literal as Python does
     literal = prompt.encode("unicode_escape").decode("ascii").replace("'", "\\'")
     return (
         "{%- if messages and messages[0]['role'] not in ('system', 'developer') -%}"

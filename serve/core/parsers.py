@@ -1,4 +1,4 @@
-"""Selects vLLM's parsers of a model's tool calls and reasoning by family, chat template and tokens. Pure.
+"""Selects vLLM's parsers for tool calls and reasoning by a model's family, chat template and tokens. Pure.
 
 Engines are started with these parsers, and `appliance model show` prints them.
 """
@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 
 # vLLM's tool-call parser for each model family (vllm/tool_parsers; docs "Tool Calling"). An unknown family gets no
-# parser: tools then work only with tool_choice "required" or a named function.
+# parser; its tools work only with tool_choice "required" or a named function.
 TOOL_PARSERS: Mapping[str, str] = {
     "llama": "llama3_json",
     "llama4": "llama4_pythonic",
@@ -31,8 +31,8 @@ TOOL_PARSERS: Mapping[str, str] = {
     "gpt_oss": "openai",
 }
 
-# Marks that a chat template writes around calls, and vLLM's parser of them. The template's syntax wins over the family,
-# because models are fine-tuned with the syntax of other families. The first match counts.
+# Marks that a chat template writes around tool calls, each with vLLM's parser for that syntax. The template's syntax
+# overrides the family, because some models are fine-tuned with another family's syntax. The first match counts.
 CALL_SYNTAX = (
     ("<function=", "qwen3_coder"),  # Qwen 3.5, Nemotron 3
     ("<arg_key>", "glm45"),
@@ -45,7 +45,7 @@ CALL_SYNTAX = (
     ("[TOOL_CALLS]", "mistral"),
 )
 
-# Tokens without which vLLM's parser refuses a tokenizer, so that no engine starts. Other parsers start without theirs.
+# Tokens that these vLLM parsers require of a tokenizer: without them no engine starts. Other parsers require no tokens.
 NEEDED_TOKENS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]",),
@@ -55,8 +55,8 @@ NEEDED_TOKENS: Mapping[str, tuple[str, ...]] = {
 }
 PARSER_TOKENS = frozenset(token for tokens in NEEDED_TOKENS.values() for token in tokens)
 
-# vLLM's reasoning parser of a family, and the mark in chat templates of its reasoning models (vllm/reasoning; docs
-# "Reasoning Outputs"). Other models with `<think>` tags get one of the two parsers below, whatever the family.
+# Family -> vLLM's reasoning parser, and the mark in the chat templates of the family's reasoning models
+# (vllm/reasoning; docs "Reasoning Outputs"). All other models with `<think>` tags get one of the two parsers below.
 REASONING_PARSERS: Mapping[str, tuple[str, str]] = {
     "gpt_oss": ("openai_gptoss", "<|channel|>"),
     "seed_oss": ("seed_oss", "<seed:think>"),
@@ -72,10 +72,10 @@ _CLOSED_THOUGHT = re.compile(r"<think>(\\n|\s)*</think>")
 
 
 def parser_of_calls(model_type: str | None, chat_template: str | None) -> str | None:
-    """vLLM's tool parser for a model of this family (`model_type` of config.json), None if none is known.
+    """Return vLLM's tool parser for a model of this family (`model_type` in config.json), None if none is known.
 
-    A family's own parser is used only with a template that mentions tools, otherwise text that merely looks like a call
-    would be taken for a call. A template that does not mention tools was extended to show them with Hermes' tags
+    The family's parser is used only if the template mentions tools; otherwise it could parse ordinary text as a call. A
+    template that does not mention tools was extended at import to render tools with Hermes' tags
     (weights.format.tool_template).
     """
     template = chat_template or ""
@@ -89,16 +89,16 @@ def missing_tokens(parser: str | None, tokens: Collection[str]) -> tuple[str, ..
 
 
 def tool_parser(model_type: str | None, chat_template: str | None, tokens: Collection[str]) -> str | None:
-    """`parser_of_calls` if the tokenizer has the tokens that it needs, else None."""
+    """Return the result of `parser_of_calls` if the tokenizer has the tokens that this parser requires, else None."""
     parser = parser_of_calls(model_type, chat_template)
     return None if missing_tokens(parser, tokens) else parser
 
 
 def reasoning_parser(model_type: str | None, chat_template: str | None) -> str | None:
-    """vLLM's reasoning parser for a model family, None for a model that does not reason.
+    """Return vLLM's reasoning parser for a model of this family, None for a model that does not reason.
 
-    The name of a family is not enough: Qwen 3's instruct models do not reason. If the template may open a thought at
-    the end of the prompt, the output may have only the closing tag; otherwise a thought has both.
+    The family alone does not decide: Qwen 3's instruct models do not reason. If the template may write the opening tag
+    at the end of the prompt, the output may have only the closing tag; otherwise it has both tags.
     """
     template = chat_template or ""
     own, sign = REASONING_PARSERS.get(model_type or "", (None, ""))

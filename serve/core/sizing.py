@@ -1,17 +1,17 @@
-"""Estimates an engine's memory on its devices and its context length from the sizes of model and device. vLLM gets
+"""Estimates an engine's memory per device and its context length from the sizes of the model and the device. vLLM gets
 explicit numbers, because its own memory fraction ignores other engines and training on the device.
 
 With b bytes per element of the computing dtype, P parameters, V tokens in the vocabulary, h the hidden size and f the
-MLP width that a token passes:
+MLP width that each token passes through:
 
-    weights      b P (as stored if quantised); on a CPU b V h more for a head tied to the embedding (packed copy)
-    adapters     slots x rank x sum of inputs and outputs of all linear layers x b, allocated at the start
-    KV cache     2 x layers x heads x head size x b per token. On a CPU one whole context; on a GPU the rest of
-                 `gpu_memory_fraction`, or of the memory that max_asleep_per_device sleeping engines leave
+    weights      b P (as stored if quantised); on a CPU another b V h for the packed copy of a head tied to the
+    embedding adapters     slots x rank x sum of inputs and outputs of all linear layers x b, allocated at the start
+    KV cache     2 x layers x heads x head size x b per token. Capacity: on a CPU one full context; on a GPU the rest of
+                 `gpu_memory_fraction`, or less if max_asleep_per_device sleeping engines leave less
     activations  for a batch of tokens, and for sampling max_num_seqs rows of V logits
-    engine       on a CPU its processes, which stay while it sleeps; on a GPU its context and captured graphs
+    engine       on a CPU the engine's processes, also during sleep; on a GPU the CUDA context and captured graphs
 
-The CPU's constants were measured on two models (within 6 %), the GPU's were not.
+The CPU constants were measured on two models (error under 6 %); the GPU constants were not measured.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ CPU_KV_BYTES = 256 * 2**20
 LEAST_KV_BYTES = 64 * 2**20
 LEAST_FRACTION = 0.01
 LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Dense architectures for which vLLM supports adapters on every linear layer. On a CPU it supports none for experts.
+# Dense architectures for which vLLM supports adapters on every linear layer. On a CPU it excludes experts.
 ADAPTER_ARCHITECTURES = frozenset(
     f"{family}ForCausalLM"
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Phi3")
 )
-# The linear layers of these architectures, by the last part of the name.
+# The linear layers of these architectures, by the last part of the layer's name.
 ADAPTER_MODULES = tuple("q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj".split())
 GRAPH_BYTES = 2**30  # vLLM reports 0.5 to 1 GiB for models of 1 to 8 B parameters and its default batch sizes
 LEAST_ACTIVATIONS_BYTES = 2**30
 
-PROCESS_BYTES, WORKER_BYTES = 285_000_000, 190_000_000  # front end with its core; each further worker
+PROCESS_BYTES, WORKER_BYTES = 285_000_000, 190_000_000  # of front end and core; of each further worker
 TOKENIZER_BYTES = 1_600  # bytes per token of the vocabulary
-BATCH_ELEMENTS_H, BATCH_ELEMENTS_F = 16, 4  # elements per token of a batch, times hidden size and MLP width
-# Per row and token of the vocabulary. On a CPU: logits, sorted values, indexes and cumulative sums. On a GPU: logits,
-# float32 logits, sampling noise, and token counts for penalties (vllm/v1/worker/gpu/sample).
+BATCH_ELEMENTS_H, BATCH_ELEMENTS_F = 16, 4  # elements per batch token: multiples of hidden size and MLP width
+# Bytes per row and token of the vocabulary. On a CPU: logits, sorted values, indexes and cumulative sums. On a GPU:
+# logits, float32 logits, sampling noise, and token counts for penalties (vllm/v1/worker/gpu/sample).
 SAMPLING_BYTES, GPU_SAMPLING_BYTES = 40, 16
 CPU_MAX_NUM_SEQS = 64
 BLOCK_TOKENS = 128  # on a CPU; on GPUs 16, 64 or 128, by attention kernel (latent, FP8, heads of 256)
@@ -57,12 +57,12 @@ QUANTISED = ("quantization_config", "compression_config")  # vllm/model_executor
 
 
 class NotServable(ValueError):
-    """No engine of the model can start on such devices; the message says why and what to do."""
+    """No engine of the model can start on such devices; the message gives the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedShape:
-    """Sizes of a model from its config.json; 0 for sizes that it lacks.
+    """Sizes of a model from its config.json; 0 for a size that config.json lacks.
 
     stored_bytes: of the version's tensors as stored. quantized: tensors are served as stored, whatever the engine's
     dtype. layers: number of layers with keys and values. latent: numbers that each layer keeps per token as one latent
@@ -86,7 +86,7 @@ class ServedShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], stored_bytes: int, n_parameters: int) -> ServedShape:
-        """The shape from a Hugging Face config.json; of a multimodal model its text part."""
+        """Return the shape that a Hugging Face config.json describes, for a multimodal model that of its text part."""
         text = text_part(config)
         number = partial(size, text)
         hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
@@ -119,8 +119,8 @@ class ServedShape:
         )
 
     def kv_elements_per_token(self, tensor_parallel: int) -> int:
-        """Numbers that one worker keeps per token; 0 if unknown. Workers beyond the number of key-value heads keep
-        copies."""
+        """Return how many KV cache numbers one worker stores per token; 0 if unknown. If there are more workers than
+        key-value heads, several workers store the same head."""
         if self.latent:
             return self.layers * self.latent
         return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_dim if self.kv_heads else 0
@@ -143,13 +143,13 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """The computed size of an engine and its start parameters.
+    """The computed memory and start parameters of an engine.
 
-    max_model_len: its context in tokens, None if the model states none. kv_tokens: tokens that the KV cache holds,
-    None if unknown. max_num_seqs: requests at once. gpu_memory_fraction: share of a GPU that must be free after the
-    engine's own context. room_bytes: most that it may use on each device. adapter_slots, adapter_max_rank: 0 without
-    adapters. shortened: why the context is shorter than the set or the model's length, else "". problem: why it cannot
-    be started, else "".
+    max_model_len: the engine's context in tokens, None if the model states no length. kv_tokens: tokens that the KV
+    cache holds, None if unknown. max_num_seqs: number of requests that run at once. gpu_memory_fraction: share of a GPU
+    that must be free after the engine has created its CUDA context. room_bytes: bytes that the engine may use on each
+    device. adapter_slots, adapter_max_rank: as in ReplicaSpec, 0 without adapters. shortened: why the context is
+    shorter than the setting or the model's length, "" if it is not. problem: why the engine cannot start, "" if it can.
     """
 
     memory: EngineMemory
@@ -166,7 +166,7 @@ class EngineSize:
     problem: str
 
     def spec_fields(self) -> dict[str, Any]:
-        """The size as fields of a ReplicaSpec. Raises NotServable."""
+        """Return the size as fields of a ReplicaSpec. Raises NotServable."""
         if self.problem:
             raise NotServable(self.problem)
         names = (
@@ -187,8 +187,8 @@ def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
 
 
 def default_batch(device_memory_bytes: int, device_name: str, *, on_host: bool) -> tuple[int, int]:
-    """(requests at once, tokens in a batch): vLLM 0.32's server defaults (EngineArgs.get_batch_defaults), but fewer
-    requests on a CPU, which gains nothing from more."""
+    """Return (concurrent requests, tokens per batch): vLLM 0.32's server defaults (EngineArgs.get_batch_defaults), with
+    fewer requests on a CPU, where more requests gain nothing."""
     if on_host:
         return CPU_MAX_NUM_SEQS, 2048
     if device_memory_bytes >= 160 * 2**30:
@@ -225,22 +225,22 @@ def engine_size(
 
     weights, activations, engine = _parts(kind, shape, shards, element, tokens, seqs if task == "generate" else 0)
     if settings.draft_tokens and task == "generate" and not kind.on_host:
-        # Logits of each drafted token, and the tokens of every request, in which n-grams are looked up
+        # Memory for the logits of drafted tokens, and for every request's tokens, which are searched for n-grams
         # (vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, states.py).
         activations += 4 * (min(seqs * settings.draft_tokens, tokens) * shape.vocab + seqs * (context or 0))
     # Without fully_sharded_loras a worker keeps each layer's hidden side unsharded, less than half of the adapter.
     sides = shape.lora_sides * (shards + 1) // (2 * shards)
     adapters = config.adapter_slots * lora_rank_bound(rank) * sides * element if rank else 0
 
-    # vLLM refuses to start if less is free once its context exists (vllm/v1/worker/utils.request_memory). Round down,
-    # so that the value on the command line is never larger.
+    # vLLM refuses to start if a smaller share is free once its CUDA context exists
+    # (vllm/v1/worker/utils.request_memory). Round down, so that the command line never requests a larger share.
     free = device_memory_bytes - asleep_per_device * kind.asleep_bytes
     share = (free - kind.context_bytes) * 10_000 // device_memory_bytes / 10_000
     fraction = min(config.gpu_memory_fraction, max(LEAST_FRACTION, share))
     room = device_memory_bytes if kind.on_host else min(int(device_memory_bytes * config.gpu_memory_fraction), free)
 
     block_bytes = BLOCK_TOKENS * shape.kv_elements_per_token(shards) * (1 if "fp8" in (kv_dtype or "") else element)
-    # One block more than a sequence fills: vLLM reserves one block for itself.
+    # One block more than a sequence fills, because vLLM reserves one block for itself.
     whole = (-(-context // BLOCK_TOKENS) + 1) * block_bytes if context else 0
     problem = _not_computed(kind, shape, dtype, kv_dtype, rank)
     if config.kv_cache_bytes is not None:
@@ -285,7 +285,7 @@ def engine_size(
 
 
 def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, kv_dtype: str | None, adapter_rank: int) -> str:
-    """Why engines on such devices cannot compute the model, whatever their memory; "" if they can."""
+    """Return why engines on such devices cannot compute the model, whatever their memory; "" if they can."""
     where, on_gpu = f"engines on a {kind.title}", not kind.on_host
     if shape.quantized and (lacking := kind.lacks_for_quantised()):
         return (
@@ -303,7 +303,7 @@ def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, kv_dtype: st
             "set both to the same dtype, or unset keys and values (--kv-cache-dtype none)"
         )
     sizes = kind.head_sizes
-    if sizes and shape.head_dim and shape.head_dim not in sizes and not shape.latent:  # latent attention: other kernel
+    if sizes and shape.head_dim and shape.head_dim not in sizes and not shape.latent:  # latent: other kernel
         known = ", ".join(map(str, sorted(sizes)))
         return f"its attention heads have {shape.head_dim} elements, and {where} compute heads of {known}"
     return ""
@@ -317,7 +317,7 @@ def _process_bytes(shape: ServedShape, tensor_parallel: int) -> int:
 def _parts(
     kind: DeviceKind, shape: ServedShape, shards: int, element: int, tokens: int, rows: int
 ) -> tuple[int, int, int]:
-    """(bytes of weights, of activations, of the engine itself) per device. rows: sampled at once."""
+    """Return bytes per device as (weights, activations, engine itself). rows: number of sequences sampled at once."""
     hidden, ffn = BATCH_ELEMENTS_H * shape.hidden, BATCH_ELEMENTS_F * shape.ffn
     weights = shape.stored_bytes if shape.quantized or not shape.n_parameters else shape.n_parameters * element
     if kind.on_host:

@@ -1,4 +1,4 @@
-"""Defines the spec of one replica, which the scheduler sends as JSON to the forked engine."""
+"""Defines the replica spec, which the scheduler sends as JSON to the forked engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 
-# struct sockaddr_un.sun_path holds 108 bytes including the final NUL; vLLM's inner sockets in the scratch directory
-# have a UUID as name, 38 bytes with the slash.
+# struct sockaddr_un.sun_path holds 108 bytes including the final NUL; vLLM's inner sockets in the scratch directory are
+# named by a UUID, 38 bytes with the slash.
 MAX_SOCKET_PATH_BYTES = 107 - 38
 SEGMENTS = Path("/dev/shm")
 """Where engines create segments outside the box's folder; their names let any surviving process remove them."""
@@ -21,18 +21,18 @@ SEGMENTS = Path("/dev/shm")
 class ReplicaSpec:
     """One vLLM engine on one or more devices. Raises pydantic.ValidationError.
 
-    version_path: a HF checkpoint directory on tmpfs. kind: kind of its devices. host: this machine's address on the
-    network of the box's machines, where the engine listens too ("": only on the socket). devices: indexes on the
-    replica's `node`, of which `tensor_parallel` are used. kv_cache_bytes: per worker. gpu_memory_fraction: share of a
-    GPU that must be free at the start. max_model_len: None: the model's own. task: "generate" or "embed". numa_nodes:
-    nodes of the devices, on which the engine runs (empty or None: anywhere).
+    version_path: a HF checkpoint directory on tmpfs. kind: the devices' kind. host: this machine's address on the box's
+    network, where the engine listens too ("": only on the socket). devices: device indexes on the replica's `node`; the
+    engine uses `tensor_parallel` of them. kv_cache_bytes: bytes per worker. gpu_memory_fraction: share of a
+    GPU that must be free at the start. max_model_len: context in tokens (None: the model's length). task: "generate" or
+    "embed". numa_nodes: the devices' NUMA nodes, where the engine runs (empty or None: anywhere).
 
-    adapter_slots: LoRA adapters of rank up to `adapter_max_rank` in one batch (0: none), of which `adapters_resident`
-    stay loaded. Engines look up adapters in `adapter_roots`, as `<root>/<name>/<version>`, then request them at the
-    socket `adapter_source` ("": never). otlp_endpoint: base URL of an OTLP/HTTP collector of spans ("": no spans).
+    adapter_slots: LoRA adapters of rank up to `adapter_max_rank` in one batch (0: none); `adapters_resident` of them
+    stay loaded. Engines look up adapters in `adapter_roots`, as `<root>/<name>/<version>`, then at the socket
+    `adapter_source` ("": never). otlp_endpoint: base URL of an OTLP/HTTP collector of spans ("": no spans).
 
-    settings: digest of the model's own settings ("": none). chat_template: text ("": the checkpoint's). system_prompt:
-    text ("": none). tool_parser, reasoning_parser: vLLM's names or "none" ("": the family's).
+    settings: digest of the model's settings ("": none). chat_template: text ("": the checkpoint's template).
+    system_prompt: text ("": none). tool_parser, reasoning_parser: vLLM's name or "none" ("": the family's parser).
     """
 
     replica_id: str
@@ -80,11 +80,11 @@ class ReplicaSpec:
 
     @property
     def scratch_path(self) -> str:
-        """Private directory of the running engine, for vLLM's inner sockets and rendezvous files."""
+        """The running engine's private directory for vLLM's inner sockets and rendezvous files."""
         return str(Path(self.socket_path).with_suffix(".d"))
 
     def to_json(self) -> dict[str, Any]:
-        """The spec as plain values for JSON."""
+        """Return the spec as JSON values."""
         return asdict(self)
 
 
@@ -99,12 +99,12 @@ def _folder_prefix(sockets: Path) -> str:
 
 
 def remove_segments_of(socket_path: str | Path) -> None:
-    """Remove the segments of the dead engine that listened on this socket."""
+    """Remove the /dev/shm segments of the dead engine that listened on this socket."""
     for segment in SEGMENTS.glob(f"{segment_prefix_of(socket_path)}*"):
         segment.unlink(missing_ok=True)
 
 
 def remove_segments_below(sockets: Path) -> None:
-    """Remove the segments left by engines whose sockets were in this folder; none of those engines may still run."""
+    """Remove the /dev/shm segments of dead engines whose sockets were in this folder; no such engine may still run."""
     for segment in SEGMENTS.glob(f"{_folder_prefix(sockets)}*"):
         segment.unlink(missing_ok=True)

@@ -1,18 +1,18 @@
-"""Swap, sleep and wake of one engine, inside its API process, through the methods behind vLLM's own routes.
+"""Swaps, puts to sleep and wakes one engine from its API process, by the methods behind vLLM's own routes.
 
-A swap, in order:
+Steps of a swap:
 
-    check     configuration, tokenizer and every tensor against the engine          (nothing touched yet)
+    check configuration, tokenizer and every tensor against the engine, which is not changed yet
     stage     map the new version, and on a GPU lock its pages                      (requests continue)
-    pause     keep requests and clear the prefix cache, which the old weights computed
-    load      every worker loads its part (serve.load.loader)
-    name      answers report the new version from the next step on
+    pause     hold requests and clear the prefix cache, which the old weights computed
+    load      every worker loads its shard (serve.load.loader)
+    name      answers name the new version from the next step on
     resume    running requests are recomputed with the new weights and continue
-    check     one token against the version's record (serve.load.version_check), in the first step
+    the first step checks one token against the version's record (serve.load.version_check)
 
 Rules
-- A version that is refused before the pause leaves the engine unchanged. After a failed load or check the weights must
-  not be served: on EngineFailed the supervisor ends the engine and a new one starts.
+- If a version is refused before the pause, the engine is unchanged. After a failed load or check the weights must not
+  be served: on EngineFailed the supervisor ends the engine and a new engine starts.
 - One operation at a time (`_lock`); a sleeping engine accepts only `wake`.
 """
 
@@ -72,7 +72,7 @@ class EngineControl:
         self.state = "ready"
         self._app_state, self._limits, self._group = app_state, limits, group
         self._identity = identity(spec.version_path)
-        # Held while the engine serves the version, because the store reuses the files of evicted versions.
+        # the lease held on the served version, because the store reuses the files of evicted versions
         self._lease: DirectoryLock | None = lease(spec.version_path)
         self._lock = asyncio.Lock()
         self.adapters = EngineAdapters(llm, app_state.openai_serving_models, spec, limits)
@@ -81,12 +81,12 @@ class EngineControl:
     # -- calls over the lifeline --------------------------------------------------------------------------------
 
     async def started(self) -> dict[str, Any]:
-        """Check the version's token before the engine serves requests."""
+        """Check the version's recorded token before the engine serves requests."""
         return await (await self._ask_token(self.path))
 
     async def status(self) -> dict[str, Any]:
-        """State, version, memory in bytes (shared pages divided among their users), and numbers of requests: `running`,
-        or `waiting` for the engine to wake."""
+        """Return state, version, memory in bytes (a shared page counts in equal parts for its users), and the number of
+        `running` requests and of requests `waiting` for the engine to wake."""
         requests = self.llm.output_processor.get_num_unfinished_requests()
         return {
             "state": "dead" if self.llm.errored else self.state,
@@ -98,15 +98,15 @@ class EngineControl:
         }
 
     async def pulse(self) -> None:
-        """Return once the core answers: between two steps, and also when asleep."""
+        """Return once the core answers; it answers between two steps and while asleep."""
         await self.llm.is_paused()
 
     async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Serve another version of the same architecture under the name `model`.
 
-        Returns total `seconds`, `pause_s` (no step runs), `load_s` (of the slowest worker), `bytes`, `bytes_read` of
-        each worker, `how` it was loaded, and the verdict on its `fingerprint`. Raises VersionError (untouched) or
-        EngineFailed (kill it).
+        Returns total `seconds`, `pause_s` (while no step ran), `load_s` of the slowest worker, the version's `bytes`,
+        each worker's `bytes_read`, `how` the version was loaded, and the verdict on its `fingerprint`. Raises
+        VersionError (engine unchanged) or EngineFailed (kill the engine).
         """
         async with self._lock:
             self._require("ready", "swap")
@@ -123,7 +123,7 @@ class EngineControl:
                 await self._pause()
                 paused_s = time.perf_counter()
                 report = await self._load(model, version, version_path, held)
-                token = await self._ask_token(version_path)  # queued in the engine before all other requests
+                token = await self._ask_token(version_path)  # queued before all other requests
                 await self.llm.resume_generation()
                 pause_s = time.perf_counter() - paused_s
                 verdict = await token
@@ -136,8 +136,8 @@ class EngineControl:
 
     async def sleep(self) -> dict[str, Any]:
         """Free weights and KV memory; if the engine can load no other version, move the weights to host memory instead.
-        Drain the engine before: raises WrongState if requests remain after a grace period. Raises EngineFailed (kill
-        it) if vLLM fails and leaves its scheduler paused and its memory partly released."""
+        Drain the engine first: raises WrongState if requests remain after a grace period. Raises EngineFailed (kill the
+        engine) if vLLM fails, since its scheduler is then paused and its memory partly released."""
         async with self._lock:
             self._require("ready", "sleep")
             await self._drained()
@@ -145,7 +145,7 @@ class EngineControl:
             await self.adapters.close()
             refusal = (await self.llm.collective_rpc("shm_refusal"))[0]
             try:
-                # "keep": vLLM runs requests that arrived after the check when it wakes, instead of aborting them.
+                # "keep": requests that arrive after the check are not aborted; vLLM runs them after the wake.
                 await self.llm.sleep(level=1 if refusal else 2, mode="keep")
             except Exception as error:  # noqa: BLE001 - how much is released is unknown
                 self.state = "failed"
@@ -154,8 +154,8 @@ class EngineControl:
             return {"seconds": time.perf_counter() - began_s}
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
-        """Wake with the weights of `version_path`, which may be another version than before the sleep if weights were
-        freed. Raises VersionError (still asleep) or EngineFailed (kill it)."""
+        """Wake with the weights of `version_path`; if the sleep freed the weights, this may be another version than
+        before. Raises VersionError (engine still asleep) or EngineFailed (kill the engine)."""
         async with self._lock:
             self._require("asleep", "wake")
             began_s = time.perf_counter()
@@ -170,8 +170,8 @@ class EngineControl:
                 else:
                     await self.llm.wake_up(["weights"])
                     report = await self._load(model, version, version_path, held)
-                    token = await self._ask_token(version_path)  # before all waiting requests
-                    await self.llm.wake_up(["kv_cache"])  # also resumes scheduling
+                    token = await self._ask_token(version_path)  # the check's request runs before all waiting requests
+                    await self.llm.wake_up(["kv_cache"])  # this call also resumes scheduling
                 verdict = await token
             except Exception as error:  # noqa: BLE001 - whatever failed, the weights are not to be served
                 raise self._failed(version_path, error) from error
@@ -196,7 +196,7 @@ class EngineControl:
             await asyncio.sleep(0.01)
 
     async def _check(self, path: str) -> tuple[DirectoryLock, int]:
-        """Lease a version that the engine can load; returns the lease and its bytes. Raises VersionError."""
+        """Lease a version that the engine can load; return the lease and the version's bytes. Raises VersionError."""
         await asyncio.to_thread(check_same_model, self._identity, path)
         held = lease(path)
         await asyncio.to_thread(recorded_token, path)
@@ -223,8 +223,8 @@ class EngineControl:
             log.error("could not unmap a loaded version: %s", error)
 
     async def _pause(self) -> None:
-        # As AsyncLLM.pause_generation, without its 20 ms sleep ("not required for correctness"), which would be most of
-        # a small model's pause.
+        # Same as AsyncLLM.pause_generation, but without its 20 ms sleep ("not required for correctness"), which would
+        # take most of a small model's pause.
         await self.llm.renderer.clear_mm_cache_async()
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
@@ -239,8 +239,8 @@ class EngineControl:
         }
 
     def _failed(self, path: str, error: Exception) -> EngineFailed:
-        """ReloadFailed if loading into a running engine would fail again; not if the engine died, memory ran out, the
-        version itself is broken or a token differed."""
+        """Return ReloadFailed if the load would fail in other running engines too; another error if the engine died,
+        memory ran out, the version itself is broken or a token differed."""
         self.state = "failed"
         problem = f"{path} failed to load: {error}"
         if isinstance(error, VersionBroken):
@@ -249,8 +249,8 @@ class EngineControl:
         return EngineFailed(problem) if by_chance else ReloadFailed(problem)
 
     async def _ask_token(self, path: str) -> Coroutine[Any, Any, dict[str, Any]]:
-        """Request the token after the prompt of the version's record. Awaiting the result checks the token."""
-        # A version that is quantised at loading gives other answers than recorded.
+        """Request the token after the recorded prompt; awaiting the result compares the token with the record."""
+        # a version quantised at loading answers otherwise than recorded
         record = None if in_fewer_bits(self.spec.extra_args) else await asyncio.to_thread(recorded_token, path)
         params: SamplingParams | PoolingParams
         if self.spec.task == "embed":
@@ -270,7 +270,7 @@ class EngineControl:
         return check_token(answer, record, tolerance=self._limits["fingerprint_logprob_tolerance"], version=path)
 
     def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:
-        """Answer under the new name. Changes the list in place, because vLLM's model registry shares it."""
+        """Answer under the new model name. Changes the list in place, because vLLM's model registry shares the list."""
         self._app_state.openai_serving_models.base_model_paths[:] = [BaseModelPath(name=model, model_path=path)]
         for handler in vars(self._app_state)["_state"].values():
             if getattr(handler, "system_fingerprint", None) is not None:

@@ -1,10 +1,10 @@
 """Runs the forked engine process: vLLM's own OpenAI server on a Unix socket, controlled over the lifeline.
 
-`main` is the entry that runtime.processes.warm_parent calls in the child. It builds vLLM's engine and FastAPI
+runtime.processes.warm_parent calls `main` in the forked child. It builds vLLM's engine and FastAPI
 application from vLLM's own command line, loads the version from shared memory, checks its fingerprint, and serves.
-Swap, sleep and wake arrive over the lifeline (serve.engine.control): vLLM's routes for them stay disabled, because they
-do not lease, check and name versions. `check_settings` is the entry of a process that reports what vLLM refuses: it
-builds the parts of an engine that need no weights.
+Swap, sleep and wake arrive over the lifeline (serve.engine.control): vLLM's own routes for these stay disabled, because
+they do not lease, check and name versions. `check_settings` runs in its own process and reports settings that vLLM
+refuses: it builds the parts of an engine that need no weights.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _enter(spec: ReplicaSpec, max_sequences_per_request: int) -> None:
     """Prepare this process for vLLM."""
     os.environ.update(engine_environment(spec, max_sequences_per_request))
     Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
-    tempfile.tempdir = spec.scratch_path  # tempfile has cached the warm parent's folder
+    tempfile.tempdir = spec.scratch_path  # tempfile has cached the warm parent's temporary folder
 
 
 def _options(spec: ReplicaSpec) -> Namespace:
@@ -146,7 +146,7 @@ async def _engine(arguments: AsyncEngineArgs) -> AsyncIterator[Frontend]:
             raise
         raise deaths.cause(deaths.core_of_failed_start(error)) from error
     try:
-        await llm.reset_mm_cache()  # from vLLM's warm-up request
+        await llm.reset_mm_cache()  # resets the counts of vLLM's warm-up request
         yield llm
     finally:
         llm.shutdown(timeout=config.shutdown_timeout)
@@ -195,10 +195,10 @@ async def _serve(
             http="httptools",
             loop="none",
             timeout_keep_alive=3600,
-            timeout_graceful_shutdown=1,  # time for streams to get vLLM's error event after the core died
+            timeout_graceful_shutdown=1,  # time for streams to receive vLLM's error event after the core died
         )
-        # vLLM needs `server` to answer after its core has died; without it vLLM answers with an AttributeError, which
-        # the gateway treats as a fault of the request and does not retry.
+        # vLLM reads `server` to answer after its core has died. Without the attribute vLLM answers with an
+        # AttributeError, which the gateway treats as the request's fault and does not retry.
         server = app.state.server = NoSignalServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:

@@ -56,7 +56,7 @@ CORE_OF_CPU = (
     "vllm.v1.attention.backends.cpu_attn",
     "serve.vllm.cpu_worker",
 )
-# The architectures the appliance targets; an engine imports any other one itself.
+# The architectures that the appliance targets; an engine imports other architectures itself.
 MODELS = tuple(
     f"vllm.model_executor.models.{name}"
     for name in ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "config", "adapters")
@@ -64,9 +64,9 @@ MODELS = tuple(
 
 
 def names(kind: DeviceKind) -> tuple[str, ...]:
-    """Return all modules to import for engines on such devices, in order."""
-    # Nothing of vLLM's GPU code: some of it (vllm.compilation.backends) imports FlashInfer, whose import asks CUDA for
-    # the first GPU. Only a test on a GPU can show what leaves CUDA alone.
+    """Return the modules to import for engines on such devices, in import order."""
+    # Exclude vLLM's GPU code: part of it (vllm.compilation.backends) imports FlashInfer, whose import initialises CUDA.
+    # Only a test on a GPU can show which modules do not initialise CUDA.
     return (*FRONTEND, *CORE, *(CORE_OF_CPU if kind.on_host else ()), *MODELS)
 
 

@@ -1,8 +1,8 @@
 """Supervises one forked engine (a replica), without torch.
 
-Runs inside a Ray actor (wrapped in scheduler.ray.effects) or in any asyncio program. It requests an engine process from
-the node's warm parent, holds its lifeline, and forwards calls. The engine dies with its supervisor; `wait_dead` reports
-why an engine died.
+Runs inside a Ray actor (wrapped in scheduler.ray.effects) or in any asyncio program. The replica requests an engine
+process from the node's warm parent, holds the engine's lifeline, and forwards calls. The engine dies with its
+supervisor; `wait_dead` reports why an engine died.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Replica:
         self._address = ""
         self._state = "dead"
         self._watching: asyncio.Task[None] | None = None
-        self._pulsed_s = 0.0  # when its core last answered
-        self._operations = 0  # in progress, each with its own time limit
+        self._pulsed_s = 0.0  # time of the core's last answer
+        self._operations = 0  # number of operations in progress; each has its own time limit
         self._killed, self._load_failed = "", False  # why the supervisor has killed the engine
-        self._last: dict[str, Any] | None = None  # the engine's last answer to `status`
+        self._last: dict[str, Any] | None = None  # the engine's last report for `status`
 
     async def start(self, spec: ReplicaSpec) -> dict[str, Any]:
         """Fork an engine, load its version from shared memory and return when it serves.
@@ -71,7 +71,7 @@ class Replica:
         """
         if self._child is not None and self._child.alive:
             raise WrongState(f"replica {self._spec.replica_id} runs an engine already (pid {self._child.pid})")
-        _remove_leftovers(spec)  # of a supervisor that was killed with its engine
+        _remove_leftovers(spec)  # left by a supervisor that was killed with its engine
         began_s = time.perf_counter()
         log_path = self._log_dir / f"engine-{spec.replica_id}.log"
         child = await Child.spawn(
@@ -85,7 +85,7 @@ class Replica:
         self._child, self._spec, self._state = child, spec, "starting"
         self._last = None
         self._killed, self._load_failed = "", False
-        group_dies_as(DiesAs.ENGINE, child.pid)  # inherited by processes that it forks from now on
+        group_dies_as(DiesAs.ENGINE, child.pid)  # later forks inherit the setting
         ready = await self._started(child, spec)
         self._state, self._address = "ready", ready["address"]
         self._watching = asyncio.create_task(self._end_if_hung(child), name=f"pulse of {child.name}")
@@ -113,15 +113,15 @@ class Replica:
         raise _start_failed(spec, child, event, child.how_it_ended())
 
     async def life(self) -> dict[str, Any]:
-        """Return runtime.processes.kernel.life of this supervisor; callers also use the call as a liveness check."""
+        """Return runtime.processes.kernel.life of this supervisor; callers also use this call as a liveness check."""
         return life()
 
     async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
-        """Serve another version; requests in flight are kept. See serve.engine.control for phases and errors."""
+        """Serve another version; requests in flight continue. See serve.engine.control for steps and errors."""
         return await self._call("swap", model=model, version=version, version_path=version_path)
 
     async def sleep(self) -> dict[str, Any]:
-        """Free weights and KV memory but keep the process. The caller must have drained the engine."""
+        """Free weights and KV memory without ending the process. Drain the engine first."""
         answer = await self._call("sleep")
         self._state = "asleep"
         group_dies_as(DiesAs.ASLEEP, self._child.pid)
@@ -141,9 +141,9 @@ class Replica:
         return await self._call("unload_adapter", name=name)
 
     async def status(self) -> dict[str, Any]:
-        """Return EngineControl.status plus `pid`, `devices`, `node`, `address` (path of its Unix socket, or
-        https://HOST:PORT on another machine), and whether it is `silent`: then the rest is its last report. State
-        "dead": no engine runs; "starting": it does not serve yet."""
+        """Return EngineControl.status plus `pid`, `devices`, `node`, `address` (path of the Unix socket, or
+        https://HOST:PORT on another machine), and `silent`: true if the engine does not respond and the rest is its
+        last report. State "dead": no engine runs; "starting": the engine does not serve yet."""
         spec, child = self._spec, self._child
         alive = child is not None and child.alive
         own = {
@@ -154,7 +154,7 @@ class Replica:
             "settings": spec.settings if spec else "",
             "silent": False,
         }
-        if not alive or self._state == "starting":  # a starting engine does not answer, for a minute or more
+        if not alive or self._state == "starting":  # a starting engine may not answer for over a minute
             of = {"model": spec and spec.model, "version": spec and spec.version}
             state = "starting" if alive else "dead"
             return {"state": state, **of, "rss_bytes": 0, "running": 0, "waiting": 0, **own}
@@ -177,7 +177,7 @@ class Replica:
             except ChildDied:
                 return
             except ChildError:
-                pass  # an error is an answer too; the engine ends itself if its core died
+                pass  # an error counts as an answer; if its core died, the engine ends itself
 
     def _kill(self, child: Child, why: str) -> None:
         self._killed = why
@@ -194,8 +194,8 @@ class Replica:
         self._state = "dead"
 
     async def wait_dead(self) -> dict[str, Any]:
-        """Return when the engine process is dead: `{"exit": reason, "log": end of its log, "starved": memory ran out,
-        "load_failed": the supervisor killed it after a failed swap, sleep or wake}`, the last two bool."""
+        """Return when the engine process is dead: `{"exit": reason, "log": end of the log, "starved": whether memory
+        ran out, "load_failed": whether the supervisor killed the engine after a failed swap, sleep or wake}`."""
         if self._child is None:
             raise WrongState("no engine was started")
         await self._child.closed()
@@ -236,7 +236,7 @@ class Replica:
             failed = EngineOutOfMemory if error.starved else EngineFailed
             raise failed(f"{method}: {error}") from error
         except ChildTimeout as error:
-            if method in _LOADS:  # its weights are unknown
+            if method in _LOADS:  # the engine's weights are then undefined
                 self._load_failed = True
                 self._kill(self._child, f"{method}: {error}")
             raise EngineFailed(f"{method}: {error}") from error
@@ -274,7 +274,7 @@ def _with_log(problem: str, child: Child) -> str:
 
 
 def _remove_leftovers(spec: ReplicaSpec) -> None:
-    """Remove socket, scratch directory and segments of a dead engine."""
+    """Remove a dead engine's socket, scratch directory and segments."""
     Path(spec.socket_path).unlink(missing_ok=True)
     shutil.rmtree(spec.scratch_path, ignore_errors=True)
     remove_segments_of(spec.socket_path)

@@ -1,4 +1,4 @@
-"""Translates vLLM's start errors into the box's terms: which setting of the box to change, never a vLLM option.
+"""Translates vLLM's start errors into messages that name a setting of the box, never a vLLM option.
 
 vLLM's messages name its own command-line options, which users of the box never see. Unknown messages stay unchanged.
 """
@@ -49,7 +49,7 @@ _KNOWN = (
     (r"Unknown quantization method: (?P<format>[\w.-]+)", _NO_FORMAT),
     (r"(?P<format>[\w.-]+) quantization is currently not supported in \w+", _NO_FORMAT),
     (r"is not supported for quantization method (?P<format>[\w-]+)", _NO_FORMAT),
-    # An operator that the CPU build declares without implementing it.
+    # Reports an operator that the CPU build declares but does not implement.
     (r"_C::\w*(?P<format>fp8|int8)\w*\(\) expected at most 0 argument", _NO_FORMAT),
     (
         _MEMORY,
@@ -62,12 +62,12 @@ _PROPOSED = re.compile(r"estimated maximum model length is (\d+)")
 
 
 def out_of_memory(message: str) -> bool:
-    """Whether this message of vLLM or torch reports a lack of memory, so that a retry may succeed later."""
+    """Return whether this message from vLLM or torch reports a lack of memory; a later retry may then succeed."""
     return re.search(_MEMORY, message) is not None
 
 
 def in_our_words(message: str, model: str) -> str | None:
-    """Return the box's text for this vLLM message; None if the message is unknown."""
+    """Return the box's message for this vLLM message; None if the vLLM message is unknown."""
     proposed = _PROPOSED.search(message)
     more = {
         "model": model,

@@ -1,8 +1,8 @@
 """Copies host memory that a device cannot read at full rate, through page-locked buffers and with several threads.
 
-Columns of a row-parallel matrix, tensors of another dtype and pages that are not locked are packed into a buffer first.
-Each thread has one buffer and one stream: while the device reads one thread's buffer, the others pack theirs. Locking
-fresh pages instead would cost more than it saves for a single read, as in a wake.
+Columns of a row-parallel matrix, tensors of another dtype and unlocked pages are first packed into a buffer.
+Each thread has one buffer and one stream: while the device reads one thread's buffer, the others pack theirs. For a
+single read, as in a wake, locking the pages instead would take longer than it saves.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ BUFFER_BYTES = 16 * 2**20
 
 
 class HostRing:
-    """Context manager whose exit waits for all copies and re-raises the first error.
+    """Context manager that on exit waits for all copies and re-raises their first error.
 
-    threads: number of packing threads, each with a page-locked buffer of `buffer_bytes`.
+    threads: number of packing threads; each has a page-locked buffer of `buffer_bytes`.
     """
 
     def __init__(self, device: torch.device, threads: int = 1, buffer_bytes: int = BUFFER_BYTES):
@@ -39,7 +39,7 @@ class HostRing:
         if rows:
             for into, origin in zip(target.split(rows), stored.split(rows), strict=True):
                 self._pending.append(self._pool.submit(self._copy, into, origin))
-        else:  # a row exceeds the buffer
+        else:  # a single row exceeds the buffer
             for into, origin in zip(target, stored, strict=True):
                 self.copy(into, origin)
 
@@ -52,7 +52,7 @@ class HostRing:
             pending.result()
 
     def _begin(self) -> None:
-        self._kind.use(self._device)  # a new thread starts on the first device
+        self._kind.use(self._device)  # new threads default to the first device
         self._mine.buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=self._kind.locks_pages)
 
     def _copy(self, target: torch.Tensor, stored: torch.Tensor) -> None:

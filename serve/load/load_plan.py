@@ -1,9 +1,9 @@
 """Records which bytes of a version go where in the model by watching one load.
 
-Every vLLM model has a `load_weights` that knows how checkpoint names map to its fused, sliced and padded parameters.
-The first load runs under a dispatch mode that notes each `copy_` from the mapped files into a parameter. Later versions
-are loaded by replaying these notes, which under tensor parallelism name exactly the slices that this worker reads. A
-parameter that mapped bytes and zeros do not fill is `unplanned`, and also `unwritten` if no other write to it was seen.
+Every vLLM model has a `load_weights` that maps checkpoint names to fused, sliced and padded parameters. The first load
+runs under a dispatch mode that records each `copy_` from the mapped files into a parameter. Later versions are loaded
+by repeating the recorded copies; under tensor parallelism these are exactly the slices that this worker reads. A
+parameter that mapped bytes and zeros do not fill is `unplanned`; if nothing else wrote it, it is also `unwritten`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from serve.core.errors import VersionMismatch
 from serve.load.host_ring import HostRing
 from serve.load.shm_source import VersionSource
 
-# Tensors in checkpoints that models compute themselves.
+# Names of checkpoint tensors that models ignore, because they compute these tensors themselves.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias")
 
 
@@ -43,13 +43,13 @@ class Region:
 
     @property
     def extent(self) -> int:
-        """Number of elements from the region's first to its last."""
+        """Return the number of elements from the region's first to its last, gaps included."""
         if not self.numel:
             return 0
         return 1 + sum((extent - 1) * stride for extent, stride in zip(self.size, self.stride, strict=True))
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this region of the one-dimensional tensor `flat`."""
+        """Return the view of this region in the one-dimensional tensor `flat`."""
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
     @property
@@ -74,7 +74,7 @@ class Piece:
 
 @dataclass
 class Target:
-    """A parameter or buffer of the model in the checkpoint's layout, and the pieces that fill it."""
+    """A parameter or buffer of the model in the checkpoint's layout, with the pieces that fill the parameter."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class Target:
     def fill(self, flat: torch.Tensor, source: VersionSource, ring: HostRing | None = None) -> None:
         """Write the whole target into the one-dimensional `flat` on any device; on a GPU copies may outlast the call.
 
-        `ring` copies data that the device cannot read in place at full rate: columns, other dtypes, unlocked pages.
+        `ring` copies the data that the device cannot read in place at full rate: columns, other dtypes, unlocked pages.
         """
         for region in self.zeroed:
             region.view(flat).zero_()
@@ -125,7 +125,7 @@ class Target:
 
 
 def _runs(piece: Piece, whole: torch.Tensor, source: VersionSource) -> list[tuple[int, int]] | None:
-    """Runs [first, last) of the stored tensor's elements, each one copy; None if not page-locked."""
+    """Return runs [first, last) of the stored tensor's elements, one copy per run; None if not all pages are locked."""
     if not (piece.source.dense and piece.target.dense and source.aligned(piece.name)):
         return None
     item, start = whole.element_size(), piece.source.offset
@@ -137,8 +137,8 @@ def _runs(piece: Piece, whole: torch.Tensor, source: VersionSource) -> list[tupl
 class LoadPlan:
     """Copies that load a version into a model.
 
-    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, and the
-    first of them in model order comes first.
+    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share one Target object, and the
+    keys are in model order.
     """
 
     targets: dict[tuple[int, str], Target]
@@ -148,8 +148,8 @@ class LoadPlan:
     read: frozenset[str]
 
     def follow_first_load(self, model: torch.nn.Module) -> str:
-        """The stored tensor of a parameter that vLLM replaced by another after filling it, "" if there is none: vLLM
-        ties a head whose values equal the embedding's (vllm/model_executor/model_loader/weight_tying.py).
+        """Return the stored tensor of a parameter that vLLM filled and then replaced by another parameter, "" if there
+        is none: vLLM ties a head whose values equal the embedding's (vllm/model_executor/model_loader/weight_tying.py).
         """
         kept: dict[int, Target] = {}
         for module in model.modules():
@@ -166,8 +166,8 @@ class LoadPlan:
         return not self.unplanned
 
     def check(self, source: VersionSource) -> None:
-        """Compare a version with the version this engine was built from. Raises VersionMismatch naming the tensors.
-        vLLM only warns of missing tensors, which would leave a mixture of two models."""
+        """Compare a version's tensors with those of the version that this engine was built from. Raises VersionMismatch
+        naming the tensors. vLLM only warns of missing tensors; the engine would then mix two models."""
         problems = []
         for name in sorted(self.read):
             stored, expected = source.described.get(name), self.expected[name]
@@ -188,12 +188,12 @@ class LoadPlan:
             )
 
     def bytes_read(self, source: VersionSource) -> int:
-        """Bytes of the version that this worker reads (under tensor parallelism only its slices)."""
+        """Return how many bytes of the version this worker reads (under tensor parallelism only its slices)."""
         return sum(piece.source.numel * source.described[piece.name].dtype.itemsize for piece in self._pieces())
 
     def spans(self, source: VersionSource, *, in_one_piece: bool = False) -> dict[str, list[tuple[int, int]]]:
-        """Byte ranges [start, end) of each file that this worker reads. in_one_piece: only ranges copied as a whole,
-        without columns of a row-parallel matrix, which are gathered first."""
+        """Return the byte ranges [start, end) that this worker reads, by file. in_one_piece: exclude columns of a
+        row-parallel matrix, which are gathered before the copy."""
         spans: dict[str, list[tuple[int, int]]] = {}
         for piece in self._pieces():
             if in_one_piece and not piece.source.dense:
@@ -204,7 +204,7 @@ class LoadPlan:
         return spans
 
     def _pieces(self) -> Iterator[Piece]:
-        """The pieces of all targets, once for a shared target."""
+        """Yield the pieces of all targets, those of a shared target once."""
         for target in {id(target): target for target in self.targets.values()}.values():
             yield from target.pieces
 
@@ -243,7 +243,7 @@ class LoadRecorder(TorchDispatchMode):
         return result
 
     def plan(self) -> LoadPlan:
-        """Return the plan of all copies recorded so far."""
+        """Return all copies recorded so far as a LoadPlan."""
         targets: dict[tuple[int, str], Target] = {}
         unplanned, unwritten = list[str](), list[str]()
         for key, owners in self._owners.items():
@@ -272,8 +272,8 @@ class LoadRecorder(TorchDispatchMode):
         return key, self._targets.setdefault(key, Target(tuple(whole.shape), whole.dtype))
 
     def _stored(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """Name and element offset of the stored tensor that this tensor is a view or clone of. vLLM clones the first
-        tensors of an embedding model (vllm/model_executor/models/adapters.py)."""
+        """Return (name, element offset) of the stored tensor that this tensor is a view or clone of. vLLM clones the
+        first tensors of an embedding model (vllm/model_executor/models/adapters.py)."""
         if not in_host_memory(tensor.device) or not tensor.numel():
             return None
         if clone := self._clones.get(tensor.untyped_storage().data_ptr()):

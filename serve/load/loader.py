@@ -1,13 +1,13 @@
-"""Loads a version into a running model, at a swap or a wake, from one mapping of its files.
+"""Loads a version into a running model, at a swap or a wake, from one mapping of the version's files.
 
 Two ways (`how`), depending on the model's layers:
 
-    in-place    replays the recorded first load (serve.load.load_plan): on a GPU into the existing tensors, so that
+    in-place repeats the recorded first load (serve.load.load_plan): on a GPU into the existing tensors, so that
                 captured graphs stay valid; on the CPU layer by layer, packing each layer for its kernels
     layerwise   vLLM's own reload (vllm/model_executor/model_loader/reload), for unquantised experts and latent
                 attention on GPUs, whose kernels use their own weight layout
 
-A failed load leaves mixed weights: the engine ends.
+After a failed load the weights are mixed, so the engine ends.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadPlan
 from serve.load.shm_source import ToLock, VersionSource
 
-NICENESS = 10  # niceness of the mapping thread, added to the engine's
-COPY_THREADS = 8  # they share the memory bandwidth: more would add little
+NICENESS = 10  # added to the engine's niceness for the mapping thread
+COPY_THREADS = 8  # threads share the memory bandwidth, so more would gain little
 MADE_ONCE = ("_merged_conv_weight", "_wp_fp32", "_combined_gate_weight", "_fused_w13_fp8", "workspace")
 """Attributes that layers compute once, at the first load or pass, and vLLM never recomputes: convolutions and token
 selection of GLM 5 Next, gates of shared experts on AMD's GPUs, dots3's image experts, the all-reduce workspace of
@@ -61,7 +61,7 @@ class VersionLoader:
         self._threads = max(1, min(len(os.sched_getaffinity(0)) // workers, COPY_THREADS))
         self._heads = _head_ids(model)
         self._own_layout = self._kept_in_own_layout()
-        self._beside = ThreadPoolExecutor(1, "versions", self._begin)  # maps and unmaps during the engine's steps
+        self._beside = ThreadPoolExecutor(1, "versions", self._begin)  # maps and unmaps files while the engine steps
         self._mapped: Future[VersionSource] | None = None  # the version that is staged or loaded
         self._retied = plan.follow_first_load(model)
 
@@ -70,7 +70,7 @@ class VersionLoader:
         return "layerwise" if self._own_layout else "in-place"
 
     def refusal(self) -> str:
-        """Why this engine can load no other version, "" if it can; valid once the model has run."""
+        """Return why this engine can load no other version, "" if it can; valid once the model has run."""
         if self._model_config.quantization is not None:
             return f"its weights are quantised ({self._model_config.quantization})"
         if hasattr(self.model, "process_weights_after_loading"):
@@ -86,7 +86,7 @@ class VersionLoader:
     # -- before a pause ------------------------------------------------------------------------------------
 
     def check(self, path: str) -> dict[str, Any]:
-        """Compare a version with the model; changes nothing. Raises a VersionError."""
+        """Compare a version with the model, without changing the model. Raises a VersionError."""
         if refusal := self.refusal():
             raise VersionMismatch(f"a running engine cannot load another version: {refusal}")
         source = VersionSource(path)
@@ -97,13 +97,13 @@ class VersionLoader:
             source.close()
 
     def stage(self, path: str) -> None:
-        """Start mapping `path` in the background: fault its pages in and on a GPU lock them; poll `staged`."""
+        """Start mapping `path` in the background (fault its pages in, on a GPU also lock them); then poll `staged`."""
         self.unmap()
         lock = self._kind.locks_pages and not self._own_layout
         self._mapped = self._beside.submit(self._open, path, lock=lock)
 
     def staged(self) -> bool:
-        """Whether the version is mapped. Raises the error of a failed mapping."""
+        """Return whether the version is mapped. Raises the error of a failed mapping."""
         if self._mapped is None:
             raise WrongState("no version is being staged")
         return self._mapped.done() and self._mapped.result() is not None
@@ -117,8 +117,8 @@ class VersionLoader:
     def _begin(self) -> None:
         me = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + NICENESS, 19))
-        # A new thread uses the first GPU: locking pages from it would create a context of every tensor parallel worker
-        # there, half a gigabyte each.
+        # A new thread defaults to the first GPU: locking pages from such a thread would create a CUDA context of half a
+        # gigabyte on that GPU for every tensor parallel worker.
         self._kind.use(self.device)
 
     def _open(self, path: str, *, lock: bool) -> VersionSource:
@@ -135,8 +135,8 @@ class VersionLoader:
 
     @torch.no_grad()
     def load(self, path: str) -> dict[str, Any]:
-        """Load the version from its staged mapping, or else map it now without locking pages, which would take longer
-        than it saves. Returns how, the bytes that this worker read, and seconds without mapping."""
+        """Load the version from its staged mapping, else map it now without locking pages, since locking would take
+        longer than it saves. Returns the method, the bytes that this worker read, and the seconds without mapping."""
         if self._mapped is None or str(self._mapped.result().path) != path:
             self.unmap()
             self._mapped = Future()
@@ -147,7 +147,7 @@ class VersionLoader:
             before = [(tensor, tensor.data) for tensor in chain(self.model.parameters(), self.model.buffers())]
             with disable_mtp_completeness_check():
                 self._reload(weights_iterator=source.tensors())
-            for tensor, first in before:  # captured graphs read the old address
+            for tensor, first in before:  # because captured graphs read the old address
                 if tensor.data_ptr() != first.data_ptr() and tensor.shape == first.shape:
                     first.copy_(tensor.data)
                     tensor.data = first
@@ -174,9 +174,9 @@ class VersionLoader:
         self._kind.synchronize(self.device)
 
     def _pack(self, source: VersionSource) -> None:
-        """Load on the CPU. vLLM 0.32 packs linear layers, heads and experts and drops the plain weights, so plain
-        weights are restored before packing: for a linear layer a view of the mapped file, if contiguous there. After
-        the first load, experts are packed by their kernel."""
+        """Load on the CPU. vLLM 0.32 packs linear layers, heads and experts and drops the unpacked weights, so these
+        are restored before packing: for a linear layer as a view of the mapped file, if contiguous there. After the
+        first load, the experts' kernel packs experts."""
         filled: set[int] = set()  # a tied head shares the embedding's target
         for module in self.model.modules():
             tensors = {**module._parameters, **module._buffers}
@@ -203,7 +203,7 @@ class VersionLoader:
                 method.moe_kernel.fused_experts.process_weights_after_loading(module)
             elif replaced or id(module) in self._heads:
                 method.process_weights_after_loading(module)
-            for name, tensor in views.items():  # a bias or unpacked weight must not refer to the mapped file
+            for name, tensor in views.items():  # a bias or unpacked weight must not refer to the file
                 if module._parameters[name].data_ptr() == tensor.data_ptr():
                     module._parameters[name].data = tensor.clone()
 
@@ -214,7 +214,7 @@ class VersionLoader:
         self._beside.shutdown()
 
     def _kept_in_own_layout(self) -> str:
-        """Why parameters do not have the checkpoint's layout, "" if they do."""
+        """Return why parameters do not have the checkpoint's layout, "" if they have it."""
         if not self.plan.complete:
             return f"not all parameters are filled by plain copies: {', '.join(self.plan.unplanned[:4])}"
         for name, module in self.model.named_modules():
@@ -237,7 +237,7 @@ def _close(mapped: Future[VersionSource]) -> None:
 
 
 def skip_unused_packing(model: torch.nn.Module) -> None:
-    """Free packed copies that vLLM makes on the CPU of embeddings that no head uses."""
+    """Free the packed copies that vLLM makes on the CPU for embeddings that no head uses."""
     heads = _head_ids(model)
     for module in model.modules():
         if isinstance(getattr(module, "quant_method", None), UnquantizedEmbeddingMethod) and id(module) not in heads:
@@ -245,7 +245,7 @@ def skip_unused_packing(model: torch.nn.Module) -> None:
 
 
 def drop_weights(module: torch.nn.Module) -> None:
-    """Free a module's packed weights. A forward pass before the next load would fail on the empty shapes."""
+    """Free a module's packed weights; until the next load a forward pass fails on the empty shapes."""
     drop_packed(module)
     if isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
         for parameter in module._parameters.values():

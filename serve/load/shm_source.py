@@ -1,4 +1,4 @@
-"""Maps a version's files as torch tensors, with one mapping per file and without copies.
+"""Maps a version's files as torch tensors without copying, with one mapping per file.
 
 For a CPU the mappings are private and writable: vLLM's loaders and torch may write to tensors, and a write to a
 read-only or shared page would kill the engine or corrupt the version for all readers. For a GPU the mapping is shared,
@@ -38,7 +38,7 @@ Spans = Mapping[str, Iterable[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class ToLock:
-    """Ranges to page-lock. `spans`: byte ranges that a device copies from; `pages`: locks their pages."""
+    """Pages to lock. `spans`: byte ranges that a device copies from; `pages`: function that locks the ranges' pages."""
 
     spans: Spans
     pages: PageLock
@@ -47,20 +47,20 @@ class ToLock:
 def lease(path: str | Path) -> DirectoryLock:
     """Take the store's lock on a version (weights.memory.locks), which prevents eviction and reuse of its files.
 
-    Locking a directory outside the store is harmless. Raises VersionUnreadable.
+    A directory outside the store may be locked too. Raises VersionUnreadable.
     """
     lock = DirectoryLock.try_shared(Path(path))
     if lock is None:
         raise VersionUnreadable(f"version directory {path} does not exist or is being removed")
-    os.utime(lock.fd)  # for the store's eviction order, which goes by the directory's mtime
+    os.utime(lock.fd)  # the store evicts directories in the order of their mtime
     return lock
 
 
 class VersionSource:
     """The tensors of one leased version directory. Close it when no view is in use.
 
-    described: dtype and shape of each tensor, without its bytes. Raises VersionUnreadable if the directory is missing
-    or is not a valid safetensors checkpoint. It checks the headers before it maps anything.
+    described: dtype and shape of each tensor. Raises VersionUnreadable if the directory is missing
+    or is not a valid safetensors checkpoint. All headers are checked before a file is mapped.
     """
 
     def __init__(self, path: str | Path):
@@ -94,14 +94,14 @@ class VersionSource:
         return self
 
     def locked_runs(self, name: str, start: int, end: int) -> list[tuple[int, int]] | None:
-        """Split bytes [start, end) of a stored tensor into runs that one copy may cover; None if not all are
-        page-locked. All offsets count from the tensor's start."""
+        """Split bytes [start, end) of a stored tensor into runs that one copy each may cover; None if not all bytes are
+        page-locked. Offsets count from the tensor's start."""
         placed = self.layout.find(name)
         runs = self._maps[placed.file].locked_runs(placed.start + start, placed.start + end)
         return runs and [(first - placed.start, last - placed.start) for first, last in runs]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the mapped bytes with the stored shape and dtype; a copy if not `aligned`."""
+        """Return a view of the mapped bytes with the stored shape and dtype; a copy if not `aligned`."""
         placed = self.layout.find(name)
         described = self.described[name]
         flat = self._maps[placed.file].bytes[placed.start : placed.end]
@@ -110,18 +110,18 @@ class VersionSource:
         return flat.view(described.dtype).view(described.shape)
 
     def aligned(self, name: str) -> bool:
-        """Whether `tensor(name)` is a view; foreign files may hold tensors at unaligned offsets, which `tensor`
+        """Return whether `tensor(name)` is a view; foreign files may hold tensors at unaligned offsets, which `tensor`
         copies."""
         placed = self.layout.find(name)
         return (self._maps[placed.file].bytes.data_ptr() + placed.start) % self.described[name].dtype.itemsize == 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors in file order, which keeps the tensors of one layer together."""
+        """Yield all tensors in file order, in which the tensors of one layer are adjacent."""
         for name in self.described:
             yield name, self.tensor(name)
 
     def close(self) -> None:
-        """Unmap all files. Views in use keep their file mapped until they are freed."""
+        """Unmap all files. A view in use keeps its file mapped until the view is freed."""
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
@@ -170,7 +170,7 @@ class _MappedFile:
         for start, _ in self._locked:
             self._pages.unlock(address + start)
         self._locked.clear()
-        # The tensor owns the mapping's buffer, so the pages are freed with the last view.
+        # The tensor owns the mapping's buffer, so freeing the last view frees the pages.
         del self.bytes
 
 
@@ -185,7 +185,7 @@ def lock_pieces(spans: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[i
 
 
 def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
-    """Widen byte ranges to whole pages and join adjacent ranges, because no page may be locked twice."""
+    """Widen byte ranges to page boundaries and join adjacent ranges, because no page may be locked twice."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         start, end = start // page_bytes * page_bytes, -(-end // page_bytes) * page_bytes
@@ -208,6 +208,6 @@ def _fault_in(mapping: mmap.mmap, first: int, last: int) -> None:
         size = min(FAULT_IN_BYTES, last - offset)
         if libc.madvise(start + offset, size, MADV_POPULATE_READ):
             error = last_error("cannot fault in the pages of a version")
-            if error.errno != errno.EINVAL:  # an older kernel: pages are faulted in on access
+            if error.errno != errno.EINVAL:  # an older kernel faults pages in on access
                 raise error
             return

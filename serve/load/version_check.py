@@ -1,11 +1,11 @@
-"""Checks by a version's files whether a running engine may load it, and by one token whether it did.
+"""Checks a version's files before a running engine loads the version, and one computed token after the load.
 
-Comparing shapes is not enough. If the rope base or head count differs but shapes are equal, the engine would silently
-give wrong answers, and the running front end would ignore a different tokenizer or chat template.
+Equal shapes are not enough: with another rope base or head count the engine would silently give wrong answers, and the
+running front end would ignore another tokenizer or chat template.
 
 The manifest of a trained version holds a token that training computed, in its `meta`: `{"fingerprint": {"prompt":
-[token ids], "token": id, "logprob": nats}}`, or None if the weights compute no finite numbers. For a version without a
-record, such as an imported version, the check is only that its numbers are finite.
+[token ids], "token": id, "logprob": nats}}`, or None if the weights compute NaN or infinite numbers. For a version
+without a record, such as an imported version, only the computed numbers are checked to be finite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weights.format.manifest import Manifest
 from weights.format.names import MANIFEST_FILE, TOKENIZER_FILES
 
 META_KEY = "fingerprint"
-# Keys of config.json or generation_config.json that do not change the model's results.
+# Keys of config.json and generation_config.json that do not change the model's results.
 IGNORED_KEYS = frozenset(
     (
         "_name_or_path transformers_version torch_dtype dtype use_cache auto_map _attn_implementation "
@@ -40,7 +40,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def read_chat_template(path: str | Path) -> str | None:
-    """The chat template of the tokenizer in `path`, None if there is none."""
+    """Return the chat template of the tokenizer in `path`, None if there is none."""
     template = Path(path) / "chat_template.jinja"
     if template.exists():
         return template.read_text()
@@ -49,8 +49,8 @@ def read_chat_template(path: str | Path) -> str | None:
 
 
 def identity(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Everything but weights that an engine is built from, by file and key. Keep it in memory, because the store may
-    evict the directory while the engine sleeps. Raises VersionUnreadable."""
+    """Return all values except weights that an engine is built from, by file and key. Keep the result in memory,
+    because the store may evict the directory while the engine sleeps. Raises VersionUnreadable."""
     directory = Path(path)
     tokenizer = _read_json(directory / "tokenizer_config.json", required=False)
     return {
@@ -63,7 +63,7 @@ def identity(path: str | Path) -> dict[str, dict[str, Any]]:
 
 def check_same_model(serving: dict[str, dict[str, Any]], offered: str | Path) -> None:
     """Compare a version with a running engine. serving: the engine's `identity`. Raises VersionMismatch if `offered`
-    needs a new engine, VersionUnreadable if it is not a checkpoint."""
+    needs a new engine, VersionUnreadable if `offered` is not a checkpoint."""
     new = identity(offered)
     differences = [
         f"{file}: {key} is {_show(new[file].get(key))}, the running engine has {_show(old.get(key))}"
@@ -80,7 +80,7 @@ def check_same_model(serving: dict[str, dict[str, Any]], offered: str | Path) ->
 
 @dataclass(frozen=True)
 class Token:
-    """token: most likely token after `prompt`; logprob: its log-probability in nats."""
+    """token: most likely token after `prompt`; logprob: this token's log-probability in nats."""
 
     prompt: tuple[int, ...]
     token: int
@@ -101,8 +101,7 @@ def recorded_token(version_path: str | Path) -> Token | None:
 def check_token(answer: Mapping[int, float], record: Token | None, *, tolerance: float, version: str) -> dict[str, Any]:
     """Compare the most likely next tokens and their log-probabilities in nats with the record.
 
-    tolerance: in nats, because other kernels round differently. Raises VersionBroken, or
-    FingerprintMismatch.
+    tolerance: in nats; kernels round differently. Raises VersionBroken, or FingerprintMismatch.
     """
     if not all(map(math.isfinite, answer.values())):
         raise VersionBroken(f"{version} does not compute finite numbers")

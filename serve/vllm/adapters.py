@@ -1,4 +1,4 @@
-"""Resolves LoRA adapters by name for one engine, and keeps their files in place while requests may need them.
+"""Resolves LoRA adapters by name for one engine, and leases their files while requests may need them.
 
 The gateway names an adapter `NAME@VERSION` in a request's `model` field. vLLM passes an unknown name to its resolvers,
 loads the result, and keeps up to `--max-cpu-loras` adapters; a step that needs an evicted adapter loads it again from
@@ -40,8 +40,8 @@ class HeldAdapter(LoRARequest, weakref=True):
 
 
 class LoadedAdapters(LRUCache[str, LoRARequest]):
-    """vLLM's table of adapters by name. vLLM looks up a request's adapter twice, and it may be evicted in between: a
-    request keeps the adapter of its first lookup until the core has the request."""
+    """vLLM's table of adapters by name. vLLM looks up a request's adapter twice, and the adapter may be evicted in
+    between: so the first lookup's adapter is held until the core has the request."""
 
     def __contains__(self, name: object) -> bool:
         known, answer = super().__contains__(name), answers.current()
@@ -62,9 +62,9 @@ class LoadedAdapters(LRUCache[str, LoRARequest]):
 
 
 class EngineAdapters(LoRAResolver):
-    """The adapters of one engine, which may accept none. Call all methods on its event loop.
+    """The adapters of one engine, which may accept no adapters. Call all methods on the engine's event loop.
 
-    models: vLLM's OpenAIServingModels. limits: an EngineConfig's values.
+    models: vLLM's OpenAIServingModels. limits: values of EngineConfig.
     """
 
     def __init__(self, llm: AsyncLLM, models: Any, spec: ReplicaSpec, limits: Mapping[str, float]) -> None:
@@ -73,7 +73,7 @@ class EngineAdapters(LoRAResolver):
         self._alive = weakref.WeakValueDictionary[int, HeldAdapter]()
         self._loaded = LoadedAdapters(max(1, spec.adapters_resident))
         models.lora_requests, models.lora_resolvers = self._loaded, [self]
-        # Responses contain the model's name without the version.
+        # responses name the model without its version
         models.model_name = lambda adapter=None: (
             adapter.lora_name.rpartition("@")[0] if adapter else models.base_model_paths[0].name
         )
@@ -84,8 +84,8 @@ class EngineAdapters(LoRAResolver):
         self._base = decode_name(directory.parent.name), decode_name(directory.name)
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """Find an adapter for vLLM, which calls this for an unknown name and loads the result. None: this engine has no
-        such adapter, or its weights are about to change."""
+        """Return the adapter for a name that vLLM does not know; vLLM then loads the adapter. None: this engine has no
+        such adapter, or the engine's weights are about to change."""
         base = self._base
         held = await asyncio.to_thread(self._find, lora_name)
         if held is None and self._spec.adapter_source:
@@ -103,16 +103,16 @@ class EngineAdapters(LoRAResolver):
         return adapter
 
     async def unload(self, name: str) -> bool:
-        """Forget the adapter `NAME@VERSION` once its requests have ended, before its files are deleted; False if it was
-        unknown. Remove it from the routing table first. Raises WrongState."""
+        """Unload the adapter `NAME@VERSION` once its requests have ended, so that its files can be deleted; False if it
+        was not loaded. Remove the adapter from the routing table first. Raises WrongState."""
         if not self._uses_of(name):
             return False
         await self._ended(name)
         return True
 
     async def close(self) -> None:
-        """Resolve no adapters until `serve_on`, and unload all once their requests have ended. Raises WrongState. After
-        an error adapters are resolved again."""
+        """Stop resolving adapters until `serve_on`, and unload all adapters once their requests have ended. Raises
+        WrongState. After an error adapters are resolved again."""
         if not self._spec.adapter_slots:
             return
         base, self._base = self._base, None

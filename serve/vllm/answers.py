@@ -1,7 +1,7 @@
 """Adapts vLLM 0.32's responses to clients of OpenAI's and Anthropic's APIs.
 
 `Answers` wraps vLLM's application, adds the version to each response and counts requests that have not reached the
-core. The classes below it replace vLLM's handlers.
+core. The classes after `Answers` replace vLLM's handlers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from serve.core import legacy_functions as legacy
 
 # The gateway reads this header (appliance/gateway/server/inference.py): its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"
-# vLLM raises these, and would answer 500, if a request has a value that one of its steps does not expect.
+# vLLM raises these errors, and would answer 500, for a request value that one of its steps does not expect.
 _UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, UnicodeError)
 KINDS = (ValueError, NotImplementedError, *_UNREADABLE)
-# Endings of pydantic error types for a wrong type; other errors of a union's members are more specific.
+# Suffixes of pydantic's error types for a wrong type; a union's other errors are more specific, so they win.
 _OTHER_TYPE = ("_type", "literal_error", "union_tag_invalid")
-# Parts of a pydantic location that are no field names: types, and tags of vLLM's unions.
+# Parts of a pydantic location that are not field names: types, and tags of vLLM's unions.
 _FIELD = re.compile(r"[a-z0-9_]+")
 _NO_FIELDS = frozenset("body str int float bool list dict enabled disabled adaptive tool_definition".split())
 UNREADABLE = (
@@ -45,8 +45,8 @@ UNREADABLE = (
     "documentation of this route."
 )
 
-# vLLM tries five models per request and creates an error for every token that is not a message: 4 s for 100,000 tokens,
-# on the event loop of all requests.
+# vLLM validates a request against five models and creates an error for every token that is not a message: 100,000
+# tokens block the event loop for 4 s.
 EmbeddingBody = Annotated[  # type: ignore[valid-type]
     Annotated[get_args(embeddings.EmbeddingRequest)[0], Field(union_mode="left_to_right")],
     BeforeValidator(embeddings.reject_removed_pooling_parameters),
@@ -70,7 +70,7 @@ _open: set[Answer] = set()
 
 
 def current() -> Answer | None:
-    """The response of the calling task."""
+    """Return the response that the calling task works on."""
     return _ANSWER.get()
 
 
@@ -81,13 +81,13 @@ def begin() -> None:
 
 
 def fault_of(error: Exception) -> Exception:
-    """The error to respond with: until the core has the request, most errors are the request's fault."""
+    """Return the error to respond with: before the core has the request, most errors are the request's fault."""
     answer = _ANSWER.get()
     return error if answer is None or answer.begun else of_request(error)
 
 
 def of_request(error: Exception) -> Exception:
-    """The client's error for an exception raised while its request was read."""
+    """Return the error to send to the client for an exception raised while the request was read."""
     if isinstance(error, ValidationError | RequestValidationError):
         faults = error.errors()
         fault = next((candidate for candidate in faults if not candidate["type"].endswith(_OTHER_TYPE)), faults[0])
@@ -95,7 +95,7 @@ def of_request(error: Exception) -> Exception:
         fields = [str(name) for name in fault["loc"] if _FIELD.fullmatch(str(name)) and name not in _NO_FIELDS]
         param = re.sub(r"\.([0-9]+)", r"[\1]", ".".join(fields))
         words = words_of_check(fault["msg"]).removesuffix(".")[:2000]
-        # Without a parameter it is a check across fields, and its message names them.
+        # An error without a parameter comes from a check across fields, and its message names the fields.
         text = f"Invalid value for `{param}`: {words}." if param else f"{words}."
         return VLLMValidationError(text, parameter=param or None)
     if isinstance(error, VLLMError) or not isinstance(error, KINDS):
@@ -104,17 +104,17 @@ def of_request(error: Exception) -> Exception:
 
 
 def unbegun() -> int:
-    """Number of open requests that have not reached the engine. Draining the engine waits for them too."""
+    """Return the number of open requests that have not reached the engine; a drain waits for these requests too."""
     return sum(not answer.begun for answer in _open)
 
 
 class Answers:
-    """ASGI application around vLLM's. It delays the response head until the first body chunk: then the first token
-    exists, and the head names the version that computed it. `version` returns the served version, which only changes
+    """ASGI application around vLLM's. It delays the response head until the first body chunk, so that the head names
+    the version that computed the first token. `version` returns the served version, which only changes
     while the core is paused.
 
-    If a stream raises, the response has the error's status, or, once its head is sent, ends with vLLM's error event;
-    vLLM itself writes that event only for chat and completions.
+    If a stream raises before the head is sent, the response has the error's status; later it ends with vLLM's error
+    event, which vLLM itself writes only for chat and completions.
     """
 
     def __init__(self, app: Any, version: Callable[[], str]):
@@ -147,7 +147,7 @@ class Answers:
         except Exception as error:
             if not streams:
                 raise
-            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # starlette wraps it
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # wrapped by starlette
             fault = create_error_response(fault_of(cause))
             if fault.error.code >= 500:
                 log.error("a response stream failed", exc_info=cause)
@@ -158,11 +158,11 @@ class Answers:
                 await send({"type": "http.response.body", "body": event, "more_body": False})
         finally:
             _open.discard(answer)
-            answer.adapter = None  # contexts of vLLM's tasks may keep the Answer alive
+            answer.adapter = None  # vLLM's tasks may keep the Answer alive in their contexts
 
 
 class Chat(OpenAIServingChat):
-    """Answers requests with the older `functions` in that form; the gateway has added the newer `tools`."""
+    """Answers requests with the older `functions` in the older form; the gateway has added the newer `tools`."""
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
         result = await super().create_chat_completion(request, raw_request)
@@ -174,7 +174,7 @@ class Chat(OpenAIServingChat):
 
 
 class LegacyResponse(ChatCompletionResponse):
-    """A ChatCompletionResponse with `function_call` in place of `tool_calls`."""
+    """A ChatCompletionResponse with `function_call` instead of `tool_calls`."""
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
         body = super().model_dump(**options)
@@ -184,7 +184,7 @@ class LegacyResponse(ChatCompletionResponse):
 
 
 async def legacy_stream(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Convert the server-sent events of vLLM's chat stream to the older form. Each is `data: ...`."""
+    """Convert the server-sent events (`data: ...`) of vLLM's chat stream to the older form."""
     async for event in events:
         if "tool_calls" in event and event.startswith(_DATA):
             chunk = json.loads(event[len(_DATA) :])
@@ -195,9 +195,9 @@ async def legacy_stream(events: AsyncGenerator[str, None]) -> AsyncGenerator[str
 
 
 class Messages(AnthropicServingMessages):
-    """Ids begin with `msg_`. If a conversation ends with the assistant's text, the answer continues it. A call whose
-    arguments are truncated JSON gets an empty `input`. A failed stream ends with vLLM's error object, which the gateway
-    converts to the client's event."""
+    """Answers Anthropic's message requests: ids begin with `msg_`; if a conversation ends with the assistant's text,
+    the answer continues that text. A call whose arguments are truncated JSON gets an empty `input`. A failed stream
+    ends with vLLM's error object, which the gateway converts to the client's event."""
 
     async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
         try:
@@ -244,8 +244,8 @@ class Messages(AnthropicServingMessages):
 
 
 def set_up(app: Any) -> None:
-    """Replace vLLM's handlers by our subclasses, for which vLLM has no option. app: from vLLM's build_app, after
-    init_app_state and before its first request."""
+    """Replace vLLM's handlers by our subclasses, because vLLM has no option for that. app: the result of vLLM's
+    build_app, after init_app_state and before the first request."""
     for kind in (RequestValidationError, *KINDS):
         app.add_exception_handler(kind, _answer_fault)
     for name, own in (("openai_serving_chat", Chat), ("anthropic_serving_messages", Messages)):
@@ -254,7 +254,7 @@ def set_up(app: Any) -> None:
     if getattr(app.state, "serving_embedding", None) is not None:
         app.add_api_route("/v1/embeddings", _embed, methods=["POST"])
         app.router.routes.insert(0, app.router.routes.pop())
-    app.middleware_stack = app.build_middleware_stack()  # vLLM's was built without these handlers
+    app.middleware_stack = app.build_middleware_stack()  # vLLM built its own without these handlers
 
 
 async def _answer_fault(request: Request, error: Exception) -> Any:

@@ -1,4 +1,4 @@
-"""Builds vLLM's command line from a replica's spec, as a pure function.
+"""Builds vLLM's command line from a replica's spec. Pure.
 
 The forked engine uses vLLM's own argument parser, so `extra_args` may add any argument of `vllm serve`.
 """
@@ -25,10 +25,10 @@ LOAD_FORMAT = "shm"
 def engine_arguments(
     spec: ReplicaSpec, model_config: Mapping[str, Any], chat_template: str | None, tokens: Collection[str] = ()
 ) -> list[str]:
-    """Command line of vLLM's OpenAI server for this replica.
+    """Return the command line of vLLM's OpenAI server for this replica.
 
-    `model_config` is the version's config.json, `chat_template` its template text if it has one, `tokens` the subset of
-    PARSER_TOKENS that its tokenizer has.
+    `model_config` is the version's config.json, `chat_template` the version's template text or None, `tokens` the
+    subset of PARSER_TOKENS that the tokenizer has.
     """
     kind = kind_of(spec.kind)
     values = {
@@ -45,7 +45,7 @@ def engine_arguments(
         "--fingerprint-value": spec.version,
         "--scheduling-policy": "priority",  # the gateway sets each request's priority
         "--structured-outputs-config.backend": "guidance",  # serve.vllm.grammars
-        "--structured-outputs-config.disable_any_whitespace": "true",  # stops endless whitespace
+        "--structured-outputs-config.disable_any_whitespace": "true",  # prevents endless whitespace in JSON answers
     }
     args = [word for pair in values.items() for word in pair]
     args += ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-fastapi-docs"]
@@ -55,7 +55,7 @@ def engine_arguments(
         args += ["--enforce-eager"]
     else:
         # Otherwise vLLM refuses to start if less than its default fraction is free, whatever the KV cache size; but
-        # sleeping engines keep a CUDA context and more on the device.
+        # sleeping engines hold a CUDA context and more on the device.
         args += ["--gpu-memory-utilization", str(spec.gpu_memory_fraction)]
     if spec.tensor_parallel > 1:
         args += ["--distributed-executor-backend", EXECUTOR]
@@ -70,7 +70,7 @@ def engine_arguments(
             str(lora_rank_bound(spec.adapter_max_rank)),
             "--max-cpu-loras",
             str(spec.adapters_resident),
-            # Without embedding and head, which vLLM would otherwise wrap and call in every step.
+            # Exclude embedding and head: by default vLLM would wrap them and call the wrappers in every step.
             "--lora-target-modules",
             *ADAPTER_MODULES,
         ]
@@ -89,7 +89,7 @@ def _generation_arguments(
     # Enables vLLM's renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway blocks the
     # other routes that this option enables.
     args = ["--enable-scale-out"]
-    if kind_of(spec.kind).on_host and "vision_config" not in model_config:  # an image cannot be split
+    if kind_of(spec.kind).on_host and "vision_config" not in model_config:  # an image's tokens cannot be split
         bounds = CPU_PROMPT_TOKENS, spec.max_model_len, model_config.get("max_position_embeddings")
         args += ["--long-prefill-token-threshold", str(min(filter(None, bounds)))]
     model_type = model_config.get("model_type")
@@ -114,10 +114,10 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         # Required for vLLM to resolve unknown adapters (serve.vllm.adapters).
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if spec.adapter_slots else "0",
         "VLLM_SERVER_DEV_MODE": "0",
-        # By default the sockets between front end and core are in /tmp, where every user may connect.
+        # By default the sockets between front end and core are in /tmp, where every user may connect to them.
         "VLLM_RPC_BASE_PATH": spec.scratch_path,
         "TMPDIR": spec.scratch_path,
-        # All processes of an engine are on one node, so their traffic stays there.
+        # All processes of an engine are on one node, so their traffic uses the loopback interface.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
@@ -129,12 +129,12 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         env |= {
             "OTEL_SERVICE_NAME": "appliance-engine",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            # Seconds; also the longest delay of an engine's end by an unreachable collector.
+            # Seconds per export; an unreachable collector may delay an engine's end by this long.
             "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
         }
     kind = kind_of(spec.kind)
     if kind.on_host:
-        # Runs the single CPU worker inside the engine core: one process and one hop less. vLLM needs a separate worker
-        # only for thread binding, which is off.
+        # Runs the single CPU worker inside the engine core: this saves one process and one hop. vLLM needs a separate
+        # worker only for thread binding, which is off.
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return env | kind.visibility(spec.devices) | kind.engine_environment()

@@ -23,10 +23,10 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
 
     def init_device(self) -> None:
         folder, _, name = self.distributed_init_method.rpartition("/")
-        if folder.startswith("file://"):  # vLLM's collectives name their segments after this file
+        if folder.startswith("file://"):  # vLLM's collectives name their /dev/shm segments after this file
             self.distributed_init_method = f"{folder}/{self.segment_prefix}{name}"
-        # Make torch 2.13 replace the inherited thread pool before any thread computes: the replacement takes no lock,
-        # and a thread that computes meanwhile fails (caffe2/utils/threadpool/pthreadpool-cpp.cc).
+        # Make torch 2.13 replace the inherited thread pool before any thread computes: torch replaces it without a
+        # lock, and a thread that computes meanwhile fails (caffe2/utils/threadpool/pthreadpool-cpp.cc).
         torch._C.set_num_threads(torch.get_num_threads())
         super().init_device()
 
@@ -35,8 +35,8 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
             return super().sample_tokens(grammar_output)
 
     def sleep(self, level: int = 1) -> None:
-        """Free KV cache and adapter slots, at level 2 the weights too. Their addresses stay valid: the kernel maps each
-        page again, zeroed, at its first write rather than at wake. Weights are undefined until the next load."""
+        """Free KV cache and adapter slots, at level 2 the weights too. The addresses stay valid: the kernel maps each
+        page again, zeroed, at the page's first write rather than at wake. Weights are undefined until the next load."""
         held = list(tensors_in(self.model_runner.kv_caches))
         for module in self.model_runner.model.modules():
             if level == 2:
@@ -52,14 +52,14 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
             _drop_pages(tensor.untyped_storage())
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Do nothing: writes map the memory again."""
+        """Do nothing, because writes map the memory again."""
 
 
 @contextmanager
 def untouched(runner: Any) -> Iterator[None]:
-    """Hide the generators of requests whose prompt continues after this step, since their samples are discarded. vLLM
-    0.32 draws a sample and then rewinds the generator, which a CPU generator cannot do: any long prompt with a `seed`
-    ended the engine (_bookkeeping_sync)."""
+    """Hide random generators of requests whose prompt continues after this step, because these samples are discarded.
+    vLLM 0.32 draws a sample and then rewinds the generator, which CPU generators cannot do: without this, any long
+    prompt with a `seed` ends the engine (_bookkeeping_sync)."""
     generators = runner.input_batch.generators
     unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
     kept = {place: generators.pop(place) for place in unread.tolist() if place in generators}
@@ -70,7 +70,7 @@ def untouched(runner: Any) -> Iterator[None]:
 
 
 def _drop_pages(storage: torch.UntypedStorage) -> None:
-    """Zero a storage by returning its pages to the kernel."""
+    """Zero a tensor storage by returning its pages to the kernel."""
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
     if last <= first:

@@ -1,4 +1,4 @@
-"""Ends an engine's core when a worker dies, and reports why a core ended. vLLM reports only that it ended.
+"""Ends an engine's core when a worker dies, and reports why a core ended. vLLM reports only that the core ended.
 
 The first cause is written to a file in the engine's scratch directory: the error that vLLM logs when the core or a
 worker fails, or how a worker died. Without the file, the core's exit status is the cause.
@@ -43,7 +43,7 @@ NOTICED_WITHIN_S = 0.2
 def watch() -> None:
     """Record the causes of deaths. Call it before the core is forked."""
     for name in _LOGGERS:
-        logging.getLogger(name).addFilter(_witness)  # not a handler: vLLM reconfigures logging, which removes handlers
+        logging.getLogger(name).addFilter(_witness)  # vLLM reconfigures logging, which removes handlers but not filters
 
 
 def _witness(record: logging.LogRecord) -> bool:
@@ -54,8 +54,8 @@ def _witness(record: logging.LogRecord) -> bool:
 
 
 def cause(core: BaseProcess | None) -> ServeError:
-    """Why this dead core has ended. core: None if its process is unknown."""
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # no note, or its writer was killed
+    """Return why this core ended. core: the dead process, None if unknown."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # no file, or its writer was killed
         kind, message = json.loads(_note().read_text())
         return BY_NAME[kind](message)
     if core is not None:
@@ -72,7 +72,7 @@ def core_of_failed_start(error: BaseException) -> BaseProcess | None:
 
 
 def _leave(cause: ServeError) -> None:
-    """Write the cause of the death; the first cause stays."""
+    """Write the cause of the death, unless an earlier cause is written."""
     with contextlib.suppress(FileExistsError), open(_note(), "x") as note:
         json.dump([type(cause).__name__, str(cause)], note)
 
@@ -91,8 +91,8 @@ class ShmExecutor(multiproc_executor.MultiprocExecutor):
 
     @staticmethod
     def _ensure_worker_termination(worker_procs: list[BaseProcess]) -> None:
-        """End the core if a worker has died: the other workers may wait for it in a collective, and the core for their
-        replies, for ever. vLLM calls this to end its workers, also after a death."""
+        """End the core if a worker has died: the other workers may wait for the dead worker in a collective for ever,
+        and the core for their replies. vLLM calls this method to end its workers, also after a death."""
         over = wait([worker.sentinel for worker in worker_procs], NOTICED_WITHIN_S)
         for worker in worker_procs:
             if worker.sentinel not in over:
@@ -116,8 +116,8 @@ class ShmExecutor(multiproc_executor.MultiprocExecutor):
         unique_reply_rank: int | None = None,
         **aggregators: Any,
     ) -> Any:
-        """Call all workers and read all replies. If a call fails, vLLM 0.32 raises at the first failed reply and leaves
-        the others in their queues, where each later call reads them as its own (vllm#57846)."""
+        """Call all workers and read all replies. vLLM 0.32 raises at the first failed reply without reading the other
+        replies, and later calls then read these as their own (vllm#57846)."""
         if non_block or unique_reply_rank is not None:
             return super().collective_rpc(method, timeout, args, kwargs, non_block, unique_reply_rank, **aggregators)
         call = super().collective_rpc(method, timeout, args, kwargs, True, **aggregators)
@@ -126,8 +126,8 @@ class ShmExecutor(multiproc_executor.MultiprocExecutor):
 
 
 def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> list[Any]:
-    """One reply of each worker. Raises RuntimeError with the first failure, or TimeoutError. Ends the engine if a
-    worker does not reply after another failed: it may wait for the failed worker in a collective for ever."""
+    """Return one reply per worker. Raises RuntimeError with the first failure, or TimeoutError. Ends the engine if a
+    worker does not reply after another worker failed, since it may wait in a collective for ever."""
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     replies: list[Any] = []
     failed: RuntimeError | None = None

@@ -1,8 +1,8 @@
-"""The engine client of the front end: vLLM's AsyncLLM with checks of requests that would end the engine.
+"""The front end's engine client: vLLM's AsyncLLM, which also checks for requests that would end the engine.
 
-Ids beyond the model's vocabulary: a tokenizer may have tokens without a row in the model, such as image placeholders,
-and vLLM checks ids against the larger of the two vocabularies. `bad_words`: the GPU runner has rows of fixed length and
-raises if the words exceed one. In both cases the engine would end, with all its requests.
+Token ids beyond the model's vocabulary: a tokenizer may have tokens that have no row in the model, such as image
+placeholders, and vLLM checks ids against the larger of the two vocabularies. Too many `bad_words`: the GPU runner has
+rows of fixed length and raises if the words exceed a row. Either request would end the engine and all its requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNFOLLOWED = (
 
 
 class Frontend(AsyncLLM):
-    """The engine client that the serving process builds in place of an AsyncLLM."""
+    """The engine client that the serving process builds instead of an AsyncLLM."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +50,7 @@ class Frontend(AsyncLLM):
         return collector
 
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """Answer 400 if the grammar ended the request, where vLLM answers 500 (vllm#18783)."""
+        """Generate; answer 400 instead of vLLM's 500 if the grammar ended the request (vllm#18783)."""
         async with aclosing(super().generate(prompt, sampling_params, *args, **kwargs)) as outputs:
             async for output in outputs:
                 if sampling_params.structured_outputs is not None:
@@ -81,14 +81,14 @@ class Inputs(InputProcessor):
             return super()._validate_params(params, supported_tasks)
         reasoning = self.vllm_config.reasoning_config
         if reasoning is None or not reasoning.enabled:
-            params.thinking_token_budget = None  # clients set it for all models
+            params.thinking_token_budget = None  # clients set this field for all models
         with grammars.prepared(params):
             return super()._validate_params(params, supported_tasks)
 
 
 def bound_forbidden(params: SamplingParams, known: int) -> None:
-    """Drop forbidden tokens that the model lacks: a kernel would forbid them in the next request's row. known: size of
-    the model's vocabulary. Raises VLLMValidationError for too many bad words."""
+    """Drop forbidden tokens that the model lacks: for these a kernel would write into the next request's row. known:
+    size of the model's vocabulary. Raises VLLMValidationError for too many bad words."""
     words = params.bad_words_token_ids or []
     if sum(map(len, words)) > envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS:
         message = f"The bad_words have more than {envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS} tokens together."
@@ -99,8 +99,8 @@ def bound_forbidden(params: SamplingParams, known: int) -> None:
 
 
 def end_turns_of(llm: Any, template: str) -> None:
-    """Let all later requests also end at the token by which `template`, set for the model, ends a turn. For the
-    checkpoint's own template the import has added that token to generation_config.json."""
+    """Let later requests also end at the token by which `template`, the model's setting, ends a turn. For the
+    checkpoint's template the import has added such a token to generation_config.json."""
     tokenizer: Any = llm.get_tokenizer()
     fields = llm.input_processor.generation_config_fields
     ids = fields.get("eos_token_id")
@@ -124,8 +124,8 @@ def _rendered(tokenizer: Any, template: str, probe: dict[str, Any]) -> str | Non
 
 
 class Metrics(PrometheusStatLogger):
-    """vLLM's metrics without its series per order of requested adapters: 20 adapters of one owner gave 93,000 series,
-    which took 112 MiB and blocked the event loop for 2.6 s per scrape."""
+    """vLLM's metrics without the series for each order of requested adapters: 20 adapters of one owner gave 93,000
+    series, which took 112 MiB and blocked the event loop for 2.6 s per scrape."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)

@@ -1,8 +1,8 @@
 """Makes llguidance enforce the grammars of answers, and xgrammar the grammars of tool calls.
 
-llguidance took at most 0.5 s to read schemas of 256 KiB, rejects grammars beyond its limits, and releases the GIL.
-xgrammar took 13 s for one `maxLength`, so it only handles structural tags, which llguidance lacks, and without costly
-keywords (keywords.NOT_IN_TOOLS). A grammar that takes the engine too long ends its own request.
+llguidance reads a schema of 256 KiB in at most 0.5 s, rejects grammars beyond its limits, and releases the GIL.
+xgrammar takes 13 s for one `maxLength`, so it only handles structural tags, which llguidance lacks, and only without
+costly keywords (keywords.NOT_IN_TOOLS). If a grammar takes too much of the engine's time, its request ends.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Most grammars take 0.01 to 4 ms; a mask of a text of `maxLength` 500 takes 0.2 s
 
 def apply() -> None:
     """Patch vLLM before the engine forks its core. The engine's backend must be `guidance`."""
-    # Removed by: vllm#55153, with which llguidance supports structural tags, and a bound on a grammar's time.
+    # Remove with: vllm#55153, which lets llguidance support structural tags, and a time limit for grammars.
     structured_output.GuidanceBackend = FormBackend
-    # Removed by: vllm#55153 too, which makes xgrammar unnecessary.
+    # Remove with: vllm#55153 too, which makes xgrammar unnecessary.
     abstract_parser._xgrammar_supports = _cheap(abstract_parser._xgrammar_supports)
 
 
 @contextmanager
 def prepared(params: SamplingParams) -> Iterator[None]:
-    """Prepare the grammar for this backend; vLLM checks the parameters in the context. A structural tag is hidden
-    meanwhile, since vLLM would check it with llguidance. Raises VLLMValidationError or ValueError for an unsupported
-    grammar."""
+    """Prepare the grammar for FormBackend; vLLM checks the parameters within this context. Within it a structural tag
+    is hidden, since vLLM would check the tag with llguidance. Raises VLLMValidationError or ValueError for an
+    unsupported grammar."""
     form = params.structured_outputs
     if form is None:
         yield
@@ -53,7 +53,7 @@ def prepared(params: SamplingParams) -> Iterator[None]:
     else:
         form.structural_tag = json.dumps(_lean(json.loads(form.structural_tag)))
         validate_xgrammar_grammar(params)
-        form._backend = "guidance"  # this name selects FormBackend
+        form._backend = "guidance"  # this backend name selects FormBackend
         params.structured_outputs = None
         try:
             yield
@@ -62,8 +62,8 @@ def prepared(params: SamplingParams) -> Iterator[None]:
 
 
 def _closed(grammar: Any) -> Any:
-    """Forbid properties that the schema does not list, unless it allows them or combines schemas, which would exclude
-    each other's properties."""
+    """Forbid properties that the schema does not list, unless the schema allows them or combines schemas, which would
+    then forbid each other's properties."""
     schema = json.loads(grammar) if isinstance(grammar, str) else grammar
     if not isinstance(schema, dict):
         return grammar
@@ -75,7 +75,7 @@ def _closed(grammar: Any) -> Any:
 
 
 def _lean(tag: Any) -> Any:
-    """A copy of a structural tag without costly keywords in its schemas."""
+    """Return a copy of a structural tag without costly keywords in its schemas."""
     if isinstance(tag, list):
         return [_lean(inner) for inner in tag]
     if not isinstance(tag, dict):
@@ -86,7 +86,7 @@ def _lean(tag: Any) -> Any:
 
 
 class FormBackend(GuidanceBackend):
-    """The backend in the engine's core; vLLM uses one backend for all requests."""
+    """The grammar backend in the engine's core; vLLM uses one backend for all requests."""
 
     @functools.cached_property
     def _tags(self) -> XgrammarBackend:
@@ -98,7 +98,7 @@ class FormBackend(GuidanceBackend):
         if request_type == StructuredOutputOptions.STRUCTURAL_TAG:
             grammar = self._tags.compile_grammar(request_type, grammar_spec, stop_token_ids)
             length = self.vocab_size
-        else:  # a copy: its attribute for the grammar is shared by threads
+        else:  # a copy, because threads share the tokenizer's grammar attribute
             grammar = GuidanceBackend.compile_grammar(copy.copy(self), request_type, grammar_spec, stop_token_ids)
             length = self.ll_tokenizer.vocab_size
         bounded = BoundedGrammar(grammar, length)
@@ -110,14 +110,14 @@ class FormBackend(GuidanceBackend):
         return bounded
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
-        """A mask as long as the model's vocabulary, not page-locked: llguidance's page-locked mask would open a CUDA
-        context of 0.5 GB in the core."""
+        """Allocate a mask as long as the model's vocabulary, not page-locked: llguidance's page-locked mask would
+        create a CUDA context of 0.5 GB in the core."""
         return xgrammar.allocate_token_bitmask(max_num_seqs, self.vocab_size)
 
 
 class BoundedGrammar:
-    """A grammar that accepts no more tokens, which ends its request, once it has taken too long. length: vocabulary
-    size of its masks; a tokenizer's vocabulary may be longer than the model's."""
+    """A grammar with a time limit: beyond it the grammar rejects every token, which ends the request. length:
+    vocabulary size of the masks; a tokenizer's vocabulary may be longer than the model's."""
 
     def __init__(self, grammar: StructuredOutputGrammar, length: int) -> None:
         self._grammar, self._length, self._beyond_s = grammar, length, 0.0
@@ -144,8 +144,8 @@ class BoundedGrammar:
 
 
 def _cheap(supports: Callable[[StructuredOutputsParams], bool]) -> Callable[[StructuredOutputsParams], bool]:
-    """Whether xgrammar handles an answer's grammar as an alternative to calls of strict tools; else vLLM gives only
-    that grammar to llguidance, and the model calls no tool."""
+    """Return whether xgrammar can handle an answer's grammar together with calls of strict tools; else vLLM gives only
+    the answer's grammar to llguidance, and the model calls no tool."""
 
     @functools.wraps(supports)
     def run(form: StructuredOutputsParams) -> bool:

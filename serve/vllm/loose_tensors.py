@@ -1,15 +1,15 @@
-"""Preserves a model's loose tensors over a sleep: tensors that are no weights but are in the GPU memory of the weights.
+"""Preserves a model's loose tensors over a sleep: tensors in the weights' GPU memory that are not weights.
 
 A sleep of level 2 discards that memory. vLLM preserves a model's buffers (vllm/v1/worker/gpu_worker.py, sleep), but not
 tensors that a layer computes from the configuration and holds as plain attributes, such as ALiBi's slopes, nor tensors
 that its model runner creates while it loads the weights, such as the sampler's thinking limits. Versions do not contain
-them.
+loose tensors.
 
 Large loose tensors are filled with zeros, the initial value of workspaces and inputs: a captured graph reads more rows
 than a step writes (such as Qwen3-VL's deepstack_input_embeds), and a NaN in them would spread.
 
 vLLM's own reload may rebuild a layer's kernel, but captured graphs still read the first kernel's tensors. So this
-module collects the tensors after the first load, keeps them, and copies the new kernel's values into them.
+module holds the tensors of the first load and copies the new kernel's values into them.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ Spans = Collection[tuple[int, int]]
 
 
 class LooseTensors:
-    """The loose tensors of one model after its first load. They must keep their addresses, because captured graphs read
-    them there."""
+    """The loose tensors of one model after its first load. The tensors must keep their addresses, because captured
+    graphs read from these."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._first = dict(_loose(model.named_modules()))
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # (on the device, copy on the host)
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # pairs of (device tensor, host copy)
         self._emptied: list[torch.UntypedStorage] = []
 
     def keep(self, discarded: Spans, runner: Any) -> None:
-        """Copy the small tensors in `discarded`, the memory that the sleep discards, to the host. runner: vLLM's model
-        runner, which holds some of them outside the model."""
+        """Copy small tensors within `discarded`, the memory that the sleep discards, to the host. runner: vLLM's model
+        runner, which holds some loose tensors outside the model."""
         others = _loose([*self._model.named_modules(), ("runner", runner)])
         every = {id(tensor): tensor for tensor in (*self._first.values(), *(tensor for _, tensor in others))}.values()
-        written = {_storage(buffer) for buffer in self._model.buffers()}  # vLLM restores these before put_back runs
+        written = {_storage(buffer) for buffer in self._model.buffers()}  # vLLM restores buffers before put_back runs
         lost = [t for t in every if _storage(t) not in written and _lies_in(t, discarded)]
         self._kept = [(t, t.to(HOST_MEMORY, copy=True)) for t in lost if t.nbytes <= MOST_BYTES]
         self._emptied = [t.untyped_storage() for t in lost if t.nbytes > MOST_BYTES]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Copy the tensors back and fill large tensors with zeros. Call it after the memory is mapped again and before
-        weights are loaded, because the load recomputes tensors derived from weights."""
+        """Copy the small tensors back to the device and zero the large tensors. Call this after the memory is mapped
+        again and before weights are loaded, because the load recomputes tensors derived from weights."""
         for storage in self._emptied:
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         for tensor, copy in self._kept:
@@ -69,15 +69,15 @@ class LooseTensors:
 
 
 def spans_of_weights() -> Spans:
-    """Addresses of the memory that vLLM's allocator discards with the weights."""
+    """Return the address ranges of the memory that vLLM's allocator discards with the weights."""
     allocator: Any = device_allocator.get_mem_allocator_instance()
     allocations = allocator.pointer_to_data.items()
     return [(first, data.handle[1]) for first, data in allocations if data.tag == "weights"]
 
 
 def _loose(holders: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in these holders' plain attributes, also in lists, dicts and vLLM's objects below them, such as
-    an attention's implementation; each with its attribute path."""
+    """Yield (attribute path, tensor) for the tensors in these holders' plain attributes and in the attributes' lists,
+    dicts and vLLM objects, such as an attention's implementation."""
     left = [(f"{place}.{name}", value) for place, holder in holders for name, value in _attributes(holder)]
     seen: set[int] = set()
     while left:
@@ -100,7 +100,7 @@ def _attributes(holder: Any) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> bool:
-    """Whether the value is a plain tensor: neither a parameter nor a compiler's tensor, which has no memory."""
+    """Return whether the value is a plain tensor: neither a parameter nor a compiler's tensor, which has no memory."""
     return type(value) is torch.Tensor and value.nbytes > 0
 
 

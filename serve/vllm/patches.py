@@ -1,7 +1,7 @@
-"""Applies every change that this project makes inside vLLM 0.32, each with its reason and the condition for removal.
+"""Applies all of this project's patches to vLLM 0.32; each states its reason and when it can be removed.
 
 The forked engine process applies them once, before it forks its engine core; the core and its workers inherit the
-patched modules. Written against the pinned version; tests/e2e/test_engine_contract.py fails if an upgrade moves patched
+patched modules. The patches fit the pinned version; tests/e2e/test_engine_contract.py fails if an upgrade moves patched
 code.
 """
 
@@ -34,7 +34,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
     _applied.append(True)
     grammars.apply()
     # Tensor-parallel workers communicate through segments in /dev/shm that only an orderly exit removes. With a known
-    # prefix the supervisor can remove them after a crash. Removed by: an option for the prefix.
+    # prefix the supervisor can remove the segments after a crash. Remove with: an option for the prefix.
     shared_memory._SHM_NAME_PREFIX = f"/{segment_prefix}"
     shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
     if kind_of(kind).on_host:
@@ -44,30 +44,30 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
 
 
 def _patch_on_device(kind: str) -> None:
-    """kind: a kind of device with its own memory, on which torch computes."""
-    # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
-    # would compile the same code for each new version, for 30 s and more. Removed by: vllm#53193.
+    """Apply the patches for `kind`, a kind of device that has its own memory and on which torch computes."""
+    # vLLM caches compiled graphs by a hash that includes the model's path. Every version has another path, so vLLM
+    # would compile the same code again for each version, for 30 s and more. Remove with: vllm#53193.
     ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
     # The warm parent's imports may have cached the first GPU's properties; this engine's GPU may differ.
     forget_devices(type(current_platform))
     if kind_of(kind).compiled_attention:
         prefer_ready_made(type(current_platform), kind_of(kind))
-    # The front end imports model classes too, but must not touch a device before it forks the core. Removed by: kernels
-    # of gated delta nets that do not query the device at import.
+    # The front end imports model classes too, but must not touch a device before it forks the core. Remove with: gated
+    # delta net kernels that do not query the device at import.
     load = _LazyRegisteredModel.load_model_cls
     _LazyRegisteredModel.load_model_cls = with_device_at_import(load, current_platform, kind_of(kind))
 
 
 def _patch_on_host(eager: bool) -> None:
     # vLLM's wrapper applies the last slot's adapter to tokens without an adapter, and for a prompt takes 17 times as
-    # long as the layer itself. Removed by: a fix in vLLM, and adapter kernels for the CPU.
+    # long as the layer itself. Remove with: a fix in vLLM, and adapter kernels for the CPU.
     punica_cpu.PunicaWrapperCPU = GroupedLoRA
-    # vLLM places an adapter on the device of the layer's weight, which kernels of quantised layers have packed away.
-    # Removed by: vLLM using its platform's device.
+    # vLLM places an adapter on the device of the layer's weight, but kernels of quantised layers have replaced that
+    # weight. Remove with: vLLM using its platform's device.
     base_linear._get_lora_device = lambda base_layer: torch.device(HOST_MEMORY)
     if eager:
-        # Even in eager mode vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks),
-        # and their first request waits for a C++ compiler: 3 s warm, 30 s cold.
+        # Even in eager mode vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks);
+        # their first use waits for a C++ compiler: 3 s with a warm cache, 30 s without.
         torch.compiler.set_stance("force_eager")
 
 
@@ -82,8 +82,8 @@ def forget_devices(platform: type) -> None:
 
 
 def with_device_at_import(load: Callable[[Any], type], platform: Any, kind: DeviceKind) -> Callable[[Any], type]:
-    """Wrap `load`, which imports a model class whose modules may query the device. `platform`: vLLM's, which knows the
-    device without touching it."""
+    """Wrap `load`, which imports a model class whose modules may query the device. `platform`: vLLM's platform, which
+    answers device queries without touching the device."""
 
     @functools.wraps(load)
     def run(model: Any) -> type:
@@ -121,7 +121,7 @@ def _of_any_path(compute_hash):
 
 class GroupedLoRA(punica_cpu.PunicaWrapperCPU):
     """Computes one pair of matrix products for each adapter in the batch. vLLM 0.32 copies both factors for every
-    token, and uses the index -1 of a token without an adapter as the last slot."""
+    token, and takes the index -1 of a token without an adapter for the last slot."""
 
     def add_lora_linear(
         self, y: torch.Tensor, x: torch.Tensor, downs: Any, ups: Any, scale: float, widths: Any, **kwargs: Any

@@ -1,6 +1,6 @@
-"""The `vllm.general_plugins` entry point `serve.vllm.plugin:register`, which vLLM calls in each of its processes, and
-the load format `shm` that it registers: weights directly from a version's mapped files. The model path is the version's
-directory itself."""
+"""Registers the load format `shm`, which loads weights directly from a version's mapped files, and reasoning parsers.
+vLLM calls `register` in each of its processes, by the `vllm.general_plugins` entry point `serve.vllm.plugin:register`.
+With `shm` the model path is the version's directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAN_ATTRIBUTE = "_shm_load_plan"
 
 
 def register() -> None:
-    """Register load format `shm` and our parsers. vLLM may call it several times in one process."""
+    """Register load format `shm` and our parsers. vLLM may call this function several times in one process."""
     thoughts.register()
     if _LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not ShmModelLoader:
         register_model_loader(LOAD_FORMAT)(ShmModelLoader)
@@ -35,8 +35,8 @@ def register() -> None:
 
 
 def _register_imported() -> None:
-    """Register the model classes that the warm parent has imported. vLLM inspects other classes in a separate process,
-    to avoid initialising CUDA: 10 s of imports for the first engine of an architecture."""
+    """Register the model classes that the warm parent has imported. vLLM would inspect an unregistered class in a
+    separate process, to avoid initialising CUDA: 10 s of imports for the first engine of an architecture."""
     for architecture, model in ModelRegistry.models.items():
         if isinstance(model, _LazyRegisteredModel) and model.module_name in sys.modules:
             ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(model.load_model_cls())
@@ -57,7 +57,7 @@ class ShmModelLoader(BaseModelLoader):
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Load all weights. Raises VersionMismatch if tensors are missing and the model is unquantised."""
+        """Load all weights. Raises VersionMismatch if an unquantised model's tensors are missing."""
         source = VersionSource(model_config.model).map()
         try:
             with LoadRecorder(model, source) as recorder:
@@ -71,7 +71,7 @@ class ShmModelLoader(BaseModelLoader):
 
 
 def _refuse_holes(plan: LoadPlan, path: str) -> None:
-    """Refuse to serve a checkpoint that lacks a parameter's tensor; vLLM would start with random values."""
+    """Refuse to serve a checkpoint that lacks a parameter's tensor; vLLM would use random values for the parameter."""
     if plan.unwritten:
         shown = ", ".join(plan.unwritten[:8])
         raise VersionMismatch(

@@ -1,8 +1,8 @@
-"""Reasoning parsers for models that may answer without a thought.
+"""Defines reasoning parsers for models that may answer without a thought.
 
-A model that is fine-tuned on answers without thoughts writes none. vLLM's parser for `<think>` treats output without
-`</think>` as a thought, so such an answer would have no content. Also, templates write empty lines between a thought
-and the answer, which vLLM makes part of the answer.
+A model fine-tuned on answers without thoughts writes no thoughts. vLLM's parser for `<think>` treats output without
+`</think>` as a thought, so such an answer would have no content. Also, vLLM counts the empty lines that templates write
+between thought and answer as part of the answer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from serve.core.parsers import BEGUN_THOUGHT_PARSER, THINK_PARSER
 
 
 class _StrippingParser(Qwen3Parser):
-    """Strips the empty lines before an answer. The thought counts as ended only after them, because vLLM passes on
-    everything after its end unparsed (as vllm/parser/granite_thinking.py)."""
+    """Strips the empty lines before an answer. The thought ends only after the empty lines, because vLLM does not parse
+    the text after a thought's end (as in vllm/parser/granite_thinking.py)."""
 
     _answer_begun = False
 
@@ -53,7 +53,7 @@ class ThoughtParser(_StrippingParser):
         config = qwen3_config(thinking=False, name=THINK_PARSER, turn_boundary_tokens=self.TURN_BOUNDARIES)
         begins = Transition(ParserState.REASONING, (EventType.REASONING_START,))
         transitions = {**config.transitions, (ParserState.CONTENT, "THINK_START"): begins}
-        # A structured answer may follow a thought, which its grammar must not constrain.
+        # A structured answer's grammar must not constrain a thought before the answer.
         kwargs["parser_engine_config"] = replace(config, transitions=transitions, wait_for_reasoning=True)
         super().__init__(tokenizer, tools, **kwargs)
 
@@ -75,7 +75,7 @@ class BegunThoughtParser(_StrippingParser):
         return delta
 
     def get_streaming_fallback_content(self, text: str, request: Any) -> str | None:
-        """The text that was streamed as reasoning, if it turns out to be the answer."""
+        """Return the text that was streamed as reasoning, if the text turns out to be the answer."""
         return self._streamed.lstrip("\n") if self._ended(self._streamed, request) else None
 
     def _ended(self, text: str, request: Any) -> bool:
@@ -86,6 +86,6 @@ class BegunThoughtParser(_StrippingParser):
 
 
 def register() -> None:
-    """Make the parsers known to vLLM. It may be called several times."""
+    """Register the parsers in vLLM. May be called several times."""
     for name, parser in ((THINK_PARSER, ThoughtParser), (BEGUN_THOUGHT_PARSER, BegunThoughtParser)):
         ReasoningParserManager.register_module(name, module=make_adapters(parser)[0])

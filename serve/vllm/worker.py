@@ -35,7 +35,7 @@ class ShmWorker(Worker):
     before it forks its core."""
 
     def init_device(self) -> None:
-        die_with_parent()  # vLLM detects the core's end by a pipe, which workers inherit too
+        die_with_parent()  # vLLM detects the core's end by a pipe, but workers inherit the pipe's end too
         bind_near(self.numa_nodes[self.local_rank :][:1])
         super().init_device()
 
@@ -59,12 +59,12 @@ class ShmWorker(Worker):
             self.parallel_config.world_size,
         )
         self.shm_loader = loader
-        # `collective_rpc` calls these names and the methods below.
+        # `collective_rpc` calls these names and the following methods.
         self.shm_refusal, self.shm_stage, self.shm_staged = loader.refusal, loader.stage, loader.staged
         self.shm_unmap = loader.unmap
 
     def shm_check(self, path: str) -> dict[str, Any]:
-        """Check whether and how a version can be loaded: see VersionLoader.check.
+        """Return how a version can be loaded, or why not: see VersionLoader.check.
 
         vLLM transmits only the text of a worker's exception, so a refusal is returned as `{"refused": [type, text]}`.
         """
@@ -105,8 +105,8 @@ class ShmGPUWorker(ShmWorker):
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Also zero the KV cache, which is mapped again uninitialised: kernels read whole blocks and mask unwritten
-        slots, but a masked NaN stays a NaN (vLLM writes zeros on ROCm only, vllm/device_allocator/cumem.py)."""
+        """Wake, and zero the KV cache, which is mapped again uninitialised: kernels read full blocks and mask unwritten
+        slots, but a masked NaN is still a NaN (vLLM writes zeros on ROCm only, vllm/device_allocator/cumem.py)."""
         super().wake_up(tags)
         if tags is None or "weights" in tags:
             self._loose.put_back()
@@ -117,20 +117,20 @@ class ShmGPUWorker(ShmWorker):
 
 @contextmanager
 def ending_out_of_step(rank: int) -> Iterator[None]:
-    """End a worker that fails in a step in which another worker replies. vLLM only logs such an error, and the replying
-    worker waits in a collective until vLLM gives up after five minutes (vllm#23985)."""
+    """Wrap a step so that a worker whose step fails ends, unless it is the worker that replies. vLLM only logs such an
+    error, and the replying worker waits in a collective until vLLM gives up after five minutes (vllm#23985)."""
     try:
         yield
     except Exception:
-        if rank == 0:  # rank 0's error is the reply
+        if rank == 0:  # rank 0's error is sent as the reply
             raise
         log.exception("worker %d failed in a step and ends: other workers would wait for it", rank)
         logging.shutdown()
-        os._exit(OUT_OF_STEP)  # an orderly end would wait for the other workers
+        os._exit(OUT_OF_STEP)  # an orderly exit would wait for the other workers
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists: vLLM keeps one per layer, or several for layers with a state."""
+    """Yield all tensors in nested lists: vLLM has one KV cache tensor per layer, or several for layers with a state."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Iterable):

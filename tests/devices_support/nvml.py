@@ -73,7 +73,7 @@ class Machine:
     set_limit_error: pynvml.NVMLError | None = None
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
-        """Replace this machine's driver by the simulation."""
+        """Replace the real driver by this simulated machine."""
 
         def lacking(*_: Any) -> Any:
             raise pynvml.NVMLError_FunctionNotFound()

@@ -1,12 +1,12 @@
-"""Checks a model's folder at its import: no pickles, no code, no links and no references to files elsewhere.
+"""Checks a model's folder at import: no pickles, no code, no links and no references to files elsewhere.
 
-CheckpointRefused       the checkpoint cannot or must not be used (all of these name the file)
+CheckpointRefused       the checkpoint cannot or must not be used; every error names the file
 ├── NotACheckpoint      config.json or weights are missing or invalid
 ├── PickleRefused       weights as pickles, which run code when loaded
 ├── RemoteCodeRefused   `auto_map`: the checkpoint would run its own Python code
 ├── UnsafeLink          a symbolic link or special file, or a reference to a file outside the checkpoint
 ├── UnsupportedModel    an architecture that neither generates nor embeds text
-└── TokenizerRefused    a tokenizer whose output explodes, or that does not end
+└── TokenizerRefused    a tokenizer whose output explodes or never ends
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 _SETTINGS = (CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS, *PROCESSOR_FILES, "modules.json")
 _CODE = (b"auto_map", b"custom_generate", b"\\u")
 MAX_CONFIG_BYTES = 16 << 20
-MAX_VALUES, MAX_DEPTH = 1 << 18, 64  # parsing many small values takes twenty times their size in memory
+MAX_VALUES, MAX_DEPTH = 1 << 18, 64  # parsed small values take twenty times the file's size in memory
 MAX_TOKENIZER_BYTES = 256 << 20
-# Formats that run code on load.
+# File formats that run code when they are loaded.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-# Vocabularies: large, and read only by tokenizers. They are not parsed: that would hold the GIL for half a second per
-# 30 MB, and the loaders check them anyway.
+# Vocabularies, which only tokenizers read. They are not parsed here: parsing would hold the GIL for half a second per
+# 30 MB, and the loaders check vocabularies anyway.
 _NO_SETTINGS = ("tokenizer.json", "vocab.json", "tekken.json", "manifest.json")
-# Keys for where a checkpoint was saved or trained; no library opens these paths.
+# Keys that record where a checkpoint was saved or trained; no library opens these paths.
 _SAVED_FROM = frozenset(
     "name_or_path _name_or_path base_model_name_or_path tokenizer_file special_tokens_map_file added_tokens_file "
     "tokenizer_config_file".split()
 )
-# Files with tokens. Mistral's tekken.json does not spell out every special token.
+# Files that list all tokens. Mistral's tekken.json is handled apart, because it does not list every special token.
 _WITH_TOKENS = ("tokenizer.json", "vocab.json", "added_tokens.json", TOKENIZER_CONFIG, SPECIAL_TOKENS)
 _PIECES, _TEKKEN, _OF_TEKKEN = "tokenizer.model", "tekken.json", "[TOOL_CALLS]"
 _FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -73,7 +73,7 @@ class TokenizerRefused(CheckpointRefused): ...
 
 
 def check_folder(directory: Path) -> None:
-    """Check a model's folder in milliseconds: nothing is loaded, and vocabularies are not read. Raises
+    """Check a model's folder in milliseconds, without loading weights or reading vocabularies. Raises
     CheckpointRefused, FileNotFoundError."""
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -110,13 +110,13 @@ def check_folder(directory: Path) -> None:
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """The tokenizer settings in `directory`, {} without a file. Raises NotACheckpoint."""
+    """Return `directory`'s tokenizer_config.json, {} if there is no such file. Raises NotACheckpoint."""
     path = directory / TOKENIZER_CONFIG
     return read_json(path, path.name) if path.exists() else {}
 
 
 def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
-    """The JSON value in `path`, which must be of type `kind`. Raises NotACheckpoint naming `name`."""
+    """Return the JSON value in `path`, which must be of type `kind`. Raises NotACheckpoint for the file `name`."""
     raw = path.read_bytes() if (size := path.stat().st_size) <= MAX_CONFIG_BYTES else b""
     values = sum(map(raw.count, (b",", b"[", b"{")))
     if size > MAX_CONFIG_BYTES or values > MAX_VALUES:
@@ -133,7 +133,7 @@ def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
 
 
 def _strings(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The strings of a JSON value, each with its nearest key."""
+    """Yield each string in a JSON value with the nearest key above the string."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
@@ -145,16 +145,16 @@ def _strings(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_elsewhere(directory: Path, name: str) -> bool:
-    """Whether a setting names an existing file or folder outside of `directory`."""
+    """Return whether a setting's value is the path of an existing file or folder outside of `directory`."""
     path = os.path.join(directory, name)
     return os.path.exists(path) and not Path(path).resolve().is_relative_to(directory.resolve())
 
 
 def tokens_of(directory: Path, wanted: Iterable[str]) -> frozenset[str]:
-    """The `wanted` tokens that the tokenizer in `directory` has.
+    """Return the `wanted` tokens that the tokenizer in `directory` has.
 
-    Searches the files, since parsing would take seconds: a token is a quoted string in a JSON file, and plain bytes in
-    `tokenizer.model`.
+    Searches the files, since parsing would take seconds: a token is a quoted string in a JSON file, and unquoted bytes
+    in `tokenizer.model`.
     """
     wanted, known = frozenset(wanted), set[str]()
     names = [name for name in (*_WITH_TOKENS, _PIECES) if (directory / name).is_file()]

@@ -1,7 +1,7 @@
 """Computes a version's generation_config.json: default sampling of engines, and tokens that end an answer.
 
-Pure. vLLM uses the file's numbers unchecked, refuses every request if one is out of range, ignores do_sample, and
-applies max_new_tokens as a limit of each answer.
+Pure. vLLM takes the file's numbers without a check, refuses every request if a number is out of range, ignores
+do_sample, and limits every answer to max_new_tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT_APPLIED = (
 ).split()
 """Settings that transformers applies to answers and no engine reads."""
 _ROLES = ("eos_token_id", "bos_token_id", "pad_token_id")
-# (least, most) by vllm.sampling_params.SamplingParams._verify_args; 0 is invalid for top_p and repetition_penalty.
+# (lowest, highest) value by vllm.sampling_params.SamplingParams._verify_args; top_p and repetition_penalty exclude 0.
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 2),
     "top_p": (0, 1),
@@ -41,13 +41,13 @@ def settle(
     ends: Collection[int] = (),
     unreadable: str = "",
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The file of the stored version, None if it stays unchanged or absent, and notes.
+    """Return the stored version's file (None: the checkpoint's file stays unchanged or absent) and notes.
 
     Args:
-        own: The checkpoint's own file; None if absent: settings then come from config.json.
+        own: The checkpoint's file; if None, settings come from config.json.
         rows: Rows of the embedding; 0 if unknown.
-        ends: Tokens that end a turn of the model and are in no file.
-        unreadable: Why transformers cannot read the file, "" where it can.
+        ends: Tokens that end a turn of the model but are not listed in any file.
+        unreadable: Why transformers cannot read the file, "" if it can.
     """
     read, parts = (*_ROLES, *SAMPLING, *_OTHERS), {**text_part(config), **config}
     settings = dict(own) if own is not None else {key: parts[key] for key in read if parts.get(key) is not None}
@@ -77,14 +77,14 @@ def settle(
 
 
 def eos_ids(own: Mapping[str, Any] | None, config: Mapping[str, Any]) -> list[Any]:
-    """Tokens that end an answer, by the file, or by config.json without a file."""
+    """Return the tokens that end an answer according to the file, or to config.json if there is no file."""
     source = own if own is not None else {**text_part(config), **config}
     tokens = source.get("eos_token_id")
     return list(tokens) if isinstance(tokens, list) else [] if tokens is None else [tokens]
 
 
 def _sampling(settings: dict[str, Any]) -> list[str]:
-    """Corrects the numbers in `settings`; returns notes."""
+    """Correct the numbers in `settings` in place; return notes on the corrections."""
     notes = []
     for key, (least, most) in _BOUNDS.items():
         value = settings.get(key)

@@ -1,6 +1,6 @@
 """Detects from renderings of a few short conversations how a chat template writes their parts.
 
-Pure. Renderings of PROBES: text by the probe's name, None if the template raised an error.
+Pure. Renderings of PROBES map a probe's name to the rendered text, or to None if the template raised an error.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _PARTS = (
 
 
 def new_end(rendered: Rendered, added: Collection[str], known: Set[str]) -> str:
-    """The token that ends an answer in these renderings, "" if there is none or a file lists it already.
+    """Return the token that ends an answer in these renderings, "" if there is none or a file lists the token already.
 
     Args:
-        added: Added tokens, which the tokenizer never splits.
-        known: Tokens that end an answer anyway.
+        added: The tokenizer's added tokens, which it never splits.
+        known: Tokens that end an answer according to a file.
     """
-    # The end of a turn does not occur in the model's turn before its answer.
+    # The token that ends a turn does not occur in the model's turn before the answer.
     before = (rendered["answered"] or "").partition(ANSWER)[0].rpartition(QUESTION)[2]
     before = before.removeprefix(os.path.commonprefix([before, (rendered["asked"] or "").rpartition(QUESTION)[2]]))
     for probe in ("answered", "again"):
@@ -60,7 +60,7 @@ def new_end(rendered: Rendered, added: Collection[str], known: Set[str]) -> str:
 
 
 def warnings_of(rendered: Rendered, added: Collection[str]) -> list[str]:
-    """Warnings for the importer: parts of a conversation that the template does not write, and the consequence."""
+    """Return warnings for the importer: parts of a conversation that the template omits, and the consequences."""
     notes, used = [], set[str]()
     for probe, mark, words in _PARTS:
         text, before = rendered[probe], (rendered["tools"] or "") if probe == "called" else ""
@@ -89,7 +89,7 @@ def warnings_of(rendered: Rendered, added: Collection[str]) -> list[str]:
 
 
 def _group(tail: str, added: Collection[str]) -> list[str]:
-    """The adjacent tokens at the beginning of the tail, after white space."""
+    """Return the adjacent tokens at the beginning of the tail, after white space."""
     tokens = sorted((token for token in added if token.strip()), key=len, reverse=True)
     group, rest = [], tail.lstrip()
     while (token := next((token for token in tokens if rest.startswith(token)), None)) is not None:

@@ -15,7 +15,7 @@ class _Strict(BaseModel):
 
 
 class KeepRules(_Strict):
-    """Which versions of each model a tier keeps: all if no rule is set, else those that any rule keeps."""
+    """Versions of each model that a tier keeps: all if no rule is set, else every version that some rule keeps."""
 
     keep_last: int | None = Field(default=None, ge=1, description="newest versions to keep")
     keep_best: int | None = Field(default=None, ge=1, description="versions with the lowest validation loss to keep")
@@ -24,20 +24,20 @@ class KeepRules(_Strict):
 class DiskTier(_Strict):
     """The local disk: versions and snapshots as plain directories."""
 
-    free_bytes: int = Field(default=1 << 30, ge=0, description="space that tiers leave free on the disk")
+    free_bytes: int = Field(default=1 << 30, ge=0, description="disk space that tiers must not fill")
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
     snapshots: KeepRules = Field(default=KeepRules(keep_last=1), description="snapshots kept in addition to the newest")
 
 
 class Location(_Strict):
-    """Where objects are stored: a directory on a mount, or an S3-compatible store."""
+    """The place of stored objects: a directory on a mount, or an S3-compatible store."""
 
     url: str | None = Field(default=None, description="path of a mounted directory, or s3://bucket/prefix; one per box")
     endpoint: str | None = Field(
         default=None, pattern=URL, description="https address of the S3-compatible store; unset: Amazon's"
     )
     region: str | None = Field(default=None, description="region of the bucket; unset: us-east-1")
-    credentials_file: str | None = Field(default=None, description="AWS credentials file; unset: where boto3 looks")
+    credentials_file: str | None = Field(default=None, description="AWS credentials file; unset: boto3's default")
     credentials_profile: str | None = Field(default=None, description="section of the credentials file")
 
     @field_validator("url")
@@ -53,7 +53,7 @@ class RemoteTier(Location):
 
     moments: Literal["exact", "int8"] = Field(
         default="exact",
-        description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "
+        description="Adam moments of snapshots; 'int8': one byte per element and one scale per 256; a job resumed from "
         "them continues approximately, not exactly",
     )
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
@@ -63,7 +63,7 @@ class RemoteTier(Location):
 class WeightsConfig(_Strict):
     """Memory limits of the weight store, and its tiers. Unknown keys are errors."""
 
-    budget_bytes: int | None = Field(default=None, ge=1, description="limit of the store's bytes")
-    budget_share: float = Field(default=0.5, gt=0, le=1, description="limit as a share of the tmpfs size")
-    disk: DiskTier = Field(default_factory=DiskTier, description="tier on the local disk")
-    remote: RemoteTier = Field(default_factory=RemoteTier, description="optional remote tier")
+    budget_bytes: int | None = Field(default=None, ge=1, description="largest size of the store in bytes")
+    budget_share: float = Field(default=0.5, gt=0, le=1, description="largest share of the tmpfs for the store")
+    disk: DiskTier = Field(default_factory=DiskTier, description="settings of the tier on the local disk")
+    remote: RemoteTier = Field(default_factory=RemoteTier, description="settings of the optional remote tier")

@@ -1,17 +1,17 @@
-"""Defines the errors of this package, most general first.
+"""Defines the errors of this package as a tree, the most general first.
 
 WeightsError
-├── InvalidLayout            tensors or slices that do not fit the format, or each other (also ValueError)
-├── InvalidName              an invalid model, version or file name (also ValueError)
-├── StoreError               misuse of the store: a draft or lease that ended, a root open to other users
+├── InvalidLayout            tensors or slices that do not fit the format or each other (also a ValueError)
+├── InvalidName              an invalid model, version or file name (also a ValueError)
+├── StoreError               misuse of the store: use of an ended draft or lease, a root open to other users
 │   ├── StoreFull            not enough space in the budget or the file system; the message has the numbers
-│   ├── VersionExists        the version's name is taken
-│   ├── VersionNotFound      no such version, or it was removed meanwhile
+│   ├── VersionExists        a version of this name exists
+│   ├── VersionNotFound      no such version, or the version was removed meanwhile
 │   └── VersionLeased        a reader holds a lease, so the version stays
-├── TierFull                 a tier's disk is full, or would fall below its required free space; nothing was committed
-├── TierUnavailable          a tier cannot be reached, refuses access, or is not the one this box wrote to
-└── IntegrityError           bytes do not match their metadata, or are no plain file; has path and file
-    └── ObjectDamaged        an object in a remote tier is missing or cut; `path` names it
+├── TierFull                 a tier's disk is full or would have too little free space; nothing was committed
+├── TierUnavailable          a tier cannot be reached, refuses access, or is another tier than this box wrote to
+└── IntegrityError           bytes do not match their metadata or are not a regular file; has path and file
+    └── ObjectDamaged        an object in a remote tier is missing or truncated; `path` is its key
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 
 class WeightsError(Exception):
-    """Base of every error that this package raises deliberately. All can be pickled, because Ray actors return them."""
+    """Base of all errors that this package raises deliberately. They can be pickled, because Ray actors return them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default calls the constructor with only the message, which fails for keyword-only arguments.
+        # Unpickling by default calls the constructor with only the message, which fails for keyword-only arguments.
         return copyreg.__newobj__, (type(self), *self.args), dict(self.__dict__)  # type: ignore[attr-defined]
 
 
@@ -56,7 +56,7 @@ class TierUnavailable(WeightsError): ...
 
 
 class IntegrityError(WeightsError):
-    """`path` and `file`: where the fault is; `reason`: the fault."""
+    """`path`, `file`: directory and file with the fault; `reason`: the fault."""
 
     def __init__(self, reason: str, *, path: object, file: str | None = None) -> None:
         self.reason, self.path, self.file = reason, str(path), file

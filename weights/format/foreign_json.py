@@ -15,7 +15,7 @@ CONFIG_FILE = "config.json"
 
 
 def config_in(*folders: str | Path | None) -> dict[str, Any] | None:
-    """The config.json of the first folder with a readable config.json; None without any."""
+    """Return the first readable config.json in these folders; None if there is none."""
     for folder in folders:
         with suppress(OSError, ValueError):
             if folder and isinstance(config := json.loads(Path(folder, CONFIG_FILE).read_bytes()), dict):
@@ -24,19 +24,19 @@ def config_in(*folders: str | Path | None) -> dict[str, Any] | None:
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model: for a multimodal model a part of its config."""
+    """Return the language model's config, which for a multimodal model is a part of the config."""
     part = config.get("text_config")
     return part if isinstance(part, Mapping) else config
 
 
 def size(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these settings that is an integer; 0 if there is none or it is out of range."""
+    """Return the first of these settings that is an integer; 0 if none is, or if the integer is out of range."""
     number = next((value for name in names if type(value := config.get(name)) is int), 0)
     return number if 0 <= number <= MOST_SIZE else 0
 
 
 def weight_bits(quantization: Mapping[str, Any]) -> int:
-    """Bits per weight in a `quantization_config` of compressed-tensors; 0 for other formats or if unknown."""
+    """Return the bits per weight in a compressed-tensors `quantization_config`; 0 for other formats or if unknown."""
     groups = quantization.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
     weights = schemes[0].get("weights") if schemes and isinstance(schemes[0], dict) else None
@@ -44,7 +44,7 @@ def weight_bits(quantization: Mapping[str, Any]) -> int:
 
 
 def is_exceeding(value: Any, levels: int, most_fields: float = math.inf) -> bool:
-    """Whether a parsed JSON value nests lists and objects in more levels, or has an object with more fields."""
+    """Return whether a parsed JSON value is nested more deeply, or has an object with more fields, than allowed."""
     level = [value]
     for _ in range(levels + 1):
         level = [node for node in level if isinstance(node, dict | list)]

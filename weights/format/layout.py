@@ -1,9 +1,9 @@
-"""The safetensors files of a version: which tensor is in which file, at which bytes.
+"""Maps each tensor of a version to its safetensors file and byte range.
 
 Format (safetensors README and its Rust `SafeTensors::deserialize`): 8 bytes little-endian header length N, N bytes of
 JSON, then the data. The tensors must cover the data without holes or overlap, so alignment requires padding the header
-with spaces and ordering the tensors. The library itself builds headers only together with data, and reads headers by
-mapping the file, which kills the process if the file shrinks meanwhile.
+with spaces and ordering the tensors. The safetensors library is not used: it builds headers only together with data,
+and reads headers by mapping the file, which kills the process if the file shrinks meanwhile.
 
 `Layout.plan` is pure; `Layout.read` reads and validates the files' headers without mapping anything.
 """
@@ -27,7 +27,7 @@ import msgspec
 from weights.format.errors import IntegrityError, InvalidLayout
 from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name, open_regular
 
-# Bits per element of the dtype codes of safetensors 0.8.
+# dtype code of safetensors 0.8 -> bits per element
 DTYPE_BITS: Mapping[str, int] = {
     code: bits
     for bits, codes in (
@@ -41,11 +41,11 @@ DTYPE_BITS: Mapping[str, int] = {
     for code in codes.split()
 }
 LENGTH_BYTES = 8
-ALIGN_BYTES = 64  # a cache line, and the best alignment for AVX-512 and cudaMemcpyAsync
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+ALIGN_BYTES = 64  # size of a cache line, and the best alignment for AVX-512 and cudaMemcpyAsync
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library has the same limit
 MAX_INDEX_BYTES = 64 << 20
-DEFAULT_MAX_FILE_BYTES = 5_000_000_000  # transformers' own shard size
-MAX_RANK = 32  # multiplying a million dimensions takes minutes
+DEFAULT_MAX_FILE_BYTES = 5_000_000_000  # transformers' default shard size
+MAX_RANK = 32  # limits the time to multiply dimensions: a million take minutes
 METADATA_KEY = "__metadata__"
 _FORBIDDEN = re.compile(r"[\x00-\x1f\ud800-\udfff]")
 
@@ -88,7 +88,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
@@ -126,8 +126,8 @@ class FileLayout:
 
     @classmethod
     def of(cls, name: str, specs: Sequence[TensorSpec]) -> FileLayout:
-        """The layout of a file with these tensors in this order, whose data are aligned in a page-aligned mapping."""
-        body: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}  # required by transformers
+        """Lay out a file with these tensors in this order, so that the data are aligned in a page-aligned mapping."""
+        body: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}  # transformers requires this metadata
         for placed in _placed(name, specs, 0):
             spec, offsets = placed.spec, [placed.start, placed.end]
             body[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
@@ -140,9 +140,9 @@ class FileLayout:
 
     @classmethod
     def read(cls, file: BinaryIO, *, path: object, name: str) -> FileLayout:
-        """The layout of the open safetensors file `name`, read from its header only.
+        """Read the layout of the open safetensors file `name` from its header only.
 
-        Raises IntegrityError for everything the format forbids: unknown dtypes, shapes that are not lists of
+        Raises IntegrityError for anything that the format forbids: unknown dtypes, shapes that are not lists of
         non-negative integers, offsets that overlap, leave holes, do not match the shape, or do not end at the end of
         the file.
         """
@@ -161,7 +161,7 @@ class FileLayout:
 
 
 def _placed(file: str, specs: Iterable[TensorSpec], position: int) -> tuple[Placed, ...]:
-    """These tensors one after another, starting at byte `position`."""
+    """Place these tensors one after another, the first at byte `position`."""
     tensors = []
     for spec in specs:
         tensors.append(Placed(spec, file, position, position + spec.nbytes))
@@ -170,7 +170,7 @@ def _placed(file: str, specs: Iterable[TensorSpec], position: int) -> tuple[Plac
 
 
 def _parsed(file: str, header: bytes) -> tuple[Placed, ...]:
-    """The tensors in a header. Raises ValueError."""
+    """Parse the tensors in a header. Raises ValueError."""
     text = header[LENGTH_BYTES:].decode()
     if not text.startswith("{"):
         raise ValueError("the header does not begin with '{'")
@@ -192,7 +192,7 @@ def _parsed(file: str, header: bytes) -> tuple[Placed, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of one version. Tensor names are unique over all files."""
+    """The files of one version. Each tensor name occurs once over all files."""
 
     files: tuple[FileLayout, ...]
 
@@ -202,7 +202,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all safetensors files, headers included."""
+        """The size of all safetensors files in bytes, headers included."""
         return sum(file.nbytes for file in self.files)
 
     def __iter__(self) -> Iterator[Placed]:
@@ -212,18 +212,18 @@ class Layout:
         return name in self._by_name
 
     def find(self, name: str) -> Placed:
-        """The place of tensor `name`. Raises InvalidLayout."""
+        """Return the place of tensor `name`. Raises InvalidLayout."""
         try:
             return self._by_name[name]
         except KeyError:
             raise InvalidLayout(f"no tensor named {name!r} in the layout") from None
 
     def file(self, name: str) -> FileLayout:
-        """The layout of the file `name`, which must exist."""
+        """Return the layout of the file `name`, which must exist."""
         return next(file for file in self.files if file.name == name)
 
     def index_file(self) -> tuple[str, bytes] | None:
-        """Name and bytes of the transformers index over several files; None for a single file."""
+        """Return the name and the bytes of transformers' index over several files; None for a single file."""
         if len(self.files) == 1:
             return None
         stem, numbered, _ = self.files[0].name.partition("-00001-of-")
@@ -239,12 +239,12 @@ class Layout:
     def plan(
         cls, specs: Iterable[TensorSpec], *, max_file_bytes: int = DEFAULT_MAX_FILE_BYTES, stem: str = "model"
     ) -> Layout:
-        """Lays out `specs` in files of at most `max_file_bytes` of tensor data each, or one larger tensor. Pure.
+        """Lay out `specs` in files of at most `max_file_bytes` of tensor data, or of one larger tensor. Pure.
 
         The format forbids holes, so a tensor starts aligned only if all before it have aligned sizes: within a file
-        tensors are ordered by the largest power of two that divides their size, then as given. All tensors whose size
-        is a multiple of ALIGN_BYTES (nearly all of a real model) start on such a boundary, and every tensor at least on
-        a multiple of its element size.
+        tensors are sorted by the largest power of two that divides their size, then in the order of `specs`. Tensors
+        whose size is a multiple of ALIGN_BYTES (nearly all tensors of a real model) start on such a boundary; other
+        tensors start at least on a multiple of their element size.
 
         `stem` names the files ("model", or "adapter_model" for LoRA). Raises InvalidLayout.
         """
@@ -269,9 +269,9 @@ class Layout:
 
     @classmethod
     def read(cls, directory: Path | str) -> Layout:
-        """The validated layout of a checkpoint directory.
+        """Read and validate the layout of a checkpoint directory.
 
-        The files are those named by `*.safetensors.index.json`, else `model.safetensors`, else all
+        The files are those in `*.safetensors.index.json`, else `model.safetensors`, else all
         `*.safetensors`. Raises IntegrityError (a bad header, a symlink, an index that disagrees with the files) or
         InvalidLayout (no safetensors file at all).
         """
@@ -313,7 +313,7 @@ def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def read_index(directory: Path, name: str) -> dict[str, str]:
-    """The file of each tensor according to the index file `name`. Raises IntegrityError."""
+    """Return the file of each tensor according to the index file `name`. Raises IntegrityError."""
     with open_regular(directory, name) as fd:
         raw = fd.read(MAX_INDEX_BYTES + 1)
     try:
@@ -328,7 +328,7 @@ def read_index(directory: Path, name: str) -> dict[str, str]:
 
 
 def rename_tensors(directory: Path, names: Mapping[str, str]) -> None:
-    """Renames tensors of the checkpoint in `directory`, in its files and in its index. The data do not change."""
+    """Rename tensors of the checkpoint in `directory`, in file headers and index. The data do not change."""
     for file in Layout.read(directory).files:
         if any(placed.spec.name in names for placed in file.tensors):
             _rewrite(directory / file.name, file, names)

@@ -1,4 +1,4 @@
-"""Defines a version's manifest (files, checksums, lineage), which is in its manifest.json, and reads its files.
+"""Defines a version's manifest.json (files, checksums, lineage), and reads the version's files.
 
 The manifest contains a checksum of its own text, which detects corruption of the manifest itself. Checksums of
 safetensors files are null until the version is sealed.
@@ -21,7 +21,7 @@ from weights.format.layout import Layout
 from weights.format.names import MANIFEST_FILE, Name, check_file_name, open_regular
 
 FORMAT = 2
-# Configuration, tokenizers, chat templates. The store never accepts code (*.py) and pickles (*.bin, *.pt).
+# Suffixes of configurations, tokenizers, templates. The store never accepts code (*.py) or pickles (*.bin, *.pt).
 AUX_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 MAX_AUX_BYTES = 256 << 20
 CHUNK_BYTES = 32 << 20
@@ -30,7 +30,7 @@ Chunks = Callable[[str], Iterable[bytes]]
 
 
 def checksum(data: bytes | memoryview | blake3) -> str:
-    """The BLAKE3 checksum of bytes, or of a hasher's input so far, as "blake3:<64 hex digits>".
+    """Return the BLAKE3 checksum of bytes, or of a hasher's input so far, as "blake3:<64 hex digits>".
 
     It runs at about 4.5 GB/s per core with AVX-512, without the GIL, and unlike a CRC does not collide by construction.
     """
@@ -38,7 +38,7 @@ def checksum(data: bytes | memoryview | blake3) -> str:
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """A file's size in bytes and its checksum, None if unsealed."""
+    """A file's size in bytes, and the file's checksum, None while unsealed."""
 
     nbytes: int
     checksum: str | None
@@ -62,20 +62,20 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but the manifest itself."""
+        """The size in bytes of all files except the manifest."""
         return sum(record.nbytes for record in self.files.values())
 
     @classmethod
     def describe(
         cls, layout: Layout, name: Name, *, meta: Mapping[str, Any], aux_files: Mapping[str, bytes]
     ) -> Manifest:
-        """A new, unsealed manifest of `layout` and these auxiliary files."""
+        """Return a new, unsealed manifest for `layout` and these auxiliary files."""
         files = {file.name: FileRecord(file.nbytes, None) for file in layout.files}
         files |= {file: FileRecord(len(data), checksum(data)) for file, data in aux_files.items()}
         return cls(*name, time.time(), dict(meta), len([*layout]), files)
 
     def with_checksums(self, checksums: Mapping[str, str], **changes: Any) -> Manifest:
-        """A copy of the manifest with these file checksums and `changes` of other fields."""
+        """Return a copy of the manifest with these file checksums and with `changes` to other fields."""
         files = {
             name: msgspec.structs.replace(file, checksum=checksums.get(name, file.checksum))
             for name, file in self.files.items()
@@ -83,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, files=files, **changes)
 
     def to_bytes(self) -> bytes:
-        """The manifest as JSON. Raises IntegrityError if `meta` is not JSON."""
+        """Return the manifest as JSON. Raises IntegrityError if `meta` is not JSON."""
         try:
             text = msgspec.json.encode(self, order="sorted")
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -92,7 +92,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, path: object) -> Manifest:
-        """Parses a manifest and checks everything except the files. Raises IntegrityError."""
+        """Parse a manifest and check all of its fields, but not the files. Raises IntegrityError."""
         try:
             outer = msgspec.json.decode(raw, type=_Outer)
             if checksum(bytes(outer.body)) != outer.manifest_checksum:
@@ -109,7 +109,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """The manifest of a version directory. Raises IntegrityError."""
+        """Read the manifest of a version directory. Raises IntegrityError."""
         with open_regular(directory, MANIFEST_FILE) as file:
             return cls.from_bytes(file.readall(), path=directory)
 
@@ -120,8 +120,8 @@ class _Outer(msgspec.Struct):
 
 
 def aux_files_of(directory: Path) -> dict[str, bytes]:
-    """The top-level files of `directory` with one of `AUX_SUFFIXES`; other files and sub-directories are ignored.
-    Raises IntegrityError for a symlink among them."""
+    """Return the top-level files of `directory` that have one of `AUX_SUFFIXES`. Raises IntegrityError if such a file
+    is a symlink."""
     contents = {}
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         name = entry.name
@@ -137,10 +137,10 @@ def aux_files_of(directory: Path) -> dict[str, bytes]:
 
 
 def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]:
-    """The bytes of a file in chunks of CHUNK_BYTES. Raises IntegrityError if its size differs from the manifest."""
+    """Yield a file's bytes in chunks of CHUNK_BYTES. Raises IntegrityError if the size differs from the manifest."""
     expected, nbytes = manifest.files[name].nbytes, 0
-    with io.BufferedReader(open_regular(directory, name)) as file:  # buffered: `read` returns less only at the end
-        # Read instead of map, so that a shrinking file is an error and not a SIGBUS.
+    with io.BufferedReader(open_regular(directory, name)) as file:  # so that `read` returns less only at the end
+        # Read the file instead of mapping it, so that a shrinking file causes an error and not a SIGBUS.
         while nbytes <= expected and (chunk := file.read(CHUNK_BYTES)):
             nbytes += len(chunk)
             yield chunk
@@ -151,8 +151,8 @@ def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]
 def hashed(
     chunks: Iterable[bytes], expected: str | None, checksums: dict[str, str], *, path: object, file: str
 ) -> Iterator[bytes]:
-    """Yields the chunks of a file, and then stores their checksum in `checksums` under the file's name. Raises
-    IntegrityError after the last chunk if it differs from `expected` (None: unknown)."""
+    """Yield the chunks of a file, then store the file's checksum in `checksums` under the file's name. Raises
+    IntegrityError after the last chunk if the checksum differs from `expected` (None: unknown)."""
     running = blake3()
     for chunk in chunks:
         running.update(chunk)
@@ -163,8 +163,8 @@ def hashed(
 
 
 def read_whole(manifest: Manifest, chunks: Chunks, *, source: object) -> Manifest:
-    """`manifest` with all checksums, computed from the `chunks` of each file. Raises IntegrityError, which names
-    `source`, if they differ from recorded checksums."""
+    """Return `manifest` with all checksums, computed from the `chunks` of each file. Raises IntegrityError, which names
+    `source`, if a checksum differs from the recorded checksum."""
     checksums: dict[str, str] = {}
     for name, record in manifest.files.items():
         for _ in hashed(chunks(name), record.checksum, checksums, path=source, file=name):

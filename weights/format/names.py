@@ -1,4 +1,4 @@
-"""Names of models, versions and files; reads and writes of single files, without following symlinks.
+"""Defines names of models, versions and files; reads and writes single files without following symlinks.
 
 A name is percent-encoded (RFC 3986) so that `ft:starter:acme/x:1` is one path segment and decodes back.
 """
@@ -44,21 +44,21 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def policy_name(job_id: str) -> str:
-    """The name of a job's model in training."""
+    """Return the name of the model that a job trains."""
     return POLICY_PREFIX + job_id
 
 
 def policy_of(name: str) -> str | None:
-    """The inverse of `policy_name`; None for other models' names."""
+    """Invert `policy_name`; None for other models' names."""
     return name.removeprefix(POLICY_PREFIX) if name.startswith(POLICY_PREFIX) else None
 
 
 def encode_name(name: str) -> str:
-    """The directory name for a model or version name. Raises InvalidName."""
+    """Return the directory name for a model or version name. Raises InvalidName."""
     if not isinstance(name, str) or not name or _FORBIDDEN.search(name):
         raise InvalidName(f"a model or version name must be plain text without control characters, got {name!r}")
     encoded = quote(name, safe=":@+,=")
-    # quote() keeps dots, and a leading dot would give ".", ".." or a hidden entry.
+    # quote() does not encode dots; a leading dot would give ".", ".." or a hidden entry.
     if encoded.startswith("."):
         encoded = "%2E" + encoded[1:]
     if len(encoded) > MAX_SEGMENT_BYTES:
@@ -67,7 +67,7 @@ def encode_name(name: str) -> str:
 
 
 def decode_name(encoded: str) -> str | None:
-    """The inverse of `encode_name`; None if no name has this encoding."""
+    """Invert `encode_name`; None if no name has this encoding."""
     name = unquote(encoded, errors="strict") if encoded.isascii() else ""
     try:
         return name if name and encode_name(name) == encoded else None
@@ -85,18 +85,18 @@ def check_file_name(name: str) -> str:
 
 
 def version_name(step: int) -> str:
-    """Name of the version (snapshot or weights) that a run saves after `step` steps."""
+    """Return the name of the version (snapshot or weights) that a run stores after `step` steps."""
     return f"step-{step}"
 
 
 def step_of(version: str) -> int:
-    """The inverse of `version_name`; -1 for other names."""
+    """Invert `version_name`; -1 for other names."""
     number = version.removeprefix("step-")
     return int(number) if number != version and number.isdecimal() else -1
 
 
 class Name(NamedTuple):
-    """A version, adapter or snapshot, in every tier. `kind` is one of KINDS."""
+    """Names a version, adapter or snapshot in all tiers. `kind` is one of KINDS."""
 
     kind: str
     model: str
@@ -136,16 +136,16 @@ def open_regular(directory: Path, name: str, mode: str = "rb") -> io.FileIO:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a small file, 0600, over an existing file."""
+    """Write a small file of mode 0600; overwrites an existing file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
         file.write(data)
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Writes a small file, 0600; readers see the old or the new file, even if two processes write it. durable: return
-    once it is on disk. Raises OSError: the old file stays."""
-    temporary = path.with_name(f".{path.name.removeprefix('.')}.{uuid.uuid4().hex}")  # sweeps find the prefix
+    """Write a small file of mode 0600 atomically: readers see the old or the new file, even if two processes write.
+    durable: return once the file is on disk. If it raises OSError, the old file is unchanged."""
+    temporary = path.with_name(f".{path.name.removeprefix('.')}.{uuid.uuid4().hex}")  # sweeps find this prefix
     try:
         write_file(temporary, data)
         if durable:
@@ -159,7 +159,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until the bytes of a file, or the entries of a directory, are on disk."""
+    """Wait until the bytes of a file, or the entries of a directory, are on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

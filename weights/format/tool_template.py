@@ -1,13 +1,13 @@
-"""Adds tools to a chat template that does not mention them.
+"""Adds tools to a chat template that does not mention tools.
 
-A model whose template never mentions tools can still call them: the system message lists the tools, calls are between
-`<tool_call>` tags and results between `<tool_response>` tags, the form in which Hermes and Qwen are trained
+A model whose template never mentions tools can still call tools: the system message lists them, calls are between
+`<tool_call>` tags and results between `<tool_response>` tags, as in the training data of Hermes and Qwen
 (https://github.com/NousResearch/Hermes-Function-Calling). Engines and trainers read a checkpoint's template through
 `with_tools`, so that training and serving render the same prompts. Conversations without tools render as before.
 
 show_tools.jinja runs inside the template, because vLLM and transformers render templates in their own sandboxes:
-methods that change a list fail there, and vLLM detects by loops over a message's content whether a template expects
-text or parts.
+there, methods that change a list fail, and vLLM concludes from loops over a message's content whether a template
+expects text or parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHOW_TOOLS = (resources.files(__package__) / "show_tools.jinja").read_text()
 
 
 def with_tools(template: str | None) -> str | None:
-    """`template`, extended to show tools if it never mentions them. None stays None."""
+    """Return `template`, extended to render tools if it never mentions tools. None stays None."""
     if not template or "tool" in template:
         return template
     # In a template that refuses system messages (Gemma's), the tools come before the first user message.

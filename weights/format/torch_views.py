@@ -1,4 +1,4 @@
-"""Slices of stored tensors: a shard's elements as runs of equal length, and torch tensors over stored bytes.
+"""Describes a shard's elements of a stored tensor as runs of equal length, and views stored bytes as torch tensors.
 
 Runs are pure integers, in the row-major order of a tensor's elements; ranges are half-open [start, stop). Only this
 file of the package imports torch.
@@ -17,7 +17,7 @@ import torch
 from weights.format.errors import InvalidLayout
 from weights.format.layout import DTYPE_BITS
 
-# By safetensors code; sub-byte codes have no torch dtype.
+# safetensors code -> torch dtype; sub-byte codes have no torch dtype.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     code: dtype for code, dtype in safetensors.torch._TYPES.items() if isinstance(dtype, torch.dtype)
 } | {"F8_E8M0": torch.float8_e8m0fnu}
@@ -35,7 +35,7 @@ class Strided:
 
     @property
     def size(self) -> int:
-        """Number of elements in all runs."""
+        """The number of elements in all runs."""
         return self.run * self.count
 
 
@@ -77,7 +77,7 @@ def part(runs: Strided, start: int, size: int) -> Iterator[Strided]:
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """The safetensors code of `dtype`. Raises InvalidLayout for dtypes that the format lacks."""
+    """Return the safetensors code of `dtype`. Raises InvalidLayout for a dtype that the format lacks."""
     try:
         return CODES[dtype]
     except KeyError:
@@ -85,7 +85,7 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(code: str) -> torch.dtype:
-    """The torch dtype of a safetensors code. Raises InvalidLayout where torch has none."""
+    """Return the torch dtype of a safetensors code. Raises InvalidLayout if torch has no such dtype."""
     try:
         return TORCH_DTYPES[code]
     except KeyError:
@@ -113,5 +113,5 @@ def as_tensor(view: memoryview, code: str, shape: Sequence[int]) -> torch.Tensor
 
 
 def runs_view(flat: torch.Tensor, runs: Strided) -> torch.Tensor:
-    """A view of the elements `runs` of `flat` (n,), with shape (runs.count, runs.run)."""
+    """Return a view of the elements `runs` of `flat` (n,), with shape (runs.count, runs.run)."""
     return flat.as_strided((runs.count, runs.run), (runs.stride, 1), flat.storage_offset() + runs.start)

@@ -1,4 +1,4 @@
-"""Defines stored versions and their leases. A lease is a shared file lock that ends with its process."""
+"""Defines stored versions and their leases. A lease is a shared file lock that ends when its process ends."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class StoredVersion:
 
     @property
     def pinned(self) -> bool:
-        """Whether eviction must skip the version because no other tier has its bytes yet."""
+        """Whether eviction must skip the version, because no other tier has a copy yet."""
         return (self.path / PINNED_FILE).exists()
 
     @classmethod
     def read(cls, path: Path) -> StoredVersion:
-        """The version at `path`. Raises IntegrityError; opens no tensor file."""
+        """Return the version at `path` without opening a tensor file. Raises IntegrityError."""
         manifest = Manifest.read(path)
         return cls(*manifest.name, path, manifest.nbytes, manifest)
 
 
 class Mapped:
-    """Views of the tensor files in the locked directory `path`; each view keeps the lock. `access`: see
-    `weights.memory.segment`. A process forked meanwhile does not hold the lock and cannot map anything.
+    """Views of the tensor files in the locked directory `path`; each view keeps the directory locked. `access`: see
+    `weights.memory.segment`. A process forked later does not hold the lock and cannot map files.
     """
 
     def __init__(self, path: Path, layout: Layout, lock: DirectoryLock, access: segment.Access) -> None:
@@ -59,8 +59,8 @@ class Mapped:
         return self._lock is None or not self._lock.held
 
     def view(self, name: str) -> memoryview:
-        """Bytes of tensor `name` (uint8, 1-D). The view keeps the directory locked while it exists, even after `close`.
-        Raises InvalidLayout for an unknown name, StoreError once closed."""
+        """Return the bytes of tensor `name` (uint8, 1-D). The view keeps the directory locked while it exists, even
+        after `close`. Raises InvalidLayout for an unknown name, StoreError once closed."""
         placed = self.layout.find(name)
         return self._file_view(placed.file)[placed.start : placed.end]
 
@@ -75,7 +75,7 @@ class Mapped:
         self.close()
 
     def _file_view(self, file: str) -> memoryview:
-        """A view of a whole file with its header; see `view`."""
+        """Return a view of an entire file, header included; see `view`."""
         self._check_open()
         if file not in self._windows:
             nbytes = self.layout.file(file).nbytes
@@ -88,7 +88,7 @@ class Mapped:
 
 
 class Lease(Mapped):
-    """The right to read a version: while it or any of its views exists, the bytes stay unchanged. Views are read-only
+    """The right to read a version: while the lease or a view of it exists, the bytes do not change. Views are read-only
     and shared. Use `take_lease` or `WeightStore.lease`."""
 
     release = Mapped.close
@@ -110,7 +110,7 @@ def take_lease(stored: StoredVersion) -> Lease:
 
 
 def unpin(stored: StoredVersion) -> None:
-    """Allows eviction of `stored`, because another tier has its bytes. Safe to call twice."""
+    """Allow eviction of `stored`, because another tier has a copy. Safe to call twice."""
     with closing(_locked(stored)):
         (stored.path / PINNED_FILE).unlink(missing_ok=True)
 

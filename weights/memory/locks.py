@@ -1,8 +1,8 @@
-"""Implements file locks that end with the process that holds them.
+"""Implements file locks that end when the holding process ends.
 
-`flock` on a directory needs no lock file and follows the directory through renames. The kernel releases it when its
-last descriptor closes, so also at kill -9. A fork would share the descriptor and keep a dead parent's lock alive:
-forked children therefore close the descriptors that they inherit.
+`flock` on a directory needs no lock file and follows the directory through renames. The kernel releases the lock when
+its last descriptor closes, so also at kill -9. A forked child would share the descriptor and hold a dead parent's lock:
+children therefore close inherited descriptors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import weakref
 from pathlib import Path
 
-# How long a shared lock waits for another process's probe or removal, which take microseconds.
+# Seconds that a shared lock waits for another process's probe or removal, which takes microseconds.
 SHARED_WAIT_S = 2.0
 SHARED_POLL_S = 0.001
 
@@ -21,7 +21,7 @@ SHARED_POLL_S = 0.001
 class DirectoryLock:
     """A shared or exclusive lock on a directory, held until `close` or until the last reference is freed.
 
-    Use `try_shared` or `try_exclusive`. Mappings keep a reference, so that no byte under a view is ever reused.
+    Use `try_shared` or `try_exclusive`. Mappings hold a reference, so that bytes under a view are never reused.
     """
 
     def __init__(self, fd: int) -> None:
@@ -30,7 +30,7 @@ class DirectoryLock:
 
     @classmethod
     def try_shared(cls, directory: Path) -> DirectoryLock | None:
-        """A shared lock on `directory`; None if it is gone or being removed."""
+        """Take a shared lock on `directory`; None if the directory is gone or being removed."""
         deadline_s = time.monotonic() + SHARED_WAIT_S
         while True:
             try:
@@ -42,7 +42,7 @@ class DirectoryLock:
 
     @classmethod
     def try_exclusive(cls, directory: Path) -> DirectoryLock | None:
-        """The exclusive lock on `directory`; None if it is locked or gone."""
+        """Take the exclusive lock on `directory`; None if the directory is locked or gone."""
         try:
             return cls._take(directory, fcntl.LOCK_EX)
         except BlockingIOError:
@@ -50,14 +50,14 @@ class DirectoryLock:
 
     @classmethod
     def _take(cls, directory: Path, operation: int) -> DirectoryLock | None:
-        """The lock; None if the directory is gone. Raises BlockingIOError if another process holds it."""
+        """Take the lock; None if the directory is gone. Raises BlockingIOError if another process holds the lock."""
         try:
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
             fcntl.flock(fd, operation | fcntl.LOCK_NB)
-            # Between open and flock a remover may have renamed the directory.
+            # between open and flock another process may have renamed the directory to remove it
             if not os.path.samestat(os.fstat(fd), os.lstat(directory)):
                 raise BlockingIOError(f"{directory} was replaced")
         except FileNotFoundError:
@@ -79,13 +79,13 @@ class DirectoryLock:
         return self._fd
 
     def close(self) -> None:
-        """Releases the lock. Safe to call twice."""
+        """Release the lock. Safe to call twice."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
 
     def __del__(self) -> None:
-        # Interpreter shutdown may have cleared the module before the last lock is freed.
+        # interpreter shutdown may clear this module before it frees the last lock
         if os is not None and getattr(self, "_fd", None) is not None:
             self.close()
 

@@ -1,7 +1,7 @@
-"""Allocates segment files ahead of use, maps each once per process, and keeps freed segments in a pool for reuse.
+"""Allocates segment files ahead of use, maps each file once per process, and pools freed segments for reuse.
 
 A page fault on a new tmpfs page costs more than copying the page. So the pool reuses freed files under other names, and
-a process keeps its mappings after their version is gone: writes through a populated mapping run at memcpy rate.
+a process keeps a mapping after its version is removed: writes through a populated mapping run at memcpy rate.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from weights.format.names import TENSOR_SUFFIX, open_regular
 from weights.memory.locks import DirectoryLock
 
 Access = Literal["read", "write"]
-MIN_SEGMENT_BYTES = 1 << 16  # smaller files are faster to allocate than to look up
+MIN_SEGMENT_BYTES = 1 << 16  # smaller files are not pooled: allocating is faster than looking up
 
 
 class _Window(np.ndarray):
-    """uint8 array over a mapping; its `keeps` (the lock) lives as long as any view of the bytes."""
+    """A uint8 array over a mapping; the lock in `keeps` lives as long as any view of the bytes."""
 
     keeps: object
 
 
 class _Mapping:
-    """A mapping of a whole file, and the file, whose link count shows whether it is unlinked."""
+    """A mapping of an entire file, and the open file, whose link count shows whether it is unlinked."""
 
     def __init__(self, file: io.FileIO, size: int, access: Access) -> None:
         self.file, self.size = file, size
@@ -49,7 +49,7 @@ _guard = threading.Lock()
 
 
 def create(path: Path, nbytes: int) -> None:
-    """Creates a file (0600) of size `nbytes` without allocating its memory."""
+    """Create a file (mode 0600) of size `nbytes` without allocating memory."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(fd, nbytes)
@@ -64,13 +64,13 @@ def allocate(path: Path) -> None:
     """
     with open(path, "r+b", buffering=0) as file:
         status = os.fstat(file.fileno())
-        # Skip complete files: posix_fallocate also walks over present pages, at a third of memcpy's cost.
+        # Skip complete files: posix_fallocate also walks allocated pages, which takes a third of the time of memcpy.
         if status.st_blocks * 512 < status.st_size:
             os.posix_fallocate(file.fileno(), 0, status.st_size)
 
 
 def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None) -> memoryview:
-    """All `nbytes` of the file as a memoryview (uint8) that keeps the lock `keeps` alive.
+    """Return all `nbytes` of the file as a memoryview (uint8) that keeps the lock `keeps` alive.
 
     "read" views are read-only; "write" views are shared with every other process. Raises IntegrityError if the file is
     not a regular file of this size: access past its end would be a SIGBUS.
@@ -105,17 +105,17 @@ os.register_at_fork(after_in_child=_new_guard)
 
 
 class Pool:
-    """Freed segment files in one directory, without further state. Processes claim and return files by rename, which
-    succeeds for only one process. The pool counts against the store's budget and is freed first."""
+    """The freed segment files in one directory, which is the pool's only state. Processes claim and return files by
+    rename, which succeeds for only one process. Pooled files count against the store's budget and are freed first."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def files(self) -> list[tuple[Path, int]]:
-        """All segments with their bytes, the first freed segment first."""
+        """Return all segments with their sizes in bytes, the earliest freed first."""
         files = []
         for path in self.directory.iterdir():
-            with suppress(FileNotFoundError):  # another process claimed it meanwhile
+            with suppress(FileNotFoundError):  # another process claimed the file meanwhile
                 status = path.lstat()
                 files.append((status.st_mtime_ns, path, status.st_size))
         return [(path, nbytes) for _, path, nbytes in sorted(files)]
@@ -125,9 +125,9 @@ class Pool:
         return sum(nbytes for _, nbytes in self.files())
 
     def claim(self, nbytes: int, target: Path) -> bool:
-        """Moves the segment that fits `nbytes` best to `target` and sets its size; False if there is none. Best is the
-        last freed segment of that size (a writer most likely still has it mapped), then the smallest larger segment,
-        truncated, then the largest smaller segment, extended."""
+        """Move the segment that fits `nbytes` best to `target` and set its size; False if the pool is empty. Order of
+        preference: the last freed segment of that size (most likely still mapped by a writer); the smallest larger
+        segment, truncated; the largest smaller segment, extended."""
         while nbytes >= MIN_SEGMENT_BYTES and (files := self.files()):
             path, _ = min(reversed(files), key=lambda file: (file[1] < nbytes, abs(file[1] - nbytes)))
             with suppress(FileNotFoundError):
@@ -137,7 +137,7 @@ class Pool:
         return False
 
     def trim(self, keep_bytes: float) -> None:
-        """Deletes the oldest segments until at most `keep_bytes` are left."""
+        """Delete the earliest freed segments until at most `keep_bytes` bytes remain."""
         files = self.files()
         excess = sum(nbytes for _, nbytes in files) - keep_bytes
         for path, nbytes in files:
@@ -147,14 +147,14 @@ class Pool:
             excess -= nbytes
 
     def take_unheld(self, directory: Path, *, keep: bool) -> None:
-        """Removes `directory` unless a process has locked it or it is gone. keep: move its tensor files to the pool
-        instead of freeing their memory."""
+        """Remove `directory` unless it is locked by a process or gone. keep: move the tensor files to the pool instead
+        of freeing their memory."""
         if (lock := DirectoryLock.try_exclusive(directory)) is not None:
             with closing(lock):
                 self.dismantle(directory, keep=keep)
 
     def dismantle(self, directory: Path, *, keep: bool) -> None:
-        """As `take_unheld`, for a directory whose exclusive lock the caller holds."""
+        """Remove like `take_unheld` a directory whose exclusive lock the caller holds."""
         for entry in list(os.scandir(directory)):
             path = Path(entry.path)
             if not entry.name.endswith(TENSOR_SUFFIX) or entry.is_symlink():

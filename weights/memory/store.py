@@ -1,6 +1,6 @@
 """Implements the weight store: reserve -> write -> commit -> lease -> evict, safe against kill -9 at any point.
 
-docs/weight-store.md has the rules and their reasons. Directory locks decide which directories a process may remove; one
+docs/weight-store.md explains the rules. Directory locks decide which directories a process may remove; one
 mutex file serialises space accounting; only a rename makes a version visible or invisible.
 """
 
@@ -32,7 +32,7 @@ from weights.memory.segment import Pool
 
 @dataclass(frozen=True, order=True)
 class Held:
-    """A directory of the store. `nbytes`: size of its files, reserved or written."""
+    """A directory of the store. `nbytes`: size of the directory's files, reserved or written."""
 
     last_used_ns: int
     path: Path
@@ -42,7 +42,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes of a store: committed versions, drafts (and versions being removed), and the pool."""
+    """Bytes that a store uses: committed versions, drafts (with versions being removed), and the pool."""
 
     committed_bytes: int
     draft_bytes: int
@@ -59,7 +59,7 @@ class Draft(Mapped):
     draft.
 
     Every process that has the draft open holds a shared lock on its directory. Views are writable and shared by all
-    processes: writers of disjoint ranges need no coordination, but all must finish before `commit`.
+    processes: writers of disjoint ranges need no coordination, but all writers must finish before `commit`.
     """
 
     def __init__(self, store: WeightStore, manifest: Manifest, path: Path, layout: Layout, lock: DirectoryLock) -> None:
@@ -80,8 +80,8 @@ class Draft(Mapped):
         return stored
 
     def close(self) -> None:
-        """Aborts an uncommitted draft and frees its memory. If other processes have it open, a sweep frees it after
-        they have closed it. Safe to call twice and after commit."""
+        """Abort an uncommitted draft and free its memory. If other processes have the draft open, a sweep frees the
+        memory after they close the draft. Safe to call twice and after commit."""
         if not self.closed:
             super().close()
             self._store.pool.take_unheld(self.path, keep=True)
@@ -95,8 +95,8 @@ class WeightStore:
     `budget_bytes` bounds all bytes of the store, including pool and drafts; None: only the file system's bound. An
     absent root is created. Raises StoreError if it is a symlink, belongs to another user or is open to others.
 
-    Call the methods from `_make_room` on under the store's mutex: then no lock probe looks like a lease to another
-    process, and no space is allocated twice.
+    Hold the store's mutex to call `_make_room` and the methods below it: then no lock probe looks like a lease to
+    another process, and no space is allocated twice.
     """
 
     def __init__(self, root: Path | str, *, budget_bytes: int | None) -> None:
@@ -116,11 +116,11 @@ class WeightStore:
     def reserve(
         self, layout: Layout, *, kind: str, model: str, version: str, aux_files: Mapping[str, bytes] | None = None
     ) -> Draft:
-        """Creates a draft: memory is allocated, headers and `aux_files` are written, tensors are undefined.
+        """Create a draft: allocate its memory, write headers and `aux_files`.
 
         `kind` is "version", "adapter" or "snapshot". Evicts unleased, unpinned versions if the budget requires it. The
-        tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises StoreFull
-        (nothing left behind), VersionExists, InvalidName.
+        tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises StoreFull (no
+        draft remains), VersionExists, InvalidName.
         """
         aux_files = dict(aux_files or {})
         _free_path(self.root, name := Name(kind, model, version))
@@ -136,9 +136,9 @@ class WeightStore:
             return Draft(self, manifest, path, layout, lock)
 
     def receive(self, manifest: Manifest, chunks: Chunks, *, source: object, pinned: bool = False) -> StoredVersion:
-        """Creates the version of a manifest from the `chunks` of each file. Checks every known checksum before the
-        version becomes visible. `source`: origin of the bytes, for errors. Raises IntegrityError, StoreFull,
-        VersionExists."""
+        """Create the version that a manifest describes from the `chunks` of each file. Checks every known checksum
+        before the version becomes visible. `source`: origin of the bytes, for error messages. Raises IntegrityError,
+        StoreFull, VersionExists."""
         _free_path(self.root, manifest.name)
         checksums: dict[str, str] = {}
         segments = {file: record.nbytes for file, record in manifest.files.items() if file.endswith(TENSOR_SUFFIX)}
@@ -155,8 +155,8 @@ class WeightStore:
 
     @contextmanager
     def _staged(self, segments: Mapping[str, int], needed_bytes: int) -> Iterator[tuple[Path, DirectoryLock]]:
-        """The locked directory of a draft, counted against the budget, with memory for `segments` (bytes by file name).
-        An error in the block removes it. Raises StoreFull if memory is insufficient."""
+        """Create and lock a draft's directory, counted against the budget, with memory for `segments` (file name ->
+        bytes). An error in the block removes the directory. Raises StoreFull if memory is insufficient."""
         path, lock = self.staging / uuid.uuid4().hex, None
         try:
             with self.mutex():
@@ -190,7 +190,7 @@ class WeightStore:
             raise
 
     def attach(self, path: Path | str, layout: Layout) -> Mapped:
-        """Opens another process's draft at `path` for writing. Raises StoreError."""
+        """Open another process's draft at `path` for writing. Raises StoreError."""
         lock = DirectoryLock.try_shared(path := Path(path))
         if lock is None:
             raise StoreError(f"no draft at {path}: it was committed, aborted or swept")
@@ -199,17 +199,17 @@ class WeightStore:
     # Reading
 
     def find(self, kind: str, model: str, version: str) -> StoredVersion | None:
-        """The committed version of this name, or None. Raises IntegrityError if it is damaged."""
+        """Return the committed version of this name, or None. Raises IntegrityError if the version is damaged."""
         path = self.root / Name(kind, model, version).key
         try:
             return StoredVersion.read(path) if path.exists() else None
         except IntegrityError:
             if path.exists():
                 raise
-            return None  # removed while we read it
+            return None  # removed while it was read
 
     def list(self, kind: str, model: str | None = None) -> list[StoredVersion]:
-        """All readable versions of `kind`, or those of one model, oldest first."""
+        """Return all readable versions of `kind`, or only one model's versions, oldest first."""
         versions = []
         for path in self._committed(kind, model):
             with suppress(IntegrityError):
@@ -217,18 +217,18 @@ class WeightStore:
         return sorted(versions, key=lambda stored: stored.manifest.created_s)
 
     def lease(self, stored: StoredVersion) -> Lease:
-        """Takes a lease on `stored`; see `weights.memory.lease.take_lease`."""
+        """Take a lease on `stored`; see `weights.memory.lease.take_lease`."""
         return take_lease(stored)
 
     # Removing
 
     def remove(self, stored: StoredVersion) -> None:
-        """Removes a version, pinned or not; its segments go to the pool. Idempotent. Raises VersionLeased while a
+        """Remove a version, pinned or not, and pool its segments. Idempotent. Raises VersionLeased while a
         reader holds it."""
         self.discard(stored.kind, stored.model, stored.version)
 
     def discard(self, kind: str, model: str, version: str) -> None:
-        """As `remove`, by name, even if the version is unreadable."""
+        """Remove a version like `remove`, but by name and even if the version is unreadable."""
         path = self.root / Name(kind, model, version).key
         with self.mutex():
             lock = DirectoryLock.try_exclusive(path)
@@ -240,8 +240,8 @@ class WeightStore:
             self.pool.trim(max(0, self._free_bytes()))
 
     def sweep(self) -> None:
-        """Removes leftovers of dead processes: unlocked drafts and partly removed versions; never directories locked by
-        a process or committed versions."""
+        """Remove leftovers of dead processes: unlocked drafts and partly removed versions. Never removes a locked
+        directory or a committed version."""
         with self.mutex():
             self._sweep_drafts()
 
@@ -249,7 +249,7 @@ class WeightStore:
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
-        """The exclusive lock on the whole store, held briefly to count and allocate space."""
+        """Hold the exclusive lock on the store; hold it briefly, to count and allocate space."""
         fd = os.open(self.root / ".mutex", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -258,13 +258,13 @@ class WeightStore:
             os.close(fd)
 
     def usage(self) -> Usage:
-        """Bytes in the store now, by the sizes of its files: a reservation counts in full."""
+        """Return the bytes in the store now by file size, so a reservation counts in full."""
         committed_bytes = sum(held.nbytes for held in self._all_committed())
         draft_bytes = sum(held.nbytes for held in _held_at(directories(self.staging)))
         return Usage(committed_bytes, draft_bytes, self.pool.nbytes)
 
     def evict(self, nbytes: int) -> int:
-        """Frees at least `nbytes` bytes if possible: the pool first, then unleased, unpinned versions, least recently
+        """Free at least `nbytes` bytes if possible: the pool first, then unleased, unpinned versions, least recently
         used first. Returns the bytes freed."""
         with self.mutex():
             before = self.usage()
@@ -275,19 +275,19 @@ class WeightStore:
             return before.used_bytes - self.usage().used_bytes
 
     def idle_bytes(self) -> int:
-        """Bytes that `evict` can free now. Also removes drafts of dead or aborted writers."""
+        """Return the bytes that `evict` can free now. Also removes drafts of dead or aborted writers."""
         with self.mutex():
             self._sweep_drafts()
             return self.pool.nbytes + self._evictable_bytes()
 
     def room_bytes(self) -> int:
-        """Bytes available to a reservation now: free bytes plus bytes of unleased, unpinned versions."""
+        """Return the bytes available to a reservation now: free bytes plus bytes of unleased, unpinned versions."""
         with self.mutex():
             in_memory = shutil.disk_usage(self.root).free + self.pool.nbytes
             return int(min(in_memory, self._free_bytes())) + self._evictable_bytes()
 
     def full(self, needed_bytes: int) -> StoreFull:
-        """The StoreFull error, with its numbers, for a caller that needs this many more bytes."""
+        """Return the StoreFull error, with the store's numbers, for a caller that needs this many more bytes."""
         usage, budget = self.usage(), "none" if self.budget_bytes is None else f"{self.budget_bytes} bytes"
         pinned_bytes = sum(held.nbytes for held in self._all_committed() if held.pinned)
         return StoreFull(
@@ -298,27 +298,27 @@ class WeightStore:
         )
 
     def _committed(self, kind: str, model: str | None = None) -> Sequence[Path]:
-        """Directories of all versions of `kind`, or of those of one model."""
+        """Return the directories of all versions of `kind`, or only of one model's versions."""
         of_kind = self.root / f"{kind}s"
         models = directories(of_kind) if model is None else [of_kind / encode_name(model)]
         return [path for folder in models for path in directories(folder)]
 
     def _all_committed(self) -> Sequence[Held]:
-        """Every version and snapshot, the least recently used first."""
+        """Return every version and snapshot, the least recently used first."""
         return sorted(_held_at([path for kind in KINDS for path in self._committed(kind)]))
 
     def _free_bytes(self) -> float:
-        """Budget left by versions and drafts; the pool counts as free because it can be freed."""
+        """Return the budget minus versions and drafts; the pool counts as free because it can be freed."""
         usage = self.usage()
         budget = math.inf if self.budget_bytes is None else self.budget_bytes
         return budget - usage.committed_bytes - usage.draft_bytes
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Sweeps and evicts until `needed_bytes` fit the budget. Raises StoreFull, without evicting anything if
-        eviction would not suffice."""
+        """Sweep and evict until `needed_bytes` fit the budget. If eviction cannot suffice, raises StoreFull without
+        evicting."""
         if self._free_bytes() >= needed_bytes:
             return
-        self._sweep_drafts()  # dead drafts use budget too and are worthless
+        self._sweep_drafts()  # dead drafts use budget without any use
         lacking = needed_bytes - self._free_bytes()
         if lacking <= self._evictable_bytes():
             self._evict(lacking)
@@ -334,8 +334,8 @@ class WeightStore:
         return evictable
 
     def _evict(self, lacking_bytes: float) -> None:
-        """Removes unleased, unpinned versions, least recently used first, until `lacking_bytes` are free or none is
-        left. Their segments go to the pool."""
+        """Remove unleased, unpinned versions, least recently used first, until `lacking_bytes` are free or no such
+        version remains, and pool their segments."""
         for held in self._all_committed():
             if lacking_bytes <= 0:
                 return
@@ -346,22 +346,22 @@ class WeightStore:
             lacking_bytes -= held.nbytes
 
     def _take_down(self, path: Path) -> None:
-        """Removes the version at `path`, whose exclusive lock the caller holds. One rename hides it; a sweep removes
-        leftovers of a crash."""
+        """Remove the version at `path`, whose exclusive lock the caller holds. One rename hides the version; after a
+        crash a sweep removes the rest."""
         hidden = self.staging / f"removed-{uuid.uuid4().hex}"
         os.rename(path, hidden)
-        with suppress(OSError):  # not empty: other versions remain or were just committed
+        with suppress(OSError):  # not empty, because other versions remain or were just committed
             os.rmdir(path.parent)
         self.pool.dismantle(hidden, keep=True)
 
     def _sweep_drafts(self) -> None:
-        """Removes all unlocked directories in staging."""
+        """Remove all unlocked directories in staging."""
         for path in list(self.staging.iterdir()):
             self.pool.take_unheld(path, keep=False)
 
 
 def directories(parent: Path) -> list[Path]:
-    """Real directories directly under `parent`, sorted; empty if it is gone."""
+    """Return the directories directly under `parent` (no symlinks), sorted; empty if `parent` is gone."""
     try:
         return sorted(Path(entry.path) for entry in os.scandir(parent) if entry.is_dir(follow_symlinks=False))
     except FileNotFoundError:
@@ -369,7 +369,7 @@ def directories(parent: Path) -> list[Path]:
 
 
 def _held_at(paths: list[Path]) -> Iterator[Held]:
-    """The directories that still exist at these paths."""
+    """Yield a Held for each of these paths that still exists."""
     for path in paths:
         with suppress(FileNotFoundError, NotADirectoryError):
             sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path)}
@@ -377,7 +377,7 @@ def _held_at(paths: list[Path]) -> Iterator[Held]:
 
 
 def _free_path(root: Path, name: Name) -> Path:
-    """The path of a version to be written. Raises VersionExists, InvalidName."""
+    """Return the path for a version to be written. Raises VersionExists, InvalidName."""
     path = root / name.key
     if path.exists():
         raise VersionExists(f"{name} exists; choose another version name or remove it")
@@ -385,22 +385,22 @@ def _free_path(root: Path, name: Name) -> Path:
 
 
 def _publish(root: Path, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
-    """Publishes the draft at `path` under its manifest's name. Raises VersionExists, IntegrityError, StoreError."""
+    """Publish the draft at `path` under the manifest's name. Raises VersionExists, IntegrityError, StoreError."""
     target = _free_path(root, manifest.name)
     write_file(path / MANIFEST_FILE, manifest.to_bytes())
     if pinned:
         write_file(path / PINNED_FILE, b"")
     while True:
-        for directory in (target.parent.parent, target.parent):  # mkdir(parents=True) would give the first another mode
+        for directory in (target.parent.parent, target.parent):  # parents=True would give another mode
             directory.mkdir(mode=0o700, exist_ok=True)
         try:
             os.rename(path, target)
             return StoredVersion(*manifest.name, target, manifest.nbytes, manifest)
         except FileNotFoundError:
-            # The empty directory of the model was removed between mkdir and rename: create it again, unless the draft
-            # itself is gone.
+            # The model's empty directory was removed between mkdir and rename: create the directory again, unless the
+            # draft itself is gone.
             if not path.exists():
                 raise StoreError(f"the draft {path} is gone: swept or already committed") from None
         except OSError:
-            _free_path(root, manifest.name)  # another process published it first
+            _free_path(root, manifest.name)  # another process published this version first
             raise

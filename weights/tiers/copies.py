@@ -1,9 +1,10 @@
-"""Tiers below shared memory: copies of versions, adapters and snapshots on the local disk and in one remote location.
+"""Implements the tiers below shared memory: copies of versions, adapters and snapshots on disk and in one remote
+location.
 
 On disk a copy is a plain directory, which training maps and every tool can read. In the remote location
 (weights.tiers.objects) each file is split into objects of up to 32 MiB:
 
-    copies/<kind>s/<model>/<version>               the manifest; written last, so a version with one is complete
+    copies/<kind>s/<model>/<version>               the manifest; written last, so a version with a manifest is complete
     parts/<kind>s/<model>/<version>/<file>.<n>     the n-th part of a file of the version
 
 Parts with 8-bit moments consist of blocks (weights.tiers.moments). Only one process writes a location; any may read it.
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Copies(ABC):
-    """The copies in one tier. `where`: a path or URL for messages. Every call may raise TierUnavailable."""
+    """The copies in one tier. `where`: the tier's path or URL, for messages. Every call may raise TierUnavailable."""
 
     where: str
 
@@ -51,27 +52,27 @@ class Copies(ABC):
 
     @abstractmethod
     def remove(self, name: Name) -> None:
-        """Removes `name`; it becomes invisible atomically. Idempotent."""
+        """Remove the copy of `name`, which becomes invisible atomically. Idempotent."""
 
     @abstractmethod
     def collect(self) -> None:
-        """Removes leftovers of a dead process's copies and removals. Call it while no copy runs."""
+        """Remove leftovers of a dead process's copies and removals. Call it while no copy runs."""
 
     @abstractmethod
     def _open(self, name: Name) -> tuple[str, Manifest, Chunks]:
-        """The location of `name` for messages, its manifest and the chunks of its files. Raises VersionNotFound,
+        """Return for `name` its location for messages, manifest, and chunks of files. Raises VersionNotFound,
         IntegrityError."""
 
     @abstractmethod
     def _write(self, manifest: Manifest, layout: Layout, chunks: Chunks, checksums: Mapping[str, str]) -> None:
-        """Stores the files from their `chunks`, then replaces an older copy. `checksums` is complete once all chunks
-        are read. Raises TierFull."""
+        """Store the files from their `chunks`, then replace an older copy. `checksums` is complete once all chunks are
+        read. Raises TierFull."""
 
     def put(self, source: Path, moved: Callable[[int], object] = lambda nbytes: None) -> None:
-        """Copies the version directory `source`, which must not change meanwhile (in shared memory: lease it).
+        """Copy the version directory `source`, which must not change meanwhile (lease it if it is in shared memory).
 
         `moved` is called with the size of each copied chunk; an exception from it aborts the copy. Raises TierFull, and
-        IntegrityError if the bytes differ from the manifest; nothing becomes visible then.
+        IntegrityError if the bytes differ from the manifest; no copy becomes visible then.
         """
         manifest, layout, checksums = Manifest.read(source), Layout.read(source), dict[str, str]()
 
@@ -84,15 +85,15 @@ class Copies(ABC):
         self._write(manifest, layout, chunks, checksums)
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
-        """Restores `name` into `store`, evictable, and checks every byte before it becomes visible. Raises
-        VersionNotFound, IntegrityError, StoreFull, VersionExists."""
+        """Restore `name` into `store` as an evictable version, and check every byte before the version becomes visible.
+        Raises VersionNotFound, IntegrityError, StoreFull, VersionExists."""
         where, manifest, chunks = self._open(name)
         return store.receive(manifest, chunks, source=where)
 
 
 class DirectoryCopies(Copies):
-    """`<models>/<model>/<version>/` and `<snapshots>/<job>/<step>/` with a sealed manifest each. Leaves `free_bytes` of
-    the file system free."""
+    """`<models>/<model>/<version>/` and `<snapshots>/<job>/<step>/` with a sealed manifest each. Copies never reduce
+    the file system's free space below `free_bytes`."""
 
     def __init__(self, models: Path, snapshots: Path | None = None, *, free_bytes: int = 0) -> None:
         self.where = str(models.parent)
@@ -100,7 +101,7 @@ class DirectoryCopies(Copies):
         self._free_bytes = free_bytes
 
     def path(self, name: Name) -> Path:
-        """The path of a version, existing or not. Raises InvalidName."""
+        """Return the path of a version, whether or not the version exists. Raises InvalidName."""
         root = self._snapshots if name.kind == "snapshot" else self._models
         return root / encode_name(name.model) / encode_name(name.version)
 
@@ -124,7 +125,7 @@ class DirectoryCopies(Copies):
                 return
             sync(path.parent)
             shutil.rmtree(hidden)
-            with suppress(OSError):  # not empty: other versions of the model remain
+            with suppress(OSError):  # not empty, because other versions of the model remain
                 path.parent.rmdir()
 
     def collect(self) -> None:
@@ -162,7 +163,7 @@ class DirectoryCopies(Copies):
                 shutil.rmtree(staged, ignore_errors=True)
 
     def _staged(self, path: Path, purpose: str) -> Path:
-        # The sweep of the model library reads the process id from the name.
+        # The sweep of the model library reads the process id from this name.
         staging = path.parent.parent / STAGING
         staging.mkdir(mode=0o700, parents=True, exist_ok=True)
         return staging / f"{purpose}-{os.getpid()}-{uuid.uuid4().hex}"
@@ -246,7 +247,7 @@ class RemoteCopies(Copies):
                     decoded.update(moments.decode(data, ranges[file], start, nbytes))
                 self._objects.put(_part_key(name, file, number), data)
             if file in ranges:
-                decoded_checksums[file] = checksum(decoded)  # checksum of the decoded bytes
+                decoded_checksums[file] = checksum(decoded)  # the checksum is of the decoded bytes
         meta = {key: value for key, value in manifest.meta.items() if key != MOMENTS}
         meta |= {MOMENTS: ranges} if ranges else {}
         manifest = manifest.with_checksums({**checksums, **decoded_checksums}, meta=meta)
@@ -259,13 +260,13 @@ def _part_key(name: Name, file: str, number: int) -> str:
 
 
 def verify(directory: Path) -> Manifest:
-    """Checks all bytes of a version directory, and returns its manifest. Raises IntegrityError naming the file."""
+    """Check all bytes of a version directory and return the manifest. Raises IntegrityError naming the file."""
     manifest = Manifest.read(directory)
     return read_whole(manifest, partial(chunks_of, directory, manifest), source=directory)
 
 
 def take_in(store: WeightStore, directory: Path, *, pinned: bool = False) -> StoredVersion:
-    """Copies the version directory into `store` under the name in its manifest. Raises as `WeightStore.receive`."""
+    """Copy the version directory into `store` under the manifest's name. Raises the errors of `WeightStore.receive`."""
     manifest = Manifest.read(directory)
     return store.receive(manifest, partial(chunks_of, directory, manifest), source=directory, pinned=pinned)
 
@@ -290,7 +291,7 @@ def seal_dir(
 
 
 def _write_out(path: Path, chunks: Iterable[bytes]) -> None:
-    """Writes a new file durably, and drops it from the page cache to leave memory for serving."""
+    """Write a new file durably, and drop it from the page cache to free memory for serving."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as out:
         for chunk in chunks:

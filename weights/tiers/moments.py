@@ -19,7 +19,7 @@ Range = tuple[int, int, str]
 
 
 def ranges_of(layout: Layout) -> dict[str, list[Range]]:
-    """The byte ranges of moments, by file, in ascending order."""
+    """Return the byte ranges of moments by file, in ascending order."""
     ranges: dict[str, list[Range]] = {}
     for placed in layout:
         moment = placed.spec.name.partition(".")[0]
@@ -29,10 +29,10 @@ def ranges_of(layout: Layout) -> dict[str, list[Range]]:
 
 
 def encode(data: bytes, ranges: Iterable[Range], start: int) -> bytes:
-    """Encodes the bytes of a file from `start` on, with moments as blocks.
+    """Encode the bytes of a file from offset `start` on, with moments as blocks.
 
-    First moment: 255 equal steps between -max and max of its block, rounded to nearest. Second moment: 255 steps of its
-    square root, rounded up, so that Adam's divisor never shrinks and no element's update grows.
+    First moment: 255 equal steps between the block's -max and max, rounded to nearest. Second moment: its square root
+    in 255 steps, rounded up, so that Adam's divisor never shrinks and no element's update grows.
     """
     encoded, at = bytearray(), 0
     for nbytes, moment in _parts(ranges, start, start + len(data)):
@@ -42,7 +42,7 @@ def encode(data: bytes, ranges: Iterable[Range], start: int) -> bytes:
 
 
 def decode(data: bytes, ranges: Iterable[Range], start: int, nbytes: int) -> bytes:
-    """Approximately restores the `nbytes` input bytes of `encode`. Raises ObjectDamaged."""
+    """Restore the `nbytes` input bytes of `encode` approximately. Raises ObjectDamaged."""
     decoded, at = bytearray(), 0
     for size, moment in _parts(ranges, start, start + nbytes):
         blocks, count = -(-size // (4 * BLOCK)), size // 4
@@ -58,7 +58,7 @@ def decode(data: bytes, ranges: Iterable[Range], start: int, nbytes: int) -> byt
 
 
 def _parts(ranges: Iterable[Range], start: int, end: int) -> Iterator[tuple[int, str]]:
-    """Consecutive parts of the bytes [start, end) of a file: (size, moment, or "" for other bytes)."""
+    """Yield consecutive parts of the bytes [start, end) of a file as (size, moment), with moment "" for other bytes."""
     for first, last, moment in ranges:
         first, last = max(start, first), min(end, last)
         if first < last:
@@ -69,7 +69,7 @@ def _parts(ranges: Iterable[Range], start: int, end: int) -> Iterator[tuple[int,
 
 
 def _blocks(values: np.ndarray, moment: str) -> bytes:
-    """The scales of all blocks, then the codes of all elements."""
+    """Encode elements as the scales of all blocks, then the codes of all elements."""
     padded = np.zeros((-(-values.size // BLOCK), BLOCK), np.float32)
     padded.flat[: values.size] = np.sqrt(values) if moment == SECOND else values
     scales = np.abs(padded).max(axis=1) / np.float32(255 if moment == SECOND else 127)

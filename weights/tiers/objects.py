@@ -1,4 +1,4 @@
-"""A remote location as a flat map from keys to bytes: a directory or an S3-compatible store."""
+"""Presents a remote location, a directory or an S3-compatible store, as a flat map from keys to bytes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weights.format.names import replace_file, sync
 
 _MISSING = ("NoSuchKey", "404", "NotFound")
 _FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}")  # temporary files of `replace_file`
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}")  # prefix of the temporary files of `replace_file`
 
 
 @contextmanager
 def tier_errors(where: Path) -> Iterator[None]:
-    """Converts an OSError in the block to TierFull or TierUnavailable."""
+    """Convert an OSError in the block to TierFull or TierUnavailable."""
     try:
         yield
     except OSError as error:
@@ -32,7 +32,7 @@ def tier_errors(where: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Durably creates the folder and its parents."""
+    """Create the folder and its parents durably."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -40,7 +40,7 @@ def make_folder(folder: Path) -> None:
 
 
 class DirectoryObjects:
-    """Files below `root`, which must exist, so that nothing is written below a lost mount.
+    """Objects as files below `root`, which must exist, so that no file is written below a lost mount.
 
     Keys are relative paths without parts that begin with a dot. Every call may raise TierUnavailable. `where`: a path
     or URL for messages, without credentials.
@@ -51,14 +51,14 @@ class DirectoryObjects:
         self.where = str(root)
 
     def put(self, key: str, data: bytes) -> None:
-        """Stores `data` durably and atomically: readers see all of it or the previous content. Raises TierFull."""
+        """Store `data` durably and atomically: readers see all of `data` or the previous content. Raises TierFull."""
         target = self.root / key
         with self._rooted():
             make_folder(target.parent)
             replace_file(target, data, durable=True)
 
     def get(self, key: str) -> bytes:
-        """Raises ObjectDamaged if the key does not exist."""
+        """Return the key's bytes. Raises ObjectDamaged if the key does not exist."""
         with self._rooted():
             try:
                 return (self.root / key).read_bytes()
@@ -66,19 +66,19 @@ class DirectoryObjects:
                 raise ObjectDamaged("it is missing", path=self.root / key) from None
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Keys below the folder `prefix` (it ends in "/")."""
+        """Return the keys below the folder `prefix`, which ends in "/"."""
         with self._rooted():
             for folder, _, names in os.walk(self.root / prefix):
                 for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
                     yield path.relative_to(self.root).as_posix()
 
     def delete(self, key: str) -> None:
-        """Deletes a key; idempotent."""
+        """Delete a key; idempotent."""
         with self._rooted():
             (self.root / key).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Removes incomplete objects of a dead writer. Call it only while no writer is active."""
+        """Remove incomplete objects of a dead writer. Call it only while no writer is active."""
         with self._rooted():
             for folder, _, names in os.walk(self.root):
                 for name in names:
@@ -97,16 +97,16 @@ class S3Objects:
     """An S3-compatible store at a `location` with an s3:// url; the bucket must exist. Raises TierUnavailable if the
     settings are invalid.
 
-    Each object is written by a single PUT, so a key has all of its bytes or none. Keys in the store are `prefix` plus
-    ours. Credentials come from a profile in a file, or from boto3's defaults; messages never contain them.
+    Each object is written by a single PUT, so it is complete or absent. Keys in the bucket are `prefix` plus our key.
+    Credentials come from a profile in a file, or from boto3's defaults; messages never contain them.
     """
 
     def __init__(self, location: Location, timeout_s: float = 30.0) -> None:
-        import boto3  # the import takes half a second
+        import boto3  # imported only here, because the import takes half a second
         import botocore.config
         import botocore.session
 
-        for name in ("boto3", "botocore", "s3transfer", "urllib3"):  # these libraries log signed headers at debug level
+        for name in ("boto3", "botocore", "s3transfer", "urllib3"):  # their debug logs contain signed headers
             logging.getLogger(name).setLevel(logging.WARNING)
         assert location.url is not None
         self._bucket, _, prefix = location.url.removeprefix("s3://").partition("/")
@@ -151,7 +151,7 @@ class S3Objects:
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
 
     def sweep(self) -> None:
-        """Does nothing: an object written by one PUT is never incomplete."""
+        """Do nothing, because an object written by one PUT is never incomplete."""
 
     @contextmanager
     def _translated(self, key: str) -> Iterator[None]:
@@ -160,7 +160,7 @@ class S3Objects:
         try:
             yield
         except ClientError as error:
-            # Report only code and operation: a server's message may contain the access key.
+            # Report only code and operation, because a server's message may contain the access key.
             code, operation = error.response.get("Error", {}).get("Code", "unknown"), error.operation_name
             if code in _MISSING:
                 raise ObjectDamaged("it is missing", path=f"{self.where}/{key}") from error
@@ -175,6 +175,6 @@ Objects = DirectoryObjects | S3Objects
 
 
 def objects_at(location: Location) -> Objects:
-    """The store at a location whose `url` is set. Raises TierUnavailable if its settings are invalid."""
+    """Return the store at a location whose `url` is set. Raises TierUnavailable if the settings are invalid."""
     assert location.url is not None
     return S3Objects(location) if location.url.startswith("s3://") else DirectoryObjects(location.url)

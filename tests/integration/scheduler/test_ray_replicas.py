@@ -33,7 +33,7 @@ from train.plan.errors import RankFailed
 
 
 def actor(**methods: Callable[..., Any]) -> Handle:
-    """An actor handle with these methods."""
+    """Return an actor handle with these methods."""
 
     def method(answer: Callable[..., Any]) -> Callable[..., Any]:
         async def body(*arguments: Any) -> Any:

@@ -50,7 +50,7 @@ class Engine:
         return set(self.there)
 
     def save(self, model: str, base_version: str = "v1") -> str:
-        """Publish an adapter; returns its name as in the gateway's requests."""
+        """Publish an adapter; return its name as in the gateway's requests."""
         path = self.root / encode_name(model) / "v1"
         path.mkdir(parents=True)
         save_file({"a": torch.zeros(2)}, path / "adapter_model.safetensors")
@@ -67,7 +67,7 @@ class Engine:
         return found if isinstance(found, LoRARequest) else None
 
     def free(self, name: str) -> bool:
-        """Whether the adapter's files may be removed."""
+        """Return whether the adapter's files may be removed."""
         gc.collect()
         lock = DirectoryLock.try_exclusive(self.root / encode_name(name.partition("@")[0]) / "v1")
         if lock is not None:

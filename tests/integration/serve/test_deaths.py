@@ -32,7 +32,7 @@ def scratch(monkeypatch, tmp_path):
 
 
 def ended(body):
-    """A finished process that ran `body`."""
+    """Run `body` in a process; return the finished process."""
     process = FORK.Process(target=body)
     process.start()
     process.join(WITHIN_S)

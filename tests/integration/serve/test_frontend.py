@@ -41,7 +41,7 @@ def prepared(known: int, parameters: SamplingParams) -> SamplingParams:
 
 
 def test_bound_forbidden_refuses_too_many_bad_words() -> None:
-    states: Any = object.__new__(bad_words.BadWordsState)  # its rows would be on a GPU
+    states: Any = object.__new__(bad_words.BadWordsState)  # skips __init__, which needs a GPU
     states.num_bad_words = SimpleNamespace(np=[0])
     states.bad_word_token_ids = states.bad_word_offsets = SimpleNamespace(stage_write=lambda *_: None)
     most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS

@@ -10,7 +10,7 @@ import time
 from runtime.devices import kind, kinds
 
 PRELOADED_IN = os.getpid()
-LET_GO: list[int] = []  # by which process
+LET_GO: list[int] = []  # pids of processes that ran `before_fork`
 ASKED: list[int] = []  # the kernel, before it computes
 ASKED_BEFORE_ENTRY: list[int] = []
 if "warm_parent" in sys.argv[0]:  # pytest imports this module too
