@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import COMMANDS, POLL_S, TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, patient, until
-from appliance.cli.commands.data import uploaded_id
+from appliance.cli.commands.data import file_path, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
     Option,
@@ -274,7 +274,7 @@ def _event_line(event: dict[str, Any]) -> str:
 @command(
     "plan job",
     opt("--model MODEL", "The model to begin from.", required=True),
-    opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; the box keeps it for the job."),
+    opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; an uploaded copy is deleted."),
     *options(),
     opt("--devices N", "Use at most N. Default: all of the box.", type=number(int, 1)),
 )
@@ -290,8 +290,12 @@ def plan_job(session: Session, args: Namespace) -> None:
     body = picked(args, "model method devices") | {"hyperparameters": hyperparameters(args)}
     if args.file is not None:
         body["training_file"] = uploaded_id(session, "--file", args.file)
-    with output.progress(f"the box counts the tokens of {args.file}"):
-        plan = session.client.send("POST", "/admin/v1/plan", body=body, timeout_s=WORK_TIMEOUT_S)
+    try:
+        with output.progress(f"the box counts the tokens of {args.file}"):
+            plan = session.client.send("POST", "/admin/v1/plan", body=body, timeout_s=WORK_TIMEOUT_S)
+    finally:
+        if (file_id := body.get("training_file")) != args.file:  # uploaded for this plan
+            session.client.send("DELETE", file_path(file_id))
     session.show(plan)
     if not plan["fits"]:
         raise CommandFailed("no layout of this job fits; the plan shows what would fit")

@@ -122,7 +122,9 @@ class State:
         base, at, version = name.partition("@")
         model = self.router.models.get(base) if at else None
         if model is None or not caller.sees(model) or not caller.may_use(base):
-            message = f"The model `{name[:200]}` does not exist or you do not have access to it."
+            message = (
+                f"The model `{name[:200]}` does not exist or you do not have access to it; GET /v1/models lists yours."
+            )
             return HttpError(404, message, param="model", code="model_not_found")
         served = ", ".join(f"`{each}`" for each in sorted({r.version for r in model.replicas} or {model.version}))
         commands = f"`appliance model rollback {base} --version VERSION`, or `appliance model canary {base} VERSION`"
