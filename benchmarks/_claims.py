@@ -44,7 +44,7 @@ def stated(claim: str, size: str, measured: float, unit: str) -> Claim:
 
 
 def record(script: str, rows: Iterable[Claim], folder: Path = FOLDER) -> None:
-    """Print the rows, and store them in place of earlier ones. script: path whose stem names the JSON file."""
+    """Print the rows, and store them in place of earlier rows. script: path whose stem names the JSON file."""
     folder.mkdir(exist_ok=True)
     path, fresh = folder / f"{Path(script).stem}.json", [row | {"date": time.strftime("%Y-%m-%d")} for row in rows]
     old = {(row["claim"], row["size"]): row for row in (json.loads(path.read_text()) if path.exists() else [])}
@@ -53,7 +53,7 @@ def record(script: str, rows: Iterable[Claim], folder: Path = FOLDER) -> None:
 
 
 def table_of(rows: Iterable[Claim]) -> str:
-    """One line per row: claim, size, measured, aim, met or missed, day."""
+    """Return a table with one line per row: claim, size, measured, aim, met or missed, day."""
     verdicts = {True: "met", False: "missed", None: ""}
     lines = [("claim", "size", "measured", "aim", "", "on")]
     for row in rows:
@@ -64,12 +64,12 @@ def table_of(rows: Iterable[Claim]) -> str:
 
 
 def table(folder: Path = FOLDER) -> str:
-    """All stored rows."""
+    """Return the table of all stored rows."""
     return table_of(row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text()))
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
-    """A parser for a benchmark's options. Also makes SIGTERM clean up like Ctrl-C."""
+    """Return a parser for a benchmark's options. Also make SIGTERM clean up like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 

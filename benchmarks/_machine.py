@@ -1,4 +1,4 @@
-"""Models for the benchmarks, and rates of this machine to compare their figures with."""
+"""Models for the benchmarks, and this machine's rates, with which the benchmarks compare their figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = {
 
 
 def copy_s(nbytes: int) -> float:
-    """Fastest of five warm copies with one thread, in seconds."""
+    """Return the seconds of the fastest of five warm memory copies with one thread."""
     torch.set_num_threads(1)
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
     seconds = []
@@ -41,5 +41,5 @@ def copy_s(nbytes: int) -> float:
 
 
 def native_dtype() -> str:
-    """bfloat16 if the processor multiplies it natively, else float32: emulation is many times slower."""
+    """Return bfloat16 if the processor multiplies it natively, else float32: emulation is many times slower."""
     return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"

@@ -1,9 +1,9 @@
-"""Generates request traces of many kinds from a seed, to test `auto` on traffic that it was not tuned to.
+"""Generates many kinds of request traces from a seed, to test `auto` on traffic for which it was not tuned.
 
 A trace is the sum of clients, as ServeGen (arXiv 2505.09999) found in production: few clients make most of the requests
 (shares by Zipf's law), each switches on and off, its gaps are gamma or Weibull distributed with their own coefficient
 of variation, prompts have a log-normal body and a Pareto tail, and answers are exponential or bimodal (a short answer,
-or a long chain of reasoning). A daily swing scales the rate, and a coarse clock may round the arrivals as in some
+or a long chain of reasoning). A daily swing scales the rate, and a coarse clock may round arrivals, as in some
 published traces.
 """
 
@@ -27,11 +27,11 @@ LONGEST_PROMPT, LONGEST_OUTPUT = 100_000, 2_000
 class Traffic:
     """One kind of traffic.
 
-    per_s: mean requests per second. prompt, output: mean tokens. gap_cv: coefficient of variation of a client's gaps, 1
-    for a Poisson process. on_s, off_s: mean seconds that a client is on and off (log-normal), off_s 0 for clients that
-    are always on. swing: peak rate of a period (period_s) over its lowest rate. tail: share of prompts from the Pareto
-    tail with exponent tail_alpha. reasoning: share of answers that are four times as long. clock_s: arrivals are
-    rounded down to multiples of this; 0 for exact times.
+    per_s: mean requests per second. prompt, output: mean tokens. gap_cv: coefficient of variation of the gaps between a
+    client's requests, 1 for a Poisson process. on_s, off_s: mean seconds that a client is on and off (log-normal);
+    off_s is 0 for clients that are always on. swing: peak rate divided by lowest rate in a period of period_s. tail:
+    share of prompts from the Pareto tail with exponent tail_alpha. reasoning: share of fourfold answers.
+    clock_s: arrivals are rounded down to multiples of clock_s; 0 for exact times.
     """
 
     per_s: float
@@ -53,7 +53,7 @@ class Traffic:
 
 
 def trace_of(kind: Traffic, seed: int) -> Requests:
-    """A trace of this kind. The same seed makes the same trace."""
+    """Return a trace of this kind. The same seed makes the same trace."""
     rng = random.Random(seed)
     shares = [1 / (n + 1) ** 1.2 for n in range(kind.clients)]
     total = sum(shares)
@@ -74,7 +74,7 @@ def trace_of(kind: Traffic, seed: int) -> Requests:
 
 
 def _of_client(kind: Traffic, per_s: float, rng: random.Random) -> list[tuple[float, int, int]]:
-    """Requests of one client. Each gap is scaled by the swing, which keeps the shape of the distribution."""
+    """Return the requests of one client. The swing scales each gap, which keeps the shape of the distribution."""
     rows = []
     at_s = -rng.random() * (kind.on_s + kind.off_s)
     on_until_s = at_s + _log_normal(kind.on_s, rng)
@@ -95,7 +95,7 @@ def _swing(kind: Traffic, at_s: float) -> float:
 
 
 def _gap_s(kind: Traffic, rng: random.Random) -> float:
-    """A random gap with mean 1."""
+    """Return a random gap with mean 1."""
     if kind.gap_cv == 1.0:
         return rng.expovariate(1.0)
     if kind.gaps == "gamma":
@@ -107,7 +107,7 @@ def _gap_s(kind: Traffic, rng: random.Random) -> float:
 
 @functools.cache
 def _weibull_shape(cv: float) -> float:
-    """The Weibull shape with this coefficient of variation, by bisection."""
+    """Return the Weibull shape with this coefficient of variation, found by bisection."""
     low, high = 0.2, 20.0
     for _ in range(60):
         shape = (low + high) / 2

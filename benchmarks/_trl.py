@@ -1,4 +1,4 @@
-"""Runs TRL's trainers, to compare ours with.
+"""Runs TRL's trainers, for comparison with the box's trainer.
 
 TRL is not a dependency of the box: pip installs it once into a folder under build/peers that shares torch and
 transformers with the environment of the box.
@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# dill treats modules outside a folder of this name as user code.
+# dill treats modules outside a folder with this name as user code.
 FOLDER = Path(__file__).resolve().parents[1] / "build" / "peers" / "trl" / "site-packages"
 PACKAGES = "trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 pandas==3.1.1 multiprocess==0.70.19 dill==0.4.1 xxhash==4.1.0"
 COMMON = {
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def in_new_process(work: Callable[..., Any], *arguments: Any, threads: int) -> Any:
-    """Run `work` in a new interpreter with this many threads for matrix products; return its result."""
+    """Run `work` in a new interpreter with `threads` threads for matrix products; return its result."""
     os.environ.update(OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     os.environ.update(CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -47,7 +47,7 @@ def in_new_process(work: Callable[..., Any], *arguments: Any, threads: int) -> A
 
 
 def now() -> tuple[float, float]:
-    """Wall and CPU seconds (of all threads of this process)."""
+    """Return the wall time, and the CPU time of this process, in seconds."""
     return time.perf_counter(), time.process_time()
 
 
@@ -57,7 +57,7 @@ def since(began: tuple[float, float]) -> tuple[float, float]:
 
 
 def supervised(folder: Path, steps: int, batch: int, length: int, packed: bool, bf16: bool, low: bool) -> Any:
-    """Run SFTTrainer on `folder`: (wall s, CPU s) and real tokens of each step. low: hold the model in bf16."""
+    """Run SFTTrainer; return (wall s, CPU s) and real tokens of each step. low: whether the model is in bf16."""
     sys.path.insert(0, str(FOLDER))
     import torch
     from datasets import load_dataset
@@ -100,7 +100,7 @@ def supervised(folder: Path, steps: int, batch: int, length: int, packed: bool, 
 
 
 def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """The reward of the grader in tests/e2e/test_box_rewards.py."""
+    """Return the reward that the grader in tests/e2e/test_box_rewards.py gives."""
     texts = [completion[0]["content"] for completion in completions]
     pairs = zip(texts, answer, strict=True)
     return [0.8 * max(0.0, 1 - len(text) / 48) + 0.2 * (right in text) for text, right in pairs]
@@ -109,7 +109,7 @@ def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 def grpo(
     model: str, rows: list[Any], steps: int, prompts: int, tokens: int, group: int, rank: int, rate: float, seed: int
 ):
-    """Run GRPOTrainer: (seconds since training began, mean reward, mean answer tokens, CPU seconds) of each step."""
+    """Run GRPOTrainer; return (seconds since the start, mean reward, mean answer tokens, CPU seconds) of each step."""
     sys.path.insert(0, str(FOLDER))
     from datasets import Dataset
     from peft import LoraConfig
@@ -144,7 +144,7 @@ def grpo(
                 max_steps=steps,
                 shuffle_dataset=False,
                 temperature=1.0,
-                # As ours: one update per sample, advantages less their mean, equal weight for all tokens of the step.
+                # As in our trainer: one update per sample, advantages minus their mean, equal weight for all tokens.
                 loss_type="dapo",
                 scale_rewards="none",
                 beta=0.0,

@@ -1,13 +1,13 @@
 """Compares mode `auto` with the best static split in hindsight, on untuned traffic in the simulator.
 
-The best split has the most training among those with 99 % of the requests in time or, if no split reaches that, with
-the share that all devices together reach. `auto` learns in the first half hour. Afterwards it is compared with a split
-that was in time in both parts, because a configured split does not change.
+The best split trains most among the splits that answer 99 % of the requests in time. If no split does, the required
+share is the share in time with all devices serving. `auto` learns in the first half hour. Afterwards it is compared
+with a split that reached the share in both parts, because a configured split does not change.
 
     python -m benchmarks.auto_regret [--only NAME ...] [--seeds 110700 110701 ...] [--json FILE]
 
-FILE (default: auto_regret.json beside this script) has a row for each kind and seed. Its splits are not run again,
-because they depend on no policy; each row is written as soon as it is known.
+FILE (default: auto_regret.json beside this script) has a row for each kind and seed. Splits in FILE are not run again,
+because they depend on no policy. Each row is written when its run ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Reached = tuple[float, float]
 
 
 def reached(setup: Setup, figures: Figures) -> dict[str, Reached]:
-    """Share in time and device-hours, by part of the run: the first half hour ("first") and the rest ("after")."""
+    """Return share in time and trained device-hours, for the first half hour ("first") and the rest ("after")."""
     arrivals, found, end = setup.requests.arrival_s, {}, int(setup.requests.horizon_s) + 1
     for part, begin_s, end_s in (("first", 0, LEARNING_S), ("after", LEARNING_S, end)):
         met = figures.within[bisect_left(arrivals, begin_s) : bisect_left(arrivals, end_s)]
@@ -39,13 +39,13 @@ def reached(setup: Setup, figures: Figures) -> dict[str, Reached]:
 
 
 def best(splits: dict[str, Reached], least: int) -> int:
-    """Number of serving devices in the best of these splits with at least `least` of them."""
+    """Return the number of serving devices in the best split among those with at least `least` serving devices."""
     possible = min(splits[str(DEVICES)][0], IN_TIME)
     return next(n for n in range(least, DEVICES + 1) if splits[str(n)][0] >= possible)
 
 
 def compared(row: dict[str, Any]) -> tuple[float, float]:
-    """After the first half hour: training over that of the best split, and the share in time less its aim."""
+    """Return, after the first half hour: training divided by the best split's, and the share in time minus its aim."""
     first, after = row["splits"]["first"], row["splits"]["after"]
     share, hours = after[str(best(after, best(first, 1)))]
     in_time, trained = row["auto"]["after"]

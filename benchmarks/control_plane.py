@@ -1,8 +1,8 @@
-"""Latency of the control plane: lists, creation of a job, an upload, an evaluation, each during other work.
+"""Measures latencies of the control plane: listing, creating a job, uploading and evaluating during other work.
 
     python -m benchmarks.control_plane [--jobs 1000] [--items 1000] [--upload-mb 512]
 
-A box of 4 logical devices with the starter. Times are those of an HTTP client on the same machine.
+The box has 4 logical devices and the starter. An HTTP client on the same machine measures the times.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Control:
         self.post(f"fine_tuning/jobs/{made['id']}/pause", {})
 
     def list_jobs(self) -> None:
-        """All jobs, as the SDK reads them: pages of 100."""
+        """Return all jobs, read like the SDK in pages of 100."""
         after: dict[str, str] = {}
         while (page := self.http.get("fine_tuning/jobs", params={"limit": 100, **after}).json())["has_more"]:
             after = {"after": page["data"][-1]["id"]}
@@ -78,7 +78,7 @@ class Control:
 
     @contextlib.contextmanager
     def streams(self, number: int) -> Iterator[list[float]]:
-        """Read streams in other threads meanwhile; at the end the list has the gaps of all."""
+        """Read streams in other threads while the context is open; afterwards the list has the gaps of all streams."""
         until, gaps = threading.Event(), list[float]()
         with ThreadPoolExecutor(number) as pool:
             running = [pool.submit(self.gaps_ms, until) for _ in range(number)]

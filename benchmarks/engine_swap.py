@@ -1,8 +1,8 @@
-"""Compares swap, wake and start of an engine with a copy of its weights, in one run on one machine.
+"""Compares the time to swap, wake and start an engine with the time to copy its weights, in one run on one machine.
 
     python -m benchmarks.engine_swap [--sizes 5M 50M 200M] [--rounds N] [--dtype TYPE]
 
-Per model size (random Llama), on the CPU engine with one thread (a load in place has one per core), in bfloat16 if the
+Per model size (random Llama), on the CPU engine with one thread (one per core for a load in place), in bfloat16 if the
 machine multiplies it natively, else in float32:
 
     pause           of a swap, as the engine reports it: no step runs or begins
@@ -35,11 +35,11 @@ from weights.format.layout import Layout, TensorSpec
 from weights.format.torch_views import dtype_code
 
 STREAM_TOKENS = 1500
-KV_CACHE_BYTES = 256 * 2**20  # twice one stream of the largest model in float32
+KV_CACHE_BYTES = 256 * 2**20  # twice the length of one stream of the largest model in float32
 
 
 async def gap_around(replica: Replica, sdk, model: str, version: Path) -> tuple[float, float]:
-    """Seconds of one swap: the pause that the engine reports, and the gap in a stream."""
+    """Swap once; return the pause that the engine reports, and the gap in a stream, in seconds."""
     arrivals: list[float] = []
 
     async def read() -> None:
@@ -114,14 +114,14 @@ async def measure(box: Box, size: str, versions: list[Path], rounds: int, dtype:
 
 
 def stored_as(path: Path, dtype: str) -> Path:
-    """The version as a box publishes it: tensors in the dtype of the engine, so that as many bytes are read as held,
-    and tensors that engines fuse side by side (train.state.publish)."""
+    """Store the version as a box publishes it: tensors in the engine's dtype, so that it reads as many bytes as it
+    holds, and adjacent if engines fuse them (train.state.publish)."""
     file, unfinished = path / "model.safetensors", path / "model.safetensors.unfinished"
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}
     order = sorted(tensors, key=lambda name: [name.rsplit(".", 2)[0], "qkvogud".find(name.rsplit(".", 2)[1][0])])
     code = dtype_code(getattr(torch, dtype))
     layout = Layout.plan([TensorSpec(name, code, tuple(tensors[name].shape)) for name in order])
-    with open(unfinished, "wb") as out:  # tensors that keep their dtype are still read from the old file
+    with open(unfinished, "wb") as out:  # tensors with unchanged dtype are still read from the old file
         out.write(layout.file(file.name).header)
         for placed in layout:
             out.seek(placed.start)

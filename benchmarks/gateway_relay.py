@@ -1,4 +1,4 @@
-"""Cost of the gateway: requests/s, latency, and CPU per request and per relayed event, compared with peers.
+"""Measures requests/s, latency, and CPU per request and per relayed event of the gateway and of peers.
 
     python -m benchmarks.gateway_relay [--seconds 2] [--rounds 3] [--concurrency 1 64 512] [--peer NAME=COMMAND ...]
 
@@ -10,8 +10,8 @@ routing, holds, metrics, access log. Gateway and peers take turns. In peer comma
     --peer "nginx=benchmarks/nginx.sh {port} {socket}"
     --peer "before=env -C CHECKOUT .venv/bin/python -m appliance.gateway.main --config {config}"
 
-The proxies have one core; load generator and upstream share the rest. CPU per request is read from /proc, so it holds
-even where the load generator is the bottleneck. Streams: "burst" sends 64 events as fast as they go; "paced" sends one
+The proxies have one core; load generator and upstream share the rest. CPU per request comes from /proc, so it is valid
+even if the load generator is the bottleneck. Streams: "burst" sends 64 events as fast as they go; "paced" sends one
 event every 10 ms on each of 64 streams, as engines do.
 """
 
@@ -37,7 +37,7 @@ import uvloop
 from benchmarks._claims import Claim, at_least, at_most, parser, record, stated
 from tests.e2e.box_support import free_port
 
-LEAST_OVER_VLLM_ROUTER = 0.5  # requests per core-second
+LEAST_OVER_VLLM_ROUTER = 0.5  # aim: requests per core-second
 MAX_ADDED_P50_MS = 1.5
 GATEWAY = f"{sys.executable} -m appliance.gateway.main --config {{config}}"
 KEY = "sk-benchmark"
@@ -80,7 +80,7 @@ def request_bytes(mode: str) -> bytes:
 
 
 class Upstream(asyncio.Protocol):
-    """Answers each request with canned bytes; knows no HTTP beyond the length of a body."""
+    """Answers each request with canned bytes; parses no HTTP except the length of a body."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -145,7 +145,7 @@ async def run_upstream(path: str, port: int) -> None:
 
 
 class Client(asyncio.Protocol):
-    """Sends the next request as soon as an answer is complete."""
+    """A connection that sends the next request as soon as an answer is complete."""
 
     def __init__(self, mode: str, until_s: float, latencies: list[float], done: asyncio.Future[None]) -> None:
         self.data = request_bytes(mode)
@@ -179,7 +179,7 @@ class Client(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One peer under one load: requests per second, latencies, and CPU seconds of the peer per request."""
+    """Figures of one peer under one load: requests per second, latencies, and the peer's CPU seconds per request."""
 
     rps: float
     p50_s: float
@@ -207,13 +207,13 @@ async def load(pid: int, port: int, mode: str, concurrency: int, seconds: float)
 
 
 def cpu_s(pids: list[int]) -> float:
-    """CPU seconds from the kernel scheduler's nanosecond counter: /proc/PID/stat only samples at each tick."""
+    """Return CPU seconds by the kernel scheduler's nanosecond counter: /proc/PID/stat only samples at each tick."""
     threads = [thread for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """Return the pids of a process and all its descendants."""
     children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
     return [pid, *(process for row in children for child in row for process in tree(int(child)))]
 
@@ -231,7 +231,7 @@ def pinned(command: list[str], cores: set[int], log: Path) -> Iterator[int]:
 
 
 async def push_table(bus_socket: str, engine_socket: str) -> asyncio.Server:
-    """The controller's end of the bus: sends one table to each client."""
+    """Act as the controller's end of the bus: send one routing table to each client."""
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     replica = {"id": "r", "socket": engine_socket, "version": "v1", "state": "open"}
     table = {
@@ -294,7 +294,7 @@ async def measure(seconds: float, repeats: int, concurrencies: list[int], comman
 
 
 def line(name: str, mode: str, concurrency: int, rows: list[Round]) -> str:
-    """One row of the table. Takes the best of each figure, because other load only makes figures worse."""
+    """Return one row of the table, with the best value of each figure, because other load only makes figures worse."""
     rps, cpu_us = max(row.rps for row in rows), 1e6 * min(row.cpu_s for row in rows)
     p50_us, p99_us = 1e6 * min(row.p50_s for row in rows), 1e6 * min(row.p99_s for row in rows)
     cpu = f"{cpu_us:7.1f} µs/request" if mode == "plain" else f"{cpu_us / EVENTS:5.1f} µs/event"
@@ -302,7 +302,7 @@ def line(name: str, mode: str, concurrency: int, rows: list[Round]) -> str:
 
 
 def claims(mode: str, concurrency: int, rounds: dict[str, list[Round]]) -> list[Claim]:
-    """Medians of the ratios within each round, in which other load affects both sides of a pair."""
+    """Return medians of the ratios in each round, because other load then affects both sides of a ratio."""
     found, size, ours = [], f"{mode}, {concurrency} at once", rounds["gateway"]
     for name in rounds.keys() - {"gateway", "direct"}:
         ratio = statistics.median(a.cpu_s / b.cpu_s for a, b in zip(rounds[name], ours, strict=True))
@@ -322,7 +322,7 @@ def main() -> None:
     options.add_argument("--upstream", nargs=2, metavar=("SOCKET", "PORT"), help="only serve canned answers there")
     given = options.parse_args()
     if given.upstream:
-        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C reaches it too; `pinned` ends it
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C also reaches the upstream; `pinned` ends it
             uvloop.run(run_upstream(given.upstream[0], int(given.upstream[1])))
         return
     peers = dict(peer.split("=", 1) for peer in given.peer)

@@ -1,13 +1,13 @@
-"""Compares GRPO by TRL and by a box with the same model, prompts, rewards, settings and cores: time until a reward is
-reached.
+"""Compares GRPO by TRL and by a box with the same model, prompts, rewards, settings and cores: seconds until a reward
+is reached.
 
     python -m benchmarks.grpo_trl [--steps N] [--prompts N] [--tokens N] [--ways WAY ...] [--seeds N ...]
 
-Setup: the starter, LoRA of rank 8, sums, eight answers per prompt and step. A way is `train` (mode train: an engine and
+Setup: the starter, LoRA of rank 8, sums, eight answers per prompt and step. A WAY is `train` (mode train: an engine and
 ranks on all other devices), `engine-N` (an engine and one rank, with staleness N) or `trl` (GRPOTrainer with
 transformers' `generate`). TRL runs after the box has stopped. Seconds count from the start of the first step, without
-imports and the start of a box. Results per way: wall and CPU seconds of a step (of the whole box), the mean reward by
-step, and seconds and answer tokens until the mean of four steps reaches some rewards.
+imports and the start of a box. Results per way: wall and CPU seconds of a step (summed over the box), the mean reward
+by step, and seconds and answer tokens until the mean of four steps reaches certain rewards.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ STARTER_STEPS = 10
 
 @dataclass(frozen=True)
 class Curve:
-    """Values by step. ended_s: seconds from the start of the first step to the end of this one. rewards: means.
-    lengths: mean tokens of an answer. cpu_s: CPU seconds of a step, without the first."""
+    """Values by step. ended_s: seconds from the start of the first step to the end of the step. rewards: mean rewards.
+    lengths: mean tokens per answer. cpu_s: CPU seconds per step, without the first step."""
 
     ended_s: tuple[float, ...]
     rewards: tuple[float, ...]
@@ -46,7 +46,7 @@ class Curve:
 
 
 def cpu_of(box: WholeBox) -> float:
-    """CPU seconds of a box's processes, and of their ended children."""
+    """Return the CPU seconds of a box's processes and of their ended children."""
     spent_s = 0.0
     for pid in [*box.running(), box.main_pid()]:
         try:
@@ -89,7 +89,7 @@ def by_trl(given: argparse.Namespace, seed: int) -> Curve:
     lines = map(json.loads, sums(1, given.steps * given.prompts).splitlines())
     rows = [{"prompt": line["messages"], "answer": line["answer"]} for line in lines]
     model, sizes = str(starter_folder(STARTER_STEPS)), (given.steps, given.prompts, given.tokens, GROUP, RANK)
-    # On shared cores, more threads wait for each other.
+    # On shared cores, additional threads only wait for each other.
     found = in_new_process(grpo, model, rows, *sizes, RATE, seed, threads=1)
     ended_s, rewards, lengths, cpu_s = zip(*found, strict=True)
     return Curve(ended_s, rewards, lengths, (cpu_s[-1] - cpu_s[0]) / (len(cpu_s) - 1))

@@ -3,9 +3,9 @@
     python -m benchmarks.hand_over [--sizes 5M 50M] [--rounds N]
 
 The box has one model of random weights and one full fine-tuning job of it (float32, ZeRO-1, a few tokens per step, so
-that a step is short). Each round sets the mode `serve` with a request already waiting, until its first token, and then
-the mode `train`, until all ranks train and until the job's next step is done. The repetition of an aborted step counts
-as training, not as hand-over.
+that a step is short). Each round sets the mode `serve` with a request already waiting, and times its first token. Then
+it sets the mode `train`, and times when all ranks train and when the job's next step ends. Repeating an aborted step
+counts as training, not as hand-over.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "
 
 
 class Handed:
-    """A box with one model and one job."""
+    """Holds a box with one model and one job."""
 
     def __init__(self, box: WholeBox, size: str, folder: Path):
         self.box = box
@@ -52,7 +52,7 @@ class Handed:
         wait_for(lambda: self.step() >= 3, "three training steps", timeout_s=300)
 
     def ask(self) -> float:
-        """Seconds to the first token of a streamed answer."""
+        """Return the seconds to the first token of a streamed answer."""
         began_s = time.perf_counter()
         body = {"model": MODEL, "prompt": "the", "max_tokens": 1, "stream": True}
         with self._http.stream("POST", "completions", json=body) as answer:
@@ -60,19 +60,19 @@ class Handed:
             return time.perf_counter() - began_s
 
     def step(self) -> int:
-        """The last finished step of the job, from the database: a request would cost the box time."""
+        """Return the job's last finished step, read from the database, because a request would take the box's time."""
         with closing(sqlite3.connect(self.box.data_dir / "appliance.db")) as db:
             newest = db.execute("SELECT max(step) FROM job_metrics WHERE job_id = ?", [self._job_id]).fetchone()[0]
         return newest or 0
 
     def steps_since(self, began_s: float) -> list[dict[str, Any]]:
-        """Hand-over steps that began since then, in order of their start."""
+        """Return the hand-over steps that began after this time, in order of their start."""
         found = [step for one in self.box.admin("handovers?limit=20")["data"] for step in one["steps"]]
         done = [step for step in found if step["state"] == "done" and step["started_s"] >= began_s]
         return sorted(done, key=lambda step: step["started_s"])
 
     def round(self, number: int) -> tuple[float, float]:
-        """Seconds until the first token and all ranks train, and until the first token and the next step's end."""
+        """Return seconds to the first token plus seconds until all ranks train, and plus those to the next step."""
         first: list[float] = []
         asking = threading.Thread(target=lambda: first.append(self.ask()))
         began_s = time.time()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_scale
 
-Three situations per size: "cold" (nothing runs yet, all holders are placed), "steady" (all run, nothing changes) and
+Each size is timed "cold" (nothing runs yet, all holders are placed), "steady" (all run, nothing changes) and
 "burst" (traffic claims a tenth of the devices).
 """
 
@@ -56,7 +56,7 @@ def cold(devices: int, jobs: int, seed: int = 0) -> PlanInput:
 
 
 def after(plan_input: PlanInput, allocation: Allocation) -> tuple[PlanInput, Box]:
-    """The plan input after this allocation has been carried out."""
+    """Return the plan input after this allocation has been carried out."""
     groups = allocation.groups
     replicas = tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in allocation.replicas)
     jobs = tuple(
@@ -77,7 +77,7 @@ def burst(plan_input: PlanInput) -> PlanInput:
 
 
 def timed_ms(plan_input: PlanInput, box: Box) -> float:
-    """Median milliseconds of plan and moves together."""
+    """Return the median milliseconds that `plan` and `moves` take together."""
     seconds = []
     for _ in range(9):
         began_s = time.perf_counter()

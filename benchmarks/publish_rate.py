@@ -1,10 +1,10 @@
-"""Ratio of the publish rate of the weight store to the memcpy rate for the same bytes and threads, in one run.
+"""Compares the publish rate of the weight store with the memcpy rate for the same bytes and threads, in one run.
 
     python -m benchmarks.publish_rate [--sizes-mb 10 100 1000] [--threads 1 2] [--rounds 7]
 
-One publish: reserve, write every tensor, and commit without checksums (the copy on disk has them), into the segment of
-an older version that this process has mapped before, like a trainer that publishes repeatedly. Each thread writes a
-contiguous share, like a ZeRO rank. Copies and publishes alternate, so that drift of the machine affects both.
+A publish reserves, writes every tensor and commits without checksums (the copy on disk has them). It reuses the segment
+of an older version that this process has mapped before, like a trainer that publishes repeatedly. Each thread writes a
+contiguous share, like a ZeRO rank. Copies and publishes alternate, so that drift of the machine affects both rates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYERS, VOCABULARY = 16, 8192
 
 
 def llama_specs(total_bytes: int) -> list[TensorSpec]:
-    """BF16 tensors of a Llama with 16 layers whose hidden size makes it about `total_bytes` large."""
+    """Return the BF16 tensors of a 16-layer Llama with about `total_bytes` bytes."""
     hidden = 64
     while 2 * (VOCABULARY + LAYERS * 13 * (hidden + 64)) * (hidden + 64) <= total_bytes:
         hidden += 64
@@ -41,7 +41,7 @@ def llama_specs(total_bytes: int) -> list[TensorSpec]:
 
 
 def share(specs: list[TensorSpec], rank: int, ranks: int) -> Iterator[tuple[str, int, int]]:
-    """(tensor, start, stop) in bytes of the share of a rank in the concatenated tensors, as with ZeRO-1 and 2."""
+    """Return (tensor, start, stop), in bytes, for a rank's share of the concatenated tensors, as with ZeRO-1 and 2."""
     total_bytes, begin = sum(spec.nbytes for spec in specs), 0
     for spec in specs:
         start = max(total_bytes * rank // ranks - begin, 0)

@@ -1,9 +1,9 @@
-"""Measures training state: suspend, resume at the same and at another size, snapshots and versions of a run.
+"""Measures how long a run takes to suspend, to resume at the same and at another size, to snapshot and to publish.
 
     python -m benchmarks.suspend_resume [--sizes 5M 25M] [--zero 2] [--rounds 5]
 
-Worlds of 4 and then of 8 ranks train a random Llama in short steps. Each is suspended (`Group.suspend`) and resumed at
-its size, at last at half of it, until the first step is done. A suspension is compared with one copy of the state.
+Worlds of 4 and then of 8 ranks train a random Llama in short steps. Each world is suspended (`Group.suspend`), and
+resumed until its first step ends: at the same size, finally at half. Suspensions are compared with a copy of the state.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from train.data_checks.process import checked
 from train.plan.spec import TrainSpec
 
 LIMITS = PingLimits(ping_timeout_s=60.0)
-EXAMPLES = 36  # nine steps per epoch, each of which ends with a version
-STEPS = 20  # of the world of 4 before its first suspension
+EXAMPLES = 36  # nine steps per epoch; each epoch ends with a published version
+STEPS = 20  # steps of the world of 4 before its first suspension
 
 
 class World:
-    """One world of ranks, and its events with their arrival times."""
+    """Runs one world of ranks, and records its events with arrival times."""
 
     def __init__(self, warm: WarmTrain, spec: TrainSpec) -> None:
         self.warm, self.spec, self.events, self._news = warm, spec, [], asyncio.Event()
@@ -48,7 +48,7 @@ class World:
         return self
 
     async def stepped(self, count: int) -> float:
-        """Seconds from the start of the world to the end of the `count`-th step."""
+        """Return the seconds from the world's start to the end of its `count`-th step."""
         while len(steps := [at_s for at_s, event in self.events if event["event"] == "metrics"]) < count:
             assert all(event["event"] != "finished" for _, event in self.events), self.events[-1]
             self._news.clear()
@@ -60,7 +60,7 @@ class World:
 
 
 async def moved(world: World, size: str, start: int, rounds: int) -> list[Claim]:
-    """Suspend and resume at the same size, `rounds` times, and at half of it."""
+    """Suspend and resume a world `rounds` times at the same size, then once at half its size."""
     found: dict[str, list[tuple[float, ...]]] = {}
     for ranks in [start] * rounds + [start // 2]:
         report = await world.group.suspend()

@@ -3,10 +3,10 @@
     python -m benchmarks.train_speed [--size 25M] [--threads 1] [--steps 8] [--sides ours trl trl-bf16-packed]
 
 Both fine-tune the same random Llama on GSM8K (assistant tokens only) with AdamW, in bf16, or in fp32 if the CPU would
-emulate bf16 (forty times slower). Ours runs as in the product: DeepSpeed ZeRO-1, fp32 master weights and accumulation,
-packing. TRL runs its SFTTrainer as documented, or with the model in bf16 and its own packing ("bfd"). Tokens exclude
-padding and the first two steps. Ratios use tokens per CPU second, which other load affects little; with one thread this
-is the speed of an idle machine.
+emulate bf16 (forty times slower). Our trainer runs as in the product: DeepSpeed ZeRO-1, fp32 master weights and
+accumulation, packing. TRL runs its SFTTrainer as documented, or with the model in bf16 and its own packing ("bfd").
+Tokens exclude padding and the first two steps. Ratios use tokens per CPU second, which other load affects little; with
+one thread, this equals the speed on an idle machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIDES = ("ours", "trl", "trl-bf16-packed")
 
 
 def prepare(folder: Path, size: str) -> None:
-    """A random Llama of this size with the starter's tokenizer, and the data."""
+    """Write a random Llama of this size, with the starter's tokenizer, and the data."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,7 +42,7 @@ def prepare(folder: Path, size: str) -> None:
 def ours(
     folder: Path, steps: int, batch: int, micro: int, precision: str
 ) -> tuple[list[tuple[float, float]], list[int]]:
-    """(wall s, CPU s) and real tokens of each step."""
+    """Train with our trainer; return (wall s, CPU s) and real tokens of each step."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
     from train.control.rank import Progress
     from train.plan.spec import TrainSpec
@@ -103,7 +103,7 @@ def main() -> None:
                     work, rest = ours, (given.batch, given.micro, precision)
                 else:
                     packed = side == "trl-bf16-packed"
-                    # As many real tokens per optimizer step as ours.
+                    # Use as many real tokens per optimizer step as our trainer.
                     batch = given.batch if packed else round(given.batch * MAX_LENGTH / EXAMPLE_TOKENS)
                     work, rest = supervised, (batch, MAX_LENGTH, packed, precision == "bf16", packed)
                 times, tokens = in_new_process(work, folder, given.steps, *rest, threads=given.threads)

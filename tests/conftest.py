@@ -1,4 +1,4 @@
-"""A test session leaves nothing behind: no process, no Ray session, no shared-memory file. Checked at its end.
+"""A test session leaves nothing behind: no process, no Ray session, no shared-memory file. This is checked at its end.
 
 Each process of a session (several with pytest-xdist) checks the processes that it started: its children, and orphans
 with its mark in their environment. Files have no such mark: the session checks those that its tests claimed

@@ -1,4 +1,4 @@
-"""One line of `make gpu-smoke`: a measurement, its bound, and the remedy if it fails."""
+"""Defines one line of `make gpu-smoke`: a measurement, its bound, and the remedy if the measurement fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """found: the measured value in `unit`; NaN fails. least, most: its bounds."""
+    """A measurement with bounds. found: measured value in `unit`; NaN fails. least, most: bounds of `found`."""
 
     name: str
     found: float
@@ -34,7 +34,7 @@ class Check:
 
 
 def best_s(synchronize: Callable[[], Any], work: Callable[[], Any]) -> float:
-    """Seconds of the fastest of ROUNDS rounds, after a warm-up round."""
+    """Return the seconds of the fastest of ROUNDS rounds, after a warm-up round."""
     work()
     synchronize()
     took = []

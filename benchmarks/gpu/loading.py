@@ -23,7 +23,7 @@ ROWS = 8192
 
 
 def fork(half: str) -> list[Check]:
-    """Check that a process forked after the imports of a warm parent can compute on a GPU."""
+    """Check that a process can compute on a GPU when forked after a warm parent's imports."""
     preload = {"serve": "serve.engine.preload", "train": "train.trainer.preload"}[half]
     importlib.import_module(preload)
     child = os.fork()
@@ -40,7 +40,7 @@ def fork(half: str) -> list[Check]:
 
 
 class _Timed:
-    """Locks pages with the calls of a device kind, and records their seconds."""
+    """Locks pages with the calls of a device kind, and records how many seconds the calls take."""
 
     def __init__(self, pages: Any):
         self._pages, self.lock_s, self.unlock_s = pages, [0.0], [0.0]
@@ -58,7 +58,7 @@ class _Timed:
 
 
 def copies(gib: float = 2.0) -> list[Check]:
-    """Compare loading weights from /dev/shm, with the loader's own code, with page-locked copies over the link."""
+    """Compare the rate of the loader's own code, from /dev/shm, with page-locked copies over the link."""
     device = torch.device("cuda:0")
     kind = of_torch(device)
     free, _ = torch.cuda.mem_get_info()
@@ -102,7 +102,7 @@ def copies(gib: float = 2.0) -> list[Check]:
                 for name in names:
                     ring.copy(slices[name], source.tensor(name)[:, part : 2 * part])
 
-        # Pageable bytes cross the link and the host's memory.
+        # Pageable bytes cross both the link and the host's memory.
         limit = min(link, host_copy())
         unlocked_share, packed_share = rate(unlocked, source.nbytes) / limit, rate(pack, source.nbytes // 8) / limit
         right = all(

@@ -1,4 +1,4 @@
-"""`make gpu-smoke`: runs our own code on this machine's GPUs; prints one line per check with bound and remedy.
+"""`make gpu-smoke`: runs the box's code on this machine's GPUs; prints one line per check, with bound and remedy.
 
     python -m benchmarks.gpu.smoke [--parts copies,...] [--gpus N] [--results FILE]
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def child(part: str, rank: int, of: int, meet: str, numa: int | None) -> list[Check]:
     """Measure a part in this process, which sees one GPU."""
-    bind_near([numa])  # like engines and ranks: otherwise half of the copies cross between sockets
+    bind_near([numa])  # as engines and ranks do: otherwise half of the copies cross between sockets
     if part.startswith(("fork-", "copies")):
         from benchmarks.gpu import loading
 
@@ -89,7 +89,7 @@ def measured(part: str, gpus: Sequence[Found]) -> list[Check]:
 
 
 def start(asked: dict[str, Any], gpu: int) -> subprocess.Popen[str]:
-    # Like engines and ranks, whose copy rings have threads: torch must not add its own to each.
+    # As in engines and ranks: their copy rings have threads, so torch must not start threads in each.
     own = {**dict(WARM_ENV), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu.smoke", "--child", json.dumps(asked)],
@@ -102,7 +102,7 @@ def start(asked: dict[str, Any], gpu: int) -> subprocess.Popen[str]:
 
 
 def answers(gpus: Sequence[Found], children: Sequence[subprocess.Popen[str]]) -> list[Check]:
-    """The checks on the last line of each child, named by its GPU; a failed child gives one failed check."""
+    """Return the checks on the last line of each child, named by GPU; a failed child gives one failed check."""
     deadline_s, found = time.monotonic() + LIMIT_S, []
     for gpu, process in zip(gpus, children, strict=True):
         try:

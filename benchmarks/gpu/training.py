@@ -1,6 +1,6 @@
-"""The parts of `make gpu-smoke` that measure a training rank, with the ranks' own code. Each works on any kind of
-device, including the CPU, and for any size, so that its computation is tested without a GPU. An error is the distance
-from the float32 result, relative to its norm."""
+"""The parts of `make gpu-smoke` that measure a training rank, with the ranks' own code. Each part works on any kind of
+device, including the CPU, and for any size, so that tests run it without a GPU. An error is the distance from the
+float32 result divided by that result's norm."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
         store = WeightStore(Path(place), budget_bytes=None)
         draft = store.reserve(layout, kind="snapshot", model="smoke", version="1")
         whole = Strided(0, elements, elements, 1)
-        # The first round also pays the page faults.
+        # The first round also includes page faults.
         out = best_s(partial(kind.synchronize, device), lambda: copies.write(draft, [("snapshot", whole, state)]))
         back = best_s(partial(kind.synchronize, device), lambda: copies.read(draft, [("snapshot", whole, into)]))
         draft.abort()
@@ -59,7 +59,7 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
 
 
 def host_copy(nbytes: int = GIB, threads: int = 8) -> float:
-    """Bytes/s of host memory copies with as many threads as an engine uses for loading."""
+    """Return bytes/s of host memory copies, with as many threads as an engine uses for loading."""
     there, here = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
     parts = list(zip(there.chunk(threads), here.chunk(threads), strict=True))
     with ThreadPoolExecutor(threads) as pool:
@@ -81,8 +81,8 @@ def _pieces(state: torch.Tensor, buffer: torch.Tensor, *, out: bool) -> None:
 def attention(
     device: torch.device, tokens: int = 16_384, heads: int = 32, kv_heads: int = 8, dim: int = 128
 ) -> list[Check]:
-    """A layer's attention over a packed row of examples of many lengths, forward and backward. Its error covers heads
-    of `dim`, full and with a window, and narrower heads (values narrowest), which the kernel needs padded."""
+    """Measure a layer's attention over a packed row of examples of many lengths, forward and backward. The error covers
+    heads of `dim`, full and with a window, and narrower heads (values narrowest), which need padding."""
     from train.model import attention as packed
 
     kind, segments = of_torch(device), _segments(tokens)
@@ -119,7 +119,7 @@ def attention(
 
 
 def _segments(tokens: int) -> tuple[tuple[int, int], ...]:
-    """Bounds of examples of an eighth, a sixteenth, ... of a row, repeatedly; the last example has the rest."""
+    """Return bounds of examples that take an eighth, a sixteenth, ... of a row, repeatedly; the last takes the rest."""
     bounds, end, length = [0], 0, max(1, tokens // 8)
     while end < tokens:
         end = min(tokens, end + length)
@@ -151,7 +151,7 @@ def head(
     held = 0 if kind.on_host else torch.accelerator.memory_allocated()
     seconds = best_s(partial(kind.synchronize, device), partial(step, *whole))
     peak = 0 if kind.on_host else torch.accelerator.max_memory_allocated() - held
-    layer, hidden, labels = made(checked_width)  # narrow: its gradient is the sum of several parts
+    layer, hidden, labels = made(checked_width)  # a narrow layer: its gradient is the sum of several parts
     ours = step(layer, hidden, labels)
     weight, exact = layer.weight.detach().float().requires_grad_(), hidden.detach().float().requires_grad_()
     loss = torch.nn.functional.cross_entropy(exact @ weight.t(), labels)
@@ -177,7 +177,7 @@ def kernels(
     family: str = "llama",
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[Check]:
-    """Compare some layers, forward and backward, with Liger's kernels and with torch's, a job's default (`kernels`)."""
+    """Compare layers, forward and backward, with Liger's kernels and with torch's, the default (`kernels`)."""
     from transformers import AutoConfig, AutoModel
 
     from train.model import attention as packed
@@ -220,7 +220,7 @@ def kernels(
 
     right = step(exact, torch.float32)
     torch_s, torch_bytes = measured()
-    use_liger(model)  # changes the rotary embedding of `exact` too
+    use_liger(model)  # this also changes the rotary embedding of `exact`
     liger_s, liger_bytes = measured()
     remedy = "leave `kernels` of jobs at 'torch'"
     return [
@@ -233,7 +233,7 @@ def kernels(
 def ranks(
     rank: int, of: int, meet: str, device_kind: str, *, steps: int = 20, width: int = 512, tokens: int = 1024
 ) -> list[Check]:
-    """Train a small model with ZeRO 2 on `of` ranks with one device each, repeatedly on the same examples: the loss
+    """Train a small model with ZeRO 2, on `of` ranks with one device each, repeatedly on the same examples. The loss
     must fall, and all ranks must end with the same weights."""
     kind = kinds.kind_of(device_kind)
     os.environ.update(
@@ -298,7 +298,7 @@ def ranks(
 
 
 def _batch(rank: int, of: int, tokens: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
-    """This rank's row of two fully trained examples, in the format of train.methods.packed_objective.to_batch."""
+    """Return this rank's row of two fully trained examples, formatted like packed_objective.to_batch."""
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(vocabulary, (tokens,), generator=generator)
     half = tokens // 2
@@ -318,5 +318,5 @@ def _error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _worst(errors: Iterable[float]) -> float:
-    """The largest error; NaN is the worst."""
+    """Return the largest error; NaN counts as the largest."""
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)

@@ -1,8 +1,8 @@
 """Simulates the gateway: routes requests to engines, holds them, and drives the simulation's clock.
 
 Requests go to the open replica with the least work before a first token, as in the gateway's router
-(`appliance.gateway.core.router`). Its affinity for warm prefixes is not simulated, because traces have no text. If no
-replica is open, requests are held up to `hold_s`; when one opens, requests that have no first token yet move to it.
+(`appliance.gateway.core.router`). Affinity for warm prefixes is not simulated, because traces have no text. If no
+replica is open, requests are held up to `hold_s`; when one opens, requests without a first token move to it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def is_sooner_there(
 ) -> bool:
     """Whether a newly opened engine would serve a waiting request earlier than its present engine.
 
-    pending, inflight: prompt tokens without a first token, and requests, each as (here, there), with this request here.
-    stuck: no prompt is computed here, because the cache has no room for the first one.
+    pending: prompt tokens of requests without a first token, as (here, there), with this request counted here.
+    inflight: requests, likewise. stuck: no prompt is computed here, because the cache is too full for the first prompt.
     """
     here, there = pending
     return there + prompt_tokens <= here - prompt_tokens or (stuck and inflight[1] + 1 < inflight[0])
 
 
 class Cluster:
-    """All engines and the requests in progress. `advance` is cheap if few events are due."""
+    """All engines and the requests in progress. `advance` is fast if few events are due."""
 
     def __init__(self, requests: Requests, model: EngineModel, *, hold_s: float = 600.0, seed: int = 0):
         self.requests, self.model, self.hold_s = requests, model, hold_s
@@ -67,7 +67,7 @@ class Cluster:
         self._move_to(replica_id)
 
     def _move_to(self, replica_id: str) -> None:
-        """Move requests without a first token to a replica that has just opened, while it serves them earlier."""
+        """Move requests without a first token to a replica that has just opened, while it would serve them earlier."""
         to = self._engines[replica_id]
         while True:
             name = max(
@@ -99,7 +99,7 @@ class Cluster:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of all requests in flight and held."""
+        """Number of prompt tokens of all requests in flight and held."""
         held = sum(self.requests.prompt[r] for r in self.held)
         return held + sum(e.prompt_tokens for e in self._engines.values())
 
@@ -138,7 +138,7 @@ class Cluster:
             heapq.heappush(self._due, (at_s, name, engine.version))
 
     def advance(self, to_s: float) -> None:
-        """Process everything that happens up to and at `to_s`."""
+        """Process all events up to and at `to_s`."""
         arrivals, total = self.requests.arrival_s, len(self.requests)
         while True:
             arrival_s = arrivals[self._next] if self._next < total else float("inf")

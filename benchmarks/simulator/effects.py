@@ -1,7 +1,7 @@
 """Simulated effects and store, on which the scheduler's real loop moves the engines of one model and one job.
 
-The job uses all devices it gets and never ends. Nothing is decided here. Verbs take the times of `VerbTimes` and act on
-the `Cluster` (requests) and the group (training).
+The job uses all devices it gets and never ends. This module decides nothing: verbs take the times of `VerbTimes` and
+act on the `Cluster` (requests) and the group (training).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ REPORT_S = 0.25
 class VerbTimes:
     """Seconds that verbs take. Defaults: a 7 B model in bf16 (13.5 GB) on an H100 behind PCIe 5 (50 GB/s one way).
 
-    wake: copy the weights once over PCIe, plus half a second. start: a fork plus the same. suspend: 12 bytes per
-    parameter of optimizer state over eight links. start_group: a fork of the ranks plus loading it back. step: one
+    wake: copy the weights once over PCIe, plus half a second. start: fork, then as wake. suspend: copy 12 bytes per
+    parameter of optimizer state over eight links. start_group: fork the ranks and load the state back. step: one
     training step. A suspension aborts the step in progress, which is repeated later (see train.trainer.train), unless
     it ends within `patience` or is itself a repetition.
     """
@@ -52,8 +52,8 @@ class VerbTimes:
 
 
 class SimStore:
-    """The workload: the job, and the model with its demand. warm_until_s: one replica is kept until then, as if the
-    model had been used before the trace."""
+    """The workload of one job, and one model with its demand. warm_until_s: one replica stays awake until then, as if
+    the model had been used before the trace."""
 
     def __init__(self, cluster: Cluster, deployment: DeploymentView, policy: Policy, devices: int, warm_until_s: float):
         self.cluster, self._deployment, self._warm_until_s = cluster, deployment, warm_until_s
@@ -97,7 +97,7 @@ class SimEffects:
         self._replicas: dict[str, ReplicaView] = {}
         self._group: GroupView | None = None
         self._since_s = 0.0
-        self._left_a_step = False  # at the last suspension: the next step is never aborted
+        self._left_a_step = False  # whether the last suspension aborted a step: the next step is never aborted
         self.trained: list[tuple[float, float, int]] = []
 
     def _now(self) -> float:
@@ -176,7 +176,7 @@ class SimEffects:
         self._group = None
 
     def close_books(self, lost_s: float = 0.0) -> None:
-        """Record the group's training so far. lost_s: run time of an aborted step."""
+        """Record the group's training so far. lost_s: seconds that an aborted step ran."""
         now_s = self._now()
         if self._group is not None:
             self.trained.append((self._since_s, now_s - lost_s, len(self._group.devices)))

@@ -5,7 +5,7 @@ Model of one step of one replica (tensor-parallel 1), after Vidur and vLLM's chu
     step_s = base_s + per_token_s x (decoding sequences + prefill tokens of this step) + per_context_s x context tokens
 
 Every decoding sequence gets one token per step. A step takes up to `chunk_tokens` of the queued prompts, first come
-first served, and several of them if they are short. A sequence is admitted when its prompt and output fit the KV cache.
+first served, and several prompts if they are short. A sequence is admitted when its prompt and output fit the KV cache.
 Between two events (arrival, end of a prefill, end of a sequence) the rates are constant, so an engine costs a few
 operations per request, not per token. The model leaves out quadratic prefill attention (below 5 % up to 8k tokens),
 growth of the context between two events, and CPU time.
@@ -27,7 +27,7 @@ from benchmarks.simulator.trace import Requests
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Seconds per step as above. `kv_tokens`: capacity of the KV cache."""
+    """Parameters of the formula above. `kv_tokens`: capacity of the KV cache, in tokens."""
 
     base_s: float = 3.68e-3
     per_token_s: float = 2.01e-5
@@ -40,8 +40,8 @@ class EngineModel:
         return self.base_s + self.per_token_s * (decoding + prefill_tokens) + self.per_context_s * context_tokens
 
     def target_inflight(self, *, tpot_s: float, prompt: float, output: float) -> int:
-        """How many requests one replica carries: they fit its cache and, while their prompts arrive evenly, use two
-        thirds of the target time per further token. The time to the first token depends on the waiting prompts instead.
+        """Return how many requests one replica carries: all fit its cache and, if their prompts arrive evenly, further
+        tokens take two thirds of the target time. The time to the first token depends on waiting prompts instead.
         """
         n = 1
         while n < self.max_num_seqs and (n + 1) * (prompt + output) <= self.kv_tokens:
@@ -65,7 +65,7 @@ class Served:
 
 
 class Engine:
-    """One replica's queue and batch. Call `advance(t)` before any other method at time t."""
+    """Simulates one replica's queue and batch. Call `advance(t)` before any other method at time t."""
 
     __slots__ = (
         *("model", "requests", "served", "now_s", "version", "waiting", "tokens", "prompt_tokens", "_prefill", "_left"),
@@ -78,14 +78,14 @@ class Engine:
         self.version = 0
         self._prefill: int | None = None
         self._left = 0.0
-        self._emitted = 0.0  # tokens of a sequence that is in the batch from the beginning
-        self._batch: list[tuple[float, int]] = []  # (value of _emitted at which it ends, request)
+        self._emitted = 0.0  # tokens that a sequence in the batch from the beginning would have
+        self._batch: list[tuple[float, int]] = []  # (value of _emitted at which the request ends, request)
         self._context = 0.0
         self._reserved = 0
         self._queued = 0  # prompt tokens of `waiting`
         self.tokens = 0  # prompt and output tokens of all requests that have not ended
-        self.prompt_tokens = 0  # of the same
-        self._chunk, self._step_s = 0.0, 1.0  # constant between two events, set by `next_event_s`
+        self.prompt_tokens = 0  # prompt tokens of all requests that have not ended
+        self._chunk, self._step_s = 0.0, 1.0  # rates, constant between two events, set by `next_event_s`
 
     @property
     def inflight(self) -> int:
@@ -97,12 +97,12 @@ class Engine:
 
     @property
     def pending_tokens(self) -> int:
-        """Prompt tokens of requests without a first token, as a gateway counts them: whole prompts."""
+        """Number of prompt tokens of requests without a first token. Like a gateway, counts full prompts."""
         return self._queued + (0 if self._prefill is None else self.requests.prompt[self._prefill])
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait while no prompt is computed, because the cache has no room for the first of them."""
+        """Whether requests wait while no prompt is computed, because the cache is too full for the first request."""
         return bool(self.waiting) and self._prefill is None
 
     def take_back(self) -> int:
@@ -137,13 +137,13 @@ class Engine:
         self._prefill, self._left = request, float(self.requests.prompt[request])
 
     def next_event_s(self) -> float | None:
-        """Time of its next change by itself. Call it after every change: it sets the rates for `advance`."""
+        """Return the time of the engine's next event. Call it after every change: it sets the rates of `advance`."""
         prefilling, batch, model = self._prefill is not None, self._batch, self.model
         if not prefilling and not batch:
             return None
         chunk = 0.0
         if prefilling:
-            # Prompt tokens per step: of the first request in the queue and, if the cache has room, of the next ones.
+            # Prompt tokens per step: of the first queued request and, if they fit the cache, of the next requests.
             chunk = self._left + self._queued if self._reserved + self._queued <= model.kv_tokens else self._left
             chunk = min(chunk, model.chunk_tokens)
         self._chunk = chunk

@@ -1,4 +1,4 @@
-"""Simulates a gateway's load reports and the scheduler's learning from them."""
+"""Simulates a gateway's load reports, and the scheduler's learning from these reports."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ QUIET_REPORTS, QUIET_S = 20, 5.0
 
 class Gateway:
     """Reports load every `REPORT_S`. It nudges the loop when the demand needs another number of replicas, and when a
-    request arrives after a pause in which the planner has dropped its replicas. learner: None for a fixed split, which
-    ignores demand; then nothing is reported."""
+    request arrives after a pause in which the planner has dropped the replicas. learner: None for a fixed split, which
+    ignores demand; then no load is reported."""
 
     def __init__(self, store: SimStore, config: SchedulerConfig, learner: StandbyLearner | None):
         self._store, self._config, self._learner = store, config, learner
         self._arrived = 0
 
     def _wanted(self, now_s: float) -> int:
-        """Process a report; return the number of replicas that the planner would want now."""
+        """Process a load report; return the number of replicas that the planner would want now."""
         deployment = self._store.deployment()
         if self._learner is not None:
             self._store.standby = self._learn(self._learner, deployment, now_s)
@@ -60,7 +60,7 @@ class Gateway:
             await asyncio.sleep(self._until_next_s(now_s, until_s, over, busy))
 
     def _until_next_s(self, now_s: float, until_s: float, over: bool, busy: bool) -> float:
-        """Time to the next report: one interval, or several if nothing can happen before."""
+        """Return the seconds to the next report: one interval, or several if nothing can happen before."""
         if self._learner is None and not over:
             reports = min(QUIET_S, until_s - now_s) / REPORT_S
         elif busy or over:

@@ -22,7 +22,7 @@ class HandoverRecord:
 
 
 class MemoryJournal:
-    """A journal that lives as long as its object."""
+    """A journal in memory, without durable writes."""
 
     def __init__(self, keep: int = 1000) -> None:
         self._records: dict[int, HandoverRecord] = {}

@@ -71,7 +71,7 @@ class Setup:
         )
 
     def meets_targets(self, cluster: Cluster) -> bytearray:
-        """A 1 or 0 for each request in the order of arrival."""
+        """Return 1 (met its targets) or 0 for each request, in order of arrival."""
         requests, served, good = cluster.requests, cluster.served, bytearray(len(cluster.requests))
         for n, arrival_s in enumerate(requests.arrival_s):
             first_s, end_s = served.first_token_s[n], served.end_s[n]
@@ -83,8 +83,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Figures:
-    """The result of one policy. trained: (from, until, number of devices). within: a 1 or 0 for each request in the
-    order of arrival: 1 if it met its targets."""
+    """The result of one policy. trained: (from, until, number of devices). within: for each request, in order of
+    arrival, 1 if it met its targets, else 0."""
 
     requests_served: int
     handovers: int
@@ -101,7 +101,7 @@ class Figures:
         return sum(self.within) / len(self.within)
 
     def trained_device_s(self, from_s: float, until_s: float) -> float:
-        """Device seconds of training between these times of the trace."""
+        """Return the device seconds of training between these times of the trace."""
         return sum(max(min(to_s, until_s) - max(at_s, from_s), 0.0) * devices for at_s, to_s, devices in self.trained)
 
 
@@ -113,7 +113,7 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
     journal, learner = MemoryJournal(), None
     if policy.kind == "auto":
         learner = StandbyLearner(config, Bounds(setup.devices, 0, setup.devices, setup.slo_ttft_s))
-    else:  # the demand is not used
+    else:  # a fixed split ignores the demand
         config = config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
     gateway, handovers_before = Gateway(store, setup.config, learner), 0
 

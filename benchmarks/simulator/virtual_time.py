@@ -1,6 +1,6 @@
 """An asyncio event loop whose time jumps to the next timer instead of waiting, for the simulator and for tests.
 
-Sleeps and timeouts of asyncio run unchanged and in the same order, but take no time.
+Sleeps and timeouts of asyncio end in the same order as in real time, but take no real time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RESOLUTION_S = 1e-6
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Waits only for timers, by jumping to their time."""
+    """Waits only for timers, by jumping to the time of the next timer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Starts at time `start_s`; `time()` moves only by jumps to the next timer."""
+    """An event loop that starts at time `start_s`; `time()` advances only by jumps to the next timer."""
 
     def __init__(self, start_s: float = 0.0):
         self._jumping = _JumpingSelector()
@@ -46,11 +46,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def now_s() -> float:
-    """The running loop's time, as a clock for the scheduler."""
+    """Return the running loop's time; serves as a clock for the scheduler."""
     return asyncio.get_running_loop().time()
 
 
 def run(main: Coroutine[Any, Any, T], start_s: float = 0.0) -> T:
-    """Like asyncio.run, but in virtual time."""
+    """Run a coroutine like `asyncio.run`, but in virtual time."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(start_s)) as runner:
         return runner.run(main)

@@ -10,7 +10,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class SchedulerConfig(BaseModel):
-    """Every dwell, timeout and limit of the scheduler's decisions, with its unit in the name."""
+    """All dwell times, timeouts and limits of the scheduler. Each name ends in the unit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

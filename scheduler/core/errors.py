@@ -22,7 +22,7 @@ class SchedulerError(Exception):
 
 
 class InvalidSchedule(SchedulerError, ValueError):
-    """An invalid mode window; `param` names the invalid field of mode_schedule.Window."""
+    """An invalid mode window; `param` names the invalid field of `mode_schedule.Window`."""
 
     def __init__(self, message: str, param: str = "cron"):
         super().__init__(message)
@@ -30,7 +30,7 @@ class InvalidSchedule(SchedulerError, ValueError):
 
 
 class NodeNameTaken(SchedulerError):
-    """Two nodes of one box with the same name."""
+    """A node has the same name as another node of the box."""
 
     def __init__(self, name: str, address: str):
         super().__init__(f"the box already has a node {name}, at {address}: join under another name")
@@ -42,10 +42,10 @@ class EffectFailed(SchedulerError):
     Args:
         reason: one sentence for users.
         blame: whose fault it is.
-        of_settings: the engine refuses its settings; neither memory, a device nor another process is at fault.
+        of_settings: True if the engine refuses its settings, so no memory, device or other process is at fault.
 
-    `step`: verb and target of the step that failed; `seq`: its number. `cancelled`: the loop ended the step, because
-    its reason is gone. `undone`: False if the steps before it could not be undone.
+    `step`: verb and target of the step that failed; `seq`: its number. `cancelled`: True if the loop ended a step that
+    was no longer needed. `undone`: False if earlier steps could not be undone.
     """
 
     step, seq, cancelled, undone = "", 0, False, True
@@ -56,4 +56,4 @@ class EffectFailed(SchedulerError):
 
 
 class Stopped(SchedulerError):
-    """The loop has ended; start a new one."""
+    """The scheduler loop has ended; the caller must start a new loop."""

@@ -1,11 +1,11 @@
-"""Counts failures, and derives from them the wait before the next try and who is at fault.
+"""Counts failures, and computes the wait before the next try and what is to blame.
 
 Retries never end. The wait doubles up to `backoff_max_s`, or up to `start_backoff_max_s` for a model whose engines
-repeatedly die at start. `retry` ends the wait when the cause of the failure may be gone. Only a job can end by failing,
-and only by its own fault: see `Failures.hopeless`.
+repeatedly die at start. `retry` ends the wait when the cause of the failure may be gone. Only jobs can end because of
+failures, and only of their own: see `Failures.hopeless`.
 
-A failure during the backoff of an earlier one is an echo (nothing was tried in between): several handles report the
-same death, or several engines died of one cause. It is not counted again.
+A failure during the backoff of an earlier one is an echo (no try ran in between): several handles report the same
+death, or several engines died of one cause. Echoes are not counted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LONGEST_REASON = 700
 
 
 def first_line(reason: str) -> str:
-    """The part of a failure message shown to users; logs have the whole message."""
+    """The first line of a failure message, for users; logs have the full message."""
     return reason.partition("\n")[0][:LONGEST_REASON]
 
 
 def reverts_to(deployment: DeploymentView, failed: Build) -> Build | None:
-    """The build that a model reverts to because no engine starts with `failed`; None to keep `failed`.
+    """Return the build to restore because no engine starts with `failed`; None to keep `failed`.
 
     The settings are to blame only if nothing else differs from the last build that served: if the version or the
     devices changed too, the cause is unknown."""
@@ -50,9 +50,9 @@ class Failure:
     """Consecutive failures of a job or model.
 
     count: failures by its own fault; reset by a step of progress, or by a replica that stayed open long enough. tries:
-    all failures; reset by a lifetime longer than the previous wait. step: training progress at the last failure.
-    version: the version that failed. reason, blame: of the last failure. lasting: the model failed so often by its own
-    fault, or by its configuration, that the next try will most likely fail too.
+    all failures; reset by a lifetime longer than the previous wait. step: last training step before the failure.
+    version: the version that failed. reason, blame: why the last try failed, and whose fault it was. lasting: True if
+    the model failed so often, or by its configuration, that the next try will most likely fail too.
     """
 
     count: int = 0
@@ -67,7 +67,7 @@ class Failure:
 
 
 class Failures:
-    """Failures of jobs, models and hand-over moves. Only in memory: a restarted controller retries at once."""
+    """Counts failures of jobs, models and hand-over moves, only in memory: a restarted controller retries at once."""
 
     def __init__(self, config: SchedulerConfig):
         self._config = config
@@ -82,7 +82,7 @@ class Failures:
     def job_failed(
         self, job_id: str, step: int, reason: str, now_s: float, *, blame: Blame = "own", lived_s: float = 0.0
     ) -> Failure:
-        """Record a failure of a job; progress since the last one resets the count. lived_s: how long it ran."""
+        """Record a failure of a job; progress since the last failure resets the count. lived_s: seconds the job ran."""
         failure = self.jobs.setdefault(job_id, Failure())
         if step > failure.step:
             failure.count, failure.step = 0, step
@@ -104,7 +104,7 @@ class Failures:
         lived_s: float = 0.0,
         at_start: bool = False,
     ) -> Failure:
-        """Record a failure of a model's replica. lived_s: how long it had been open. at_start: no engine started."""
+        """Record a failure of a model's replica. lived_s: seconds it was open. at_start: True if no engine started."""
         failure = self.models.get(model)
         if failure is None or failure.version != version:
             failure = self.models[model] = Failure(version=version)
@@ -119,7 +119,7 @@ class Failures:
     def _add(
         self, failure: Failure, reason: str, now_s: float, blame: Blame, lived_s: float, *, at_start: bool = False
     ) -> None:
-        if failure.not_before_s > now_s:  # an echo; if the two blames differ, the milder one counts
+        if failure.not_before_s > now_s:  # an echo; if the blames differ, the milder blame counts
             if failure.blame == "own" and blame != "own":
                 failure.count -= blame != "input"
                 failure.blame, failure.reason = blame, first_line(reason)
@@ -135,7 +135,7 @@ class Failures:
         failure.not_before_s = now_s + failure.wait_s
 
     def is_echo(self, model: str, version: str, now_s: float) -> bool:
-        """Whether an engine of this version died because another version failed to load, whose backoff still runs."""
+        """Whether an engine of this version died while another version that failed to load is still in backoff."""
         failure = self.models.get(model)
         return failure is not None and failure.version != version and failure.not_before_s > now_s
 
@@ -144,15 +144,15 @@ class Failures:
         return failure if failure is not None and failure.version == version else None
 
     def keep(self, workload: Workload) -> None:
-        """Forget failures of jobs and models that have left the workload."""
+        """Forget failures of jobs and models that are no longer in the workload."""
         for job_id in self.jobs.keys() - {job.id for job in workload.jobs}:
             del self.jobs[job_id]
         for model in self.models.keys() - {deployment.model for deployment in workload.deployments}:
             del self.models[model]
 
     def retry(self, cause: Cause) -> None:
-        """Retry at once the jobs and models that may have failed for this cause. Recovered memory does not clear
-        failures that raised an error of their own."""
+        """Retry at once the jobs and models that may have failed for this cause. When memory has recovered, failures
+        with an error of their own stay in backoff."""
         for failure in [*self.jobs.values(), *self.models.values()]:
             if cause != "memory" or failure.blame != "own":
                 failure.not_before_s, failure.tries, failure.wait_s = 0.0, 0, 0.0

@@ -1,7 +1,7 @@
-"""Devices and their holders; the planner's input (jobs, deployments, replicas, policy: frozen views filled by the store
-and the loop), and its output.
+"""Devices and their holders; the planner's input (frozen views of jobs, deployments, replicas and policy, filled by the
+store and the loop) and output.
 
-Times are seconds since the epoch by the box's clock (`_s`), device counts are whole devices.
+Times (`_s`) are seconds since the epoch by the box's clock.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Device:
 
     `id` is "<node>/<index>", `kind` a row of runtime.devices.kinds. `numa_node` is None if unknown. `linked`
     names devices of the same node with a direct link. `health`: "ok"; "draining" (its holder must leave: the device is
-    cordoned or its node is leaving). `uuid` and `unfit`: as in runtime.devices.kind.Found, read at the start of the
-    node.
+    cordoned or its node is leaving). `uuid`, `unfit`: fields of runtime.devices.kind.Found, read when the node started.
     """
 
     id: str
@@ -50,7 +49,7 @@ class Device:
 
 
 def node_of(device_id: str) -> str:
-    """The node's name in a device's id, "n1" of "n1/0"."""
+    """Return the node name in a device id: "n1" for "n1/0"."""
     return device_id.partition("/")[0]
 
 
@@ -84,8 +83,8 @@ class Policy:
     """How devices are divided between serving and training.
 
     serve: all to serving. train: all to training except `serving_floor`. split: at most `train_devices` to training,
-    the rest to serving. auto: serving gets what its demand needs (at least the floor while it has use for it), training
-    the rest. Devices that training may have but cannot use are lent to models with demand.
+    the rest to serving. auto: serving gets what its demand needs (and at least the floor while models can use it),
+    training the rest. Devices that training cannot use are lent to models with demand.
     """
 
     kind: PolicyKind = "auto"
@@ -98,12 +97,12 @@ class JobView:
     """A training job that is not over.
 
     phase: "wanted" (never ran, or waits for a restart), "running", "suspended" (has a snapshot), "paused" (by a user;
-    it gets no devices until resumed). `devices`: those it holds now, or will hold after the hand-over in progress
-    (`busy` "coming"). `sizes`: device counts it may run at, ascending. `priority`: higher first. `not_before_s`: end of
-    backoff. `lacks`: a sentence about what the box lacks to start it; "" if nothing. `failed`: its last failure.
-    `pause_s`: measured seconds that a change of size costs it on each device; None: the scheduler's setting. `nodes`:
-    the nodes it may run on, always wholly on one; empty: any. `sampled_by`: the deployment whose engine samples its
-    training answers; `starved`: it waits for these samples.
+    it gets no devices until resumed). `devices`: ids of its devices now, or after the hand-over in progress (`busy`
+    "coming"). `sizes`: device counts it may run at, ascending. `priority`: higher runs first. `not_before_s`: end of
+    backoff. `lacks`: sentence naming what the box lacks to start the job, or "". `failed`: last failure. `pause_s`:
+    measured seconds that a change of size costs on each device; None: the scheduler's setting. `nodes`: nodes it may
+    run on (one at a time); empty: any. `sampled_by`: deployment that samples its training answers; `starved`: True
+    while it waits for these samples.
     """
 
     id: str
@@ -132,18 +131,18 @@ class JobView:
 
     @property
     def interruptible(self) -> bool:
-        """Whether it runs and may be suspended for others; the cost of a hand-over to training is the sum over such
-        jobs. Also true while a hand-over moves it, so that this cost does not change with the hand-over."""
+        """Whether the job runs and may be suspended for others. A hand-over to training costs the sum over such jobs.
+        Also true while a hand-over moves the job, so that the hand-over does not change this cost."""
         return self.phase == "running" and self.preemptible
 
     @property
     def movable(self) -> bool:
-        """Whether a plan may take its devices now: it may be suspended for others, and no hand-over moves it."""
+        """Whether a plan may take the job's devices now: it is interruptible, and no hand-over moves it."""
         return self.interruptible and self.busy is None
 
     def keeps_devices(self, now_s: float) -> bool:
-        """Whether no plan may take its devices: a hand-over is bringing it onto them, or it runs, wants devices and
-        must not be suspended for others. False for a leaving job, whose devices are being released."""
+        """Whether no plan may take the job's devices: a hand-over is starting it, or it runs, wants devices and must
+        not be suspended. False while the job is being suspended or ended."""
         if self.busy is not None:
             return self.busy == "coming"
         runs = self.phase == "running" and bool(self.devices)
@@ -152,11 +151,11 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Current demand for a model, as the gateways report it.
+    """Current demand for a model, reported by the gateways.
 
-    inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: known
-    prompt tokens of requests without a first token. prompt_tokens: prompt tokens of all requests at engines.
-    tpot_p95_s: recent time per token after the first, None if unknown.
+    inflight: requests at replicas. held: requests waiting at gateways for a replica. waiting_tokens: known prompt
+    tokens of requests without a first token. prompt_tokens: prompt tokens of all requests at engines. tpot_p95_s:
+    recent seconds per token after the first token, None if unknown.
     """
 
     inflight: int = 0
@@ -173,24 +172,24 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """replicas: number that is always awake. backlog_share: share of the latency target that a backlog may take before
-    more replicas wake."""
+    """How many replicas stay awake. replicas: number always awake. backlog_share: share of the latency target that a
+    backlog may take before more replicas wake."""
 
     replicas: int
     backlog_share: float = PATIENT
 
     def for_load(self, load: float) -> int:
-        """Number of replicas to keep awake for this load (in replicas), without an upper bound."""
+        """Number of replicas to keep awake for this load (1.0 fills one replica), without an upper bound."""
         return math.ceil(load / FULL)
 
     def for_backlog(self, backlog_s: float, target_s: float) -> int:
-        """Replicas needed for a backlog of this many replica-seconds, without an upper bound."""
+        """Number of replicas needed for a backlog of so many replica-seconds, without an upper bound."""
         return math.ceil(backlog_s / (self.backlog_share * target_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Version, tensor-parallel size and settings that an engine is started with."""
+    """The version, tensor-parallel size and settings with which an engine starts."""
 
     version: str = ""
     tensor_parallel: int = 1
@@ -202,18 +201,18 @@ class DeploymentView:
     """A model that may be served.
 
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
-    `idle_sleep_s`: set by an operator: one replica stays awake for that long after the last request, then it sleeps;
-    None: it sleeps only when another holder needs the devices. `idle_limit_s`: seconds without a request after which
+    `idle_sleep_s`: seconds, set by an operator, that one replica stays awake after the last request; None: replicas
+    sleep only when another holder needs the devices. `idle_limit_s`: seconds without a request after which
     models that no user deployed sleep, if `idle_sleep_s` is None.
     `kv_tokens`: capacity of the KV cache of one replica, None if unknown.
     `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; if
     both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
     measured time is above it, a replica counts as carrying fewer requests.
     `standby`: replicas to keep awake, learned from the traffic (None: the planner learns it from its own rounds).
-    `pinned`: its `min_replicas` (at least one) have priority over all others and never go to training.
+    `pinned`: `min_replicas` (at least 1) replicas have priority over all others and never release devices to training.
     `settings`: identifies the settings of its engines; an engine with other settings is replaced.
-    `not_before_s`: end of backoff. `failed`: its last failure.
-    `served`: the build of the engine that opened last, an empty Build() if none has; None: not recorded.
+    `not_before_s`: end of backoff. `failed`: last failure. `served`: build of the engine that opened last; Build() if
+    no engine has opened yet; None: not recorded.
     """
 
     model: str
@@ -246,28 +245,28 @@ class DeploymentView:
 
     @property
     def idle_after_s(self) -> float:
-        """Seconds without a request after which its replicas sleep even if no other holder needs their devices."""
+        """Seconds without a request after which the replicas sleep even if no other holder needs their devices."""
         return next((s for s in (self.idle_sleep_s, self.idle_limit_s) if s is not None), math.inf)
 
     @property
     def last_s(self) -> float:
-        """Time of its last request; -inf if it never had one."""
+        """Time of the model's last request; -inf if it never had a request."""
         return -math.inf if self.demand.last_request_s is None else self.demand.last_request_s
 
     def asleep(self, now_s: float) -> bool:
-        """Whether `idle_after_s` has passed since its last request. False for a model that never had one."""
+        """Whether `idle_after_s` has passed since the last request. False if the model never had a request."""
         known = self.demand.last_request_s is not None
         return known and not self.demand.requests and now_s >= self.last_s + self.idle_after_s
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """An engine process. `devices`: those it holds; of a sleeping one those it last held (it can wake only there).
+    """An engine process. `devices`: the devices it holds; asleep, the only devices it can wake on.
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
-    "asleep", "dead". `since_s`: when the state began. `settings`: those it was started with. `answered`: False if it
-    did not answer the observation; then the other fields mean nothing. `refused`: a version that running engines of the
-    model cannot load; a new engine replaces this one. `failed`, `blame`: why it died.
+    "asleep", "dead". `since_s`: when the state began. `settings`: settings at its start. `answered`: False if it did
+    not answer the observation; then the other fields mean nothing. `refused`: a version that running engines of the
+    model cannot load; a new engine replaces this engine. `failed`, `blame`: why it died, and whose fault it was.
     """
 
     id: str
@@ -296,9 +295,9 @@ class ReplicaView:
 class Workload:
     """Content of the store, re-read in every round.
 
-    policy: set by a user at `policy_since_s`. cordoned: UUIDs or ids of devices to vacate. windows: mode windows
-    (`scheduler.loop.mode_schedule.Window`); a policy is replaced at the next start or end of a window. max_asleep: by
-    node, how many sleeping engines fit the memory of its host; for a missing node, the configured number.
+    policy: the mode that a user set at `policy_since_s`. cordoned: UUIDs or ids of devices to vacate. windows: mode
+    windows (`scheduler.loop.mode_schedule.Window`); the policy changes when a window starts or ends. max_asleep: by
+    node, how many sleeping engines fit in host memory; nodes not listed use the configured number.
     """
 
     policy: Policy
@@ -312,10 +311,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Hysteresis:
-    """State of a model between planning rounds, so that its replicas do not follow every change of demand.
+    """A model's memory between planning rounds, so that its replicas do not follow every change of demand.
 
-    low_since_s, low_peak: since when fewer replicas are enough, and the highest need since then. waiting_since_s: since
-    when it has had requests but no open replica.
+    low_since_s: when fewer replicas became enough. low_peak: the most replicas needed since then. waiting_since_s:
+    since when the model has had requests but no open replica.
     """
 
     replicas: int = 0
@@ -328,8 +327,8 @@ class Hysteresis:
 class PlanInput:
     """Everything a plan depends on.
 
-    `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `handover_id`: number of
-    the hand-over that will carry out this plan, never reused; names new replicas ("r<handover_id>-<n>").
+    `busy_devices`: devices in a hand-over in progress; the plan must not use them. `handover_id`: unique number of the
+    hand-over that will carry out this plan; names new replicas ("r<handover_id>-<n>").
     """
 
     policy: Policy
@@ -345,11 +344,11 @@ class PlanInput:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The wanted holders of all devices. Replicas not named here should be stopped; jobs not named should hold nothing.
+    """The wanted holder of every device. Replicas not named here should stop; jobs not named here get no device.
 
-    replicas: "open" on their devices, or "asleep" without holding them. groups: by job, a device for each rank.
-    waiting: by job id, a sentence on why it does not run. notes: by model, a sentence on why it has fewer replicas than
-    needed. hysteresis: input of the next plan. review_at_s: when the plan may change without an event.
+    replicas: replicas to be "open" on their devices, or "asleep" and holding none. groups: by job, a device for each
+    rank. waiting: by job id, a sentence on why the job waits. notes: by model, a sentence on why the model has fewer
+    replicas than needed. hysteresis: input of the next plan. review_at_s: when the plan may change without an event.
     """
 
     replicas: tuple[ReplicaView, ...] = ()

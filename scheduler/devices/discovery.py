@@ -17,8 +17,8 @@ def discover_devices(setting: str | int = "auto", node: str = HOME_NODE) -> tupl
 
     `setting`: "auto" takes every device of the first kind present (runtime.devices.kinds), which is 8 logical CPU
     devices on a machine with nothing else; a number creates that many logical CPU devices, so that a machine without
-    GPUs runs the same code. Raises DevicesRefused if this box cannot use the devices; it never falls back to the CPU by
-    itself, because users would notice only by the speed.
+    GPUs runs the same code. Raises DevicesRefused if this box cannot use the devices. Never falls back to the CPU by
+    itself: users would notice only the low speed.
     """
     if setting != "auto":
         return logical_devices(int(setting), node)
@@ -36,13 +36,13 @@ def check_build(devices: tuple[Device, ...]) -> None:
 
 
 def foreign_use(devices: tuple[Device, ...]) -> list[str]:
-    """A sentence for each device that other programs use already. Call it before the box starts any process."""
+    """Return a sentence for each device that other programs already use. Call it before the box starts any process."""
     users = kinds.kind_of(devices[0].kind).foreign()
     return [f"{device.id} ({device.name}) {users[device.index]}" for device in devices if device.index in users]
 
 
 def logical_devices(count: int, node: str = HOME_NODE) -> tuple[Device, ...]:
-    """`count` CPU devices that share the host's cores and memory in equal parts."""
+    """Return `count` CPU devices, each with an equal part of the host's cores and memory."""
     return _devices(kinds.HOST, kinds.HOST.parts(count), node)
 
 

@@ -1,13 +1,13 @@
 """Reads the health of a node's devices, and decides which devices must not be used any more.
 
 Rules
-- At once: a fault that its driver reports, no answer from the device, or a configuration that the box cannot use.
-- At once: uncorrected ECC errors that are new since the watch began.
-- Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
-- Slowed by its board or its power supply for `slow_for_s` while most devices of its node are not: all ranks of a job
-  wait for such a device. If most are slowed, draining them would stop the box.
-- At least a quarter slower than the other devices of its job for `slow_for_s`: all ranks wait for it at each step.
-- Heat, slowness, silence and configuration may pass: such a device is retried automatically. Broken hardware waits for
+- At once: the driver reports a fault, the device does not answer, or the box cannot use its configuration.
+- At once: the device has had uncorrected ECC errors since the watch began.
+- After `hot_for_s` above its slowdown temperature: the cooling has failed; load alone does not cause this.
+- After `slow_for_s` slowed by its board or power supply while most devices of its node are not: all ranks of a job wait
+  for a slow device. If most devices are slowed, draining them would stop the box.
+- After `slow_for_s` at least a quarter slower than the other devices of its job: all ranks wait for it at each step.
+- After heat, slowness, silence or a wrong configuration, a device is retried automatically. Broken hardware waits for
   an operator.
 """
 
@@ -29,7 +29,7 @@ from scheduler.core.workload import Device, node_of
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.8
-"""Limit for the answer of the drivers: shorter than that of the box for a node's answer."""
+"""Seconds to wait for the drivers' answer: shorter than the box waits for a node's answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Fault:
 
 
 def failing(readings: Mapping[str, tuple[Reading, ...]], config: SchedulerConfig) -> dict[str, Fault]:
-    """Every device that must not be used, by its id. `readings`: by device, oldest first; the first is from the start
-    of the watch."""
+    """The fault of every device that must not be used, by device id. `readings`: by device, oldest first; the first is
+    from the start of the watch."""
     faults = {}
     for device_id, history in readings.items():
         if history and (fault := _fault_of_driver(history, config.hot_for_s)):
@@ -88,8 +88,8 @@ def _slowed(readings: Mapping[str, tuple[Reading, ...]], slow_for_s: float) -> d
 
 
 def straggling(seconds: Sequence[Sequence[float]], devices: Sequence[str]) -> dict[str, Fault]:
-    """Devices that take a quarter longer than the median device of their job in nine of ten steps (sums would also rise
-    by a few long rows). seconds: by step and rank; with too few steps the result is empty."""
+    """Devices that take a quarter longer than the job's median device in nine of ten steps (a few long rows would also
+    raise sums). seconds: by step and rank. Empty with fewer than 20 steps."""
     shares = [[rank_s / median_low(step) for rank_s in step] for step in seconds if min(step) > 0]
     if len(shares) < 20:
         return {}
@@ -102,24 +102,24 @@ def straggling(seconds: Sequence[Sequence[float]], devices: Sequence[str]) -> di
 
 
 class DeviceReadings:
-    """Reads the devices of one node, which are of one kind, on demand; nothing for kinds without health data."""
+    """Reads the health of a node's devices, all of one kind, on demand. Empty for kinds without health data."""
 
     def __init__(self, devices: tuple[Device, ...]):
         self._watch = kind_of(devices[0].kind).watch({device.index: device.id for device in devices})
         self._reading: asyncio.Task[tuple[Reading, ...]] | None = None
-        self._trouble = ""  # of the last reading, to log each once
+        self._trouble = ""  # the last reading's error, to log each error once
 
     async def look(self, released: Collection[str] = ()) -> tuple[Reading, ...]:
-        """Call `read` in a thread, one at a time. Empty while a driver does not answer: a call about a hung GPU may
-        never return, and each would block a thread. The next call returns a late answer, because a driver reports an
-        error only once. Raises the driver's error."""
+        """Call `read` in a thread, one call at a time, because a call about a hung GPU may block forever. Empty while a
+        driver does not answer. The next call returns a late answer, because a driver reports an error only once. Raises
+        the driver's error."""
         reading = self._reading = self._reading or asyncio.create_task(asyncio.to_thread(self.read, released))
         done, _ = await asyncio.wait({reading}, timeout=PATIENCE_S)
         if done and self._reading is reading:  # another caller may have taken the result and started the next reading
             self._reading = None
         error = reading.exception() if done else TimeoutError(f"no answer for {PATIENCE_S} s")
         trouble = "" if error is None else f"{type(error).__name__}: {error}"
-        if trouble and trouble != self._trouble:  # the box treats a node that raises as one that does not answer
+        if trouble and trouble != self._trouble:  # the box treats a node that raises like a node that does not answer
             log.warning("a driver raised %s; the devices of this node are not monitored until it answers", trouble)
         self._trouble = trouble
         return tuple(r for r in reading.result() if r.device_id not in released) if done else ()

@@ -1,4 +1,4 @@
-"""Reads how much memory is left for the box: that of the machine, or of an enclosing control group if it has less."""
+"""Reads how much memory is available to the box, in the machine or in an enclosing control group with less."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _CGROUPS = Path("sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Memory of the machine, or of the enclosing control group with the least memory left (`where`). In bytes;
-    `stalled`: PSI's "full avg10", percent, 0 where the kernel does not report it."""
+    """Memory in bytes of the machine, or of the enclosing control group with the least free memory (`where`).
+    `stalled`: PSI's "full avg10" in percent, 0 if the kernel does not report it."""
 
     total: int
     available: int
@@ -23,7 +23,7 @@ class MemoryReading:
 
 
 def read_memory(root: Path = Path("/")) -> MemoryReading:
-    """Read the memory left for the box. `root`: prefix of /proc and /sys."""
+    """Read the memory available to the box. `root`: prefix of /proc and /sys."""
     fields = dict(_fields(root / "proc/meminfo"))
     total, available = fields["MemTotal:"] * 1024, fields["MemAvailable:"] * 1024
     swap_used = (fields.get("SwapTotal:", 0) - fields.get("SwapFree:", 0)) * 1024
@@ -42,7 +42,7 @@ def _fields(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _stalled(root: Path) -> float:
-    """PSI: percent of the last ten seconds in which all processes stalled on memory at once."""
+    """Percent of the last ten seconds in which all processes stalled on memory at once (PSI)."""
     try:
         lines = (root / "proc/pressure/memory").read_text().splitlines()
     except OSError:
@@ -53,7 +53,7 @@ def _stalled(root: Path) -> float:
 
 def _groups(root: Path) -> Iterator[tuple[str, int, int]]:
     """(name, limit, free) of every control group above this process that has a limit. Page-cache pages count as free,
-    since the kernel reclaims them before it kills; tmpfs pages do not, and the kernel counts them separately."""
+    since the kernel reclaims them before it kills. Tmpfs pages do not count as free."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

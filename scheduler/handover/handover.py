@@ -1,8 +1,8 @@
-"""A hand-over: `moves` (pure) lists the holders that leave devices, take devices or change in place; `Runner` carries
-it out with `release_devices` and `take_devices`, which pair each step with its undo.
+"""A hand-over: `moves` (pure) lists the holders that leave devices, take devices or change in place. `Runner` carries
+out these moves with `release_devices` and `take_devices`, which pair each step with its undo.
 
 Moves that leave devices all start at once. A move that takes devices starts when their holders have left (`needs`), so
-a device never has two holders; an engine that has not reported its devices may be on any.
+a device never has two holders. An engine that has not reported its devices may be on any device.
 
 Every step is journalled before and after, and has a time limit. When a step fails, the steps before it are undone, back
 to the last point of no return. So every move ends in the wanted or the previous state, or, if an engine had to be
@@ -33,9 +33,9 @@ SERVING = ("open", "ready", "draining")
 class Move:
     """One holder's part of a hand-over.
 
-    how: for free: drain a serving replica, then "sleep" or "stop" it; "suspend" a job, or "end" it if it is over. For
-    take: "wake" or "start" a replica as in `plan`; "train" a job. For swap: "swap" the version of a replica, or "open"
-    it. devices: those it leaves or takes. needs: holders that must leave first.
+    how, for side "free": drain a serving replica, then "sleep" or "stop" it; "suspend" a job, or "end" it if it is
+    over. For "take": "wake" or "start" a replica as in `plan`; "train" a job. For "swap": "swap" the version of a
+    replica, or "open" it. devices: devices that the holder leaves or takes. needs: holders that must leave first.
     """
 
     holder: Holder
@@ -58,13 +58,12 @@ def moves(
     over: Collection[str] = (),
     forced: Collection[str] = (),
 ) -> tuple[Move, ...]:
-    """The moves that turn `box` into `wanted` and clean up after crashes and deaths; moves that leave devices come
-    first.
+    """Return the moves that turn `box` into `wanted` and clean up after crashes; moves that leave devices come first.
 
     Args:
         busy: holders that a hand-over in progress is moving; they are skipped.
         over: jobs that will not run again (cancelled, deleted): stopped instead of suspended.
-        forced: jobs whose suspend failed too often: stopped; they resume from their last snapshot.
+        forced: jobs whose suspend failed too often: stopped now, and resumed later from the last snapshot.
     """
     plans = {r.id: r for r in wanted.replicas}
     groups = {job_id: frozenset(devices) for job_id, devices in wanted.groups.items()}
@@ -96,7 +95,7 @@ def moves(
             on.setdefault(device, set()).add(move.holder)
     for move in _takes(box, wanted, leaving):
         if move.holder not in busy:
-            # Includes its own old devices: a job must be suspended before it starts again.
+            # A job that changes devices needs itself: it must be suspended before it starts again.
             needs = ({move.holder} & leaving).union(*(on.get(device, ()) for device in ("", *move.devices)))
             take.append(replace(move, needs=frozenset(needs)))
     return (*free, *_first_swaps(swap, box, busy), *take)
@@ -114,7 +113,7 @@ def _takes(box: Box, wanted: Allocation, leaving: Collection[Holder]) -> Iterato
 
 
 def _first_swaps(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:
-    """Keep only one swap to a version that no open engine has yet: a bad version would take down all engines."""
+    """Keep only one swap to a version that no open engine has: a bad version would take down all engines."""
     open_ = [replica for replica in box.replicas.values() if replica.state == "open"]
     proven = {(replica.model, replica.version) for replica in open_}
     trying = {replica.model for replica in open_ if Holder("replica", replica.id) in busy}
@@ -163,7 +162,7 @@ class RunningStep:
 
 
 class Listener(Protocol):
-    """A hand-over's interface to the loop. `box` is replaced, never changed in place."""
+    """The loop's methods that a hand-over calls. `box` is replaced, never changed in place."""
 
     box: Box
 
@@ -176,8 +175,8 @@ class Listener(Protocol):
 
 
 class Runner:
-    """One hand-over, whose journal record is open. `carry_out` does one move; the last move to end closes the record.
-    `before`, `policy`, `workload`: box, policy and workload at the decision."""
+    """Carries out one hand-over, whose journal record is open. `carry_out` does one move; the last move to end closes
+    the record. `before`, `policy`, `workload`: box, policy and workload when the hand-over was decided."""
 
     def __init__(
         self,
@@ -213,12 +212,12 @@ class Runner:
         return tuple(step for step in self._steps.values() if not step.cancelled)
 
     def waiting_for(self, holder: Holder) -> list[Move]:
-        """The moves that take the devices of this leaving holder."""
+        """The moves that take devices from this leaving holder."""
         return [move for move in self.moves if move.side == "take" and holder in move.needs]
 
     def cancel(self, step: RunningStep, reason: str) -> None:
         """Cancel and undo a step in progress. On return, moves that waited for its holder to leave have ended:
-        otherwise its devices would still be promised to them while the replica is open again."""
+        otherwise they would still have a claim on devices of a replica that is open again."""
         step.cancelled = reason
         step.task.cancel()
         for move in self.waiting_for(step.move.holder) if step.move.side == "free" else ():
@@ -257,7 +256,7 @@ class Runner:
             self._journal.end(self._id, end, self._now_s(), "; ".join(self._errors))
 
     async def release_devices(self, move: Move) -> None:
-        """Make the holder leave its devices. Once it sleeps, is stopped or suspended, there is no undo."""
+        """Make the holder leave its devices. Once the holder sleeps, is stopped or is suspended, there is no undo."""
         holder = move.holder
         if holder.kind == "job":
             # A failed suspend leaves the group running, as it was before.
@@ -282,7 +281,7 @@ class Runner:
             self._note(move, "release")
 
     async def _sleep_or_stop(self, move: Move) -> None:
-        """An engine that cannot sleep must not keep its devices: ending its process frees them."""
+        """Make the engine sleep; stop its process if it cannot sleep, because it must not keep its devices."""
         try:
             await self._run_step(move, "sleep_replica", move.holder.id)
             self._enter_replica(move.holder.id, "asleep")
@@ -292,7 +291,7 @@ class Runner:
             self._loop.box = self._loop.box.without(move.holder)
 
     async def take_devices(self, move: Move) -> None:
-        """Give the holder its devices: an engine wakes or starts and is opened; a job's ranks start."""
+        """Give the holder its devices: wake or start an engine and open it, or start a job's ranks."""
         self._acquire(move)
         holder, plan = move.holder, move.plan
         try:
@@ -308,7 +307,7 @@ class Runner:
                 await self._run_step(move, "open_replica", plan.id)
                 self._enter_replica(plan.id, "open")
         except EffectFailed as error:
-            # The undo stops the engine: a process that failed to wake is not reused.
+            # The undo stops the engine: the box does not reuse a process that failed to wake.
             if await self._undo(error, move, "stop_group" if plan is None else "stop_replica"):
                 self._loop.box = self._loop.box.without(holder)
                 self._note(move, "release")
@@ -347,13 +346,13 @@ class Runner:
             self._enter_replica(plan.id, "open")
 
     def _lease(self, move: Move) -> str:
-        """A new, unique name in the history for the holder's right to its devices."""
+        """Return a unique new name for the holder's right to its devices, for the history."""
         return f"{self._id}:{move.holder.kind}:{move.holder.id}"
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     async def _undo(self, cause: EffectFailed, move: Move, verb: str) -> bool:
-        """Undo the steps before the one that failed. True if that succeeded."""
+        """Undo the steps before the failed step. True if all undo steps succeeded."""
         try:
             await self._run_step(move, verb, move.holder.id, undoes=cause.seq)
         except EffectFailed:
@@ -397,7 +396,7 @@ class Runner:
         raise failure
 
     def _note(self, move: Move, verb: str, state: StepState = "done", detail: Detail = None) -> None:
-        """Journal a change of a device's holder as a step without duration."""
+        """Journal that a device changed its holder, as a step without duration."""
         record = self._record(move, verb, self._lease(move), {"devices": list(move.devices)})
         self._end(move, record, state, detail)
 
@@ -422,7 +421,7 @@ class Runner:
         self._loop.box = self._loop.box.with_group(group)
 
     def _enter_replica(self, replica_id: str, state: ReplicaState, version: str = "") -> None:
-        """Record the engine's new state, and its version unless that is ""."""
+        """Record the engine's new state, and its new version unless `version` is ""."""
         old = self._loop.box.replicas[replica_id]
         self._loop.box = self._loop.box.with_replica(
             replace(old, state=state, version=version or old.version, since_s=self._now_s())

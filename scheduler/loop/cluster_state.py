@@ -1,5 +1,5 @@
 """Keeps the scheduler's knowledge of the box: requests, the last observation, failures, and the planner's view of them.
-While a hand-over moves a holder, its state comes from its moves; observations of it are ignored until they end.
+While a hand-over moves a holder, the holder's state comes from its moves, and observations of it are ignored.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ log = logging.getLogger(__name__)
 
 
 class Inbox:
-    """Requests and hints for the loop between its rounds. Built before the loop, for parts that only report to it; runs
-    on the loop's asyncio loop. generation: number of the newest nudge."""
+    """Collects requests and hints for the scheduler loop between rounds. It exists before the loop, for parts that only
+    report to the loop, and shares its asyncio loop. generation: number of the newest nudge."""
 
     def __init__(self) -> None:
         self.generation = 0
         self.changed = asyncio.Event()
-        self._requests: list[tuple[int, str, str]] = []  # generation, by, request
+        self._requests: list[tuple[int, str, str]] = []  # (generation, requester, request)
         self._resolved: list[Cause] = []
 
     def nudge(self, by: str = "", request: str = "") -> int:
         """Report a change in the store or in the demand: plan soon. Returns the generation for `wait_settled`.
 
-        by: the user who requested it, "" for the box itself. request: "" if nothing was requested."""
+        by: requesting user, "" for the box itself. request: text for the history, "" if nothing was requested."""
         self.generation += 1
         if request:
             self._requests.append((self.generation, by or "box", request))
@@ -40,7 +40,7 @@ class Inbox:
         return self.generation
 
     def retry(self, cause: Cause) -> None:
-        """Retry at once the jobs and models whose backoff has this cause, which is gone."""
+        """Retry at once the jobs and models in backoff for this cause, because the cause is gone."""
         self._resolved.append(cause)
         self.nudge()
 
@@ -49,15 +49,15 @@ class Inbox:
         return resolved
 
     def newest_request(self, settled: int) -> tuple[str, str] | None:
-        """The newest request after this generation, with its first requester; earlier requests are dropped."""
+        """Return requester and text of the newest request after generation `settled`; drop requests up to `settled`."""
         self._requests = [request for request in self._requests if request[0] > settled]
         return self._requests[-1][1:] if self._requests else None
 
 
 @dataclass(slots=True)
 class Transition:
-    """A holder that a hand-over is moving. moves: number still to end. target: the devices it will hold. over: it ended
-    by itself before it was suspended."""
+    """A holder that a hand-over is moving. moves: number of moves that have not ended. target: devices it will hold.
+    over: True if it ended by itself before it was suspended."""
 
     moves: int = 0
     target: tuple[str, ...] = ()
@@ -66,14 +66,14 @@ class Transition:
 
 
 class ClusterState:
-    """The part of the loop that owns box and failures. `observe_again_s`: time of the next observation."""
+    """The part of the loop that owns the box's state and failures. `observe_again_s`: time of the next observation."""
 
     def __init__(self, effects: Effects, clock: Callable[[], float], config: SchedulerConfig, store: StateStore):
         self._effects, self._clock, self._config, self._store = effects, clock, config, store
         self.box = Box()
         self.failures = Failures(config)
         self.observe_again_s = 0.0
-        self._discarded: frozenset[Holder] = frozenset()  # holders whose last readings were not applied
+        self._discarded: frozenset[Holder] = frozenset()  # holders whose last observation was not applied
 
     # --- observation
 
@@ -85,7 +85,7 @@ class ClusterState:
         try:
             observed = await self._effects.observe()
             silent = {replica.id for replica in observed.replicas.values() if not replica.answered}
-            if unknown := silent - self.box.replicas.keys() - {h.id for h in busy}:  # their devices would seem free
+            if unknown := silent - self.box.replicas.keys() - {h.id for h in busy}:  # else these devices seem free
                 raise EffectFailed(f"{', '.join(sorted(unknown))} did not answer yet")
         except EffectFailed as error:
             log.warning("the box cannot be observed (%s)", error)
@@ -93,7 +93,7 @@ class ClusterState:
             return False
         self._discarded = busy | frozenset(moving)
         self._merge(observed, self._discarded)
-        if self._discarded.difference(moving):  # holders whose moves ended during the reading
+        if self._discarded.difference(moving):  # holders whose moves ended during the observation
             self.observe_again_s = 0.0
         return True
 
@@ -129,7 +129,7 @@ class ClusterState:
                 self._group_ended(group, group.ended)
 
     def _dead(self, replica: ReplicaView, reason: str, blame: Blame) -> ReplicaView:
-        """Mark the replica dead. The death of one without devices is no failure: it is only replaced."""
+        """Mark the replica dead. The death of a replica without devices does not count as a failure."""
         now_s = self._clock()
         if replica.awake and not self.failures.is_echo(replica.model, replica.version, now_s):
             lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
@@ -149,7 +149,7 @@ class ClusterState:
     # --- failures
 
     def clear_failures_of_stable_replicas(self) -> None:
-        """Forget the failures of models with a replica that has been open for long enough."""
+        """Forget the failures of models with a replica that has been open for `replica_stable_s`."""
         now_s = self._clock()
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
@@ -157,7 +157,7 @@ class ClusterState:
                     del self.failures.models[replica.model]
 
     def version_refused(self, model: str, version: str, reason: str) -> None:
-        """Record that a running engine cannot load the version: new engines replace all engines of the model."""
+        """Record that a running engine cannot load the version: the planner replaces all engines of the model."""
         replicas = self.box.replicas.values()
         refusing = {r.id: replace(r, refused=version) if r.model == model else r for r in replicas}
         self.box = replace(self.box, replicas=refusing)
@@ -175,7 +175,7 @@ class ClusterState:
         log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})
 
 
-# --- as the planner sees it: every moving holder at its target. Pure functions.
+# --- the planner's view, with every moving holder at its target; pure functions
 
 
 def job_view(
@@ -221,7 +221,7 @@ def replica_views(box: Box, all_moving: Mapping[Holder, Transition], now_s: floa
 
 def is_doubtful_drain(runner: Runner, step: RunningStep, policy: Policy, workload: Workload) -> bool:
     """Whether the reason to drain an open replica may be gone: the mode has changed, or its model has more requests
-    than at the decision. Only external changes count, so that plans do not oscillate."""
+    than when the drain was decided. Only external changes count, so that plans do not oscillate."""
     replica = runner.before.replicas.get(step.move.holder.id)
     if replica is None or replica.state != "open":
         return False
@@ -235,8 +235,8 @@ def is_doubtful_drain(runner: Runner, step: RunningStep, policy: Policy, workloa
 def as_if_not_begun(
     box: Box, moving: Mapping[Holder, Transition], steps: Iterable[tuple[Runner, RunningStep]]
 ) -> tuple[Box, dict[Holder, Transition]]:
-    """Box and transitions as if these drains, and the moves that wait for their devices, had not begun, and as if
-    starting ranks were running."""
+    """Return box and transitions as if these drains, and moves that wait for the drained devices, had not begun, and as
+    if starting ranks were running."""
     replicas, others = dict(box.replicas), dict(moving)
     for runner, step in steps:
         holder = step.move.holder
@@ -247,6 +247,6 @@ def as_if_not_begun(
             replicas[holder.id] = runner.before.replicas[holder.id]
         for take in runner.waiting_for(holder):
             transition = others.pop(take.holder, None)
-            if transition is not None and transition.moves > 1:  # its move that leaves devices continues
+            if transition is not None and transition.moves > 1:  # the holder's move that leaves devices continues
                 others[take.holder] = Transition(transition.moves - 1)
     return replace(box, replicas=replicas), others

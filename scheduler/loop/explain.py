@@ -1,4 +1,4 @@
-"""Describes the loop to users: its state as plain values, and the reasons for its moves as sentences. Pure
+"""Describes the loop to users: its state as values for JSON, and the reasons for its moves as sentences. Pure
 functions."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DONE = {
 
 
 def sentence(move: Move) -> str:
-    """The effect of one move, in one sentence without a full stop."""
+    """Return the effect of one move as a sentence without a full stop."""
     who, plan, on = str(move.holder), move.plan, ", ".join(move.devices)
     if move.how == "train":
         return f"{who} runs on {_count(len(move.devices), 'device')} ({on})"
@@ -41,7 +41,7 @@ def sentence(move: Move) -> str:
 
 
 def because(move: Move, allocation: Allocation, plan_input: PlanInput) -> str:
-    """Why a move is wanted, without a full stop."""
+    """Return the reason for a move as a clause without a full stop."""
     views: Sequence[JobView | ReplicaView] = plan_input.jobs if move.holder.kind == "job" else plan_input.replicas
     now = next((view for view in views if view.id == move.holder.id), None)
     devices = set(move.devices or (now.devices if now is not None else ()))
@@ -95,14 +95,14 @@ def mode_of(policy: Policy) -> str:
 
 
 def reason_of(moves: Iterable[Move], policy: Policy) -> str:
-    """One line for the history: the mode and the changes."""
+    """Return the mode and the changes as one line for the history."""
     texts = [sentence(move) for move in moves]
     more = f"; and {len(texts) - 4} more" if len(texts) > 4 else ""
     return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
 
 
 def waits_for(step: RunningStep, now_s: float) -> str:
-    """A sentence, without a full stop, on what a step in progress waits for."""
+    """Return, as a sentence without a full stop, what a step in progress waits for."""
     return (
         f"{step.verb} {step.move.holder.id} has waited {now_s - step.since_s:.0f} s {STEPS[step.verb][1]}; "
         f"it fails after {step.limit_s:.0f} s"
@@ -110,7 +110,7 @@ def waits_for(step: RunningStep, now_s: float) -> str:
 
 
 def explain(moves: Iterable[Move], allocation: Allocation, plan_input: PlanInput, now_s: float) -> dict[str, Any]:
-    """Planned actions and reasons as plain values: a sentence per move, waiting job and model with few replicas."""
+    """Return a sentence for each move, each waiting job and each model with too few replicas, as values for JSON."""
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:
         opened.setdefault(replica.model, []).append(list(replica.devices))
@@ -138,7 +138,7 @@ def explain(moves: Iterable[Move], allocation: Allocation, plan_input: PlanInput
 
 
 def _awake(deployment: DeploymentView, now_s: float) -> str:
-    """A sentence on how long a model without requests stays awake. The mode's share for serving takes precedence."""
+    """Return how long a model stays awake without requests, unless the mode's share for serving keeps it awake."""
     if least := deployment.floor_replicas:
         return f"Stays awake: at least {_count(least, 'replica')} (pinned or min_replicas)."
     if deployment.idle_after_s == inf:
@@ -149,7 +149,7 @@ def _awake(deployment: DeploymentView, now_s: float) -> str:
 
 
 def trouble(model: str, failure: Failure, replicas: Iterable[ReplicaView], now_s: float) -> dict[str, Any]:
-    """A model whose engines fail, as plain values for JSON."""
+    """Return the failures of a model's engines as values for JSON."""
     states = {replica.state for replica in replicas if replica.model == model}
     if "starting" in states or "ready" in states:
         when = "a retry is in progress"
@@ -167,7 +167,7 @@ def _fields(record: object, names: str) -> dict[str, Any]:
 
 
 def status(box: Box, plan_input: PlanInput, allocation: Allocation, in_force: InForce, now_s: float) -> dict[str, Any]:
-    """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
+    """Return mode, devices with holders, replicas, and jobs in queue order as values for JSON."""
     policy, window, held = in_force.policy, in_force.window, box.holders
     of_device = "id node index kind name memory_bytes uuid health health_reason"
     return {

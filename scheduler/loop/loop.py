@@ -1,12 +1,12 @@
-"""The scheduler's control loop and sole owner of its state: observe, plan, act, repeat.
+"""The scheduler's control loop: observe, plan, act, repeat. Only the loop changes the scheduler's state.
 
 Level-triggered: every round reads the workload from the store, plans for the current state, and starts the moves that
 lead from it to the wanted state. No round depends on having seen an event; events and nudges only start the next round
 sooner. A round leaves holders alone while a hand-over moves them and replans all others, so a slow step of one holder
 does not delay the rest.
 
-After a crash a new loop observes the world, closes the open journal records, and continues with rounds: the plan alone,
-not the journal, decides whether half-done work is finished or undone.
+After a crash a new loop observes the world, closes the open journal records, and continues with rounds: the plan, not
+the journal, decides whether unfinished work is finished or undone.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ leases, the wait for engines) shows in no step."""
 
 
 class SchedulerLoop(cluster_state.ClusterState):
-    """Owns the observed state and the planner's hysteresis; all of it runs on one asyncio loop, without locks.
+    """Owns the observed state and the planner's hysteresis, and runs on one asyncio loop without locks.
 
-    `run` ends only by `stop`, cancellation, or an error that is a bug (then restart the process: the real state lives
-    outside it).
+    `run` ends only by `stop`, cancellation, or an error that is a bug (then restart the process: the real state is
+    elsewhere).
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class SchedulerLoop(cluster_state.ClusterState):
         book_engine: Callable[[str, str], bool] = lambda model, node: True,
         too_large: Callable[[str], str] = lambda model: "",
     ):
-        """book_engine: whether the host memory of this node allows one more engine of this model now. The loop calls it
-        before each start and wake, and again in the next round after a refusal. too_large: a sentence if no host can
-        ever have the memory for an engine of this model, which counts as a failure of the model; else ""."""
+        """book_engine: True if host memory has space for one more engine of this model now. The loop calls it before
+        each start and wake, and again in the next round after a refusal. too_large: returns "", or a sentence if no
+        host can ever have the memory for an engine of this model, which counts as the model's failure."""
         super().__init__(effects, clock, config or SchedulerConfig(), store)
         self._journal, self._inbox = journal, inbox or cluster_state.Inbox()
         self._book_engine, self._too_large = book_engine, too_large
@@ -69,9 +69,9 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._troubles: dict[str, Failure] = {}
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
         self._transitions: dict[Holder, cluster_state.Transition] = {}
-        self._suspended_s: dict[str, float] = {}  # by job: seconds of its last suspend
+        self._suspended_s: dict[str, float] = {}  # by job: seconds that its last suspend took
         self._pauses_s: dict[str, float] = {}  # by job: seconds that its last change of size cost on each device
-        self._gave_way: Counter[str] = Counter()  # by job: starts that were cancelled in favour of others
+        self._gave_way: Counter[str] = Counter()  # by job: number of its starts that were cancelled in favour of others
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[int, Runner] = {}
         self._workload = Workload(Policy())
@@ -97,7 +97,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         await self._rounds_until(lambda: self._settled >= generation)
 
     async def next_handover(self, generation: int) -> int | None:
-        """The id of the next hand-over to begin; None if the loop settles for this nudge without one. Raises Stopped if
+        """Return the id of the next hand-over to begin; None if the loop settles without a hand-over. Raises Stopped if
         the loop ends first."""
         before = self._journal.last_id()
         await self._rounds_until(lambda: self._settled >= generation or self._journal.last_id() > before)
@@ -115,16 +115,16 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._wake.set()
 
     def reset_failures(self, model: str) -> None:
-        """Retry a changed model at once if its engines failed."""
+        """End the backoff of a changed model whose engines failed."""
         self.failures.models.pop(model, None)
         self.nudge()
 
     def trouble(self, model: str, version: str) -> Failure | None:
-        """The failure that keeps engines of this version from starting, if any."""
+        """Return the failure that keeps engines of this version from starting; None if none does."""
         return self.failures.model(model, version)
 
     def status(self) -> dict[str, Any]:
-        """Current state, hand-overs in progress, and why jobs wait; plain values for JSON."""
+        """Return the state, hand-overs in progress and why jobs wait, as values for JSON."""
         plan_input = self._plan_input()
         now_s = self._clock()
         return {
@@ -145,7 +145,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         }
 
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
-        """The actions of a round under this policy (None: the current one), with reasons. Changes nothing."""
+        """Return the actions and reasons of a round under this policy (None: the current policy). Changes nothing."""
         plan_input = self._plan_input(policy)
         now_s = self._clock()
         allocation = plan(plan_input, now_s, self._config)
@@ -185,8 +185,8 @@ class SchedulerLoop(cluster_state.ClusterState):
     async def adopt(self) -> None:
         """Observe the world, and close hand-overs that a crash interrupted; the plan continues from the observed state.
 
-        `run` calls it if nobody has. Call it before routes answer: until then `status` has no devices, and a job
-        checked against that status failed for lack of memory."""
+        `run` calls it unless it was called before. Call it before routes answer: until then `status` has no devices,
+        and a job checked against that status would fail for lack of memory."""
         if self._adopted:
             return
         for handover_id in self._journal.unfinished():
@@ -221,7 +221,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             elif move.side == "swap":
                 moving.target = move.devices
         policy, reason = self._in_force.policy, explain.reason_of(moves, self._in_force.policy)
-        self._journal.begin(handover_id, reason, self._clock(), *self._requested())  # before the first step
+        self._journal.begin(handover_id, reason, self._clock(), *self._requested())  # recorded before the first step
         runner = self._running[handover_id] = Runner(
             handover_id, moves, self, self._effects, self._journal, self._clock, self._config, policy, self._workload
         )
@@ -232,7 +232,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         return True
 
     def _planned(self) -> tuple[Move, ...] | None:
-        """The moves that lead from the current state to the wanted one; None if it must plan again at once."""
+        """Return the moves that lead from the current to the wanted state; None if the loop must plan again at once."""
         self._workload = self._store.load(free_devices=len(self.box.devices.keys() - self.box.holders.keys()))
         now_s = self._clock()
         for cause in self._inbox.take_resolved():
@@ -258,7 +258,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._plan_s = time.perf_counter() - began_s
         moves = self._moves(plan_input, self._allocation)
         if self._fail_too_large(moves):
-            self._wake.set()  # plan again without it, before a holder releases devices for it
+            self._wake.set()  # plan again without this engine, before a holder releases devices for it
             return None
         self._report_waiting(plan_input, now_s)
         return tuple(
@@ -288,8 +288,8 @@ class SchedulerLoop(cluster_state.ClusterState):
             self._reasons[job.id] = current
 
     def _fail_too_large(self, moves: tuple[Move, ...]) -> bool:
-        """Fail the starts of engines that no host has the memory for; False if there are none. Without a failure,
-        requests would be held until they time out, and no user would see why."""
+        """Fail the starts of engines that need more memory than any host has; False if there are none. Without a
+        failure, requests would be held until they time out, and no user would see why."""
         reasons = {
             (plan.model, plan.build): why
             for move in moves
@@ -304,8 +304,8 @@ class SchedulerLoop(cluster_state.ClusterState):
         return any(("open", model, build) == (r.state, r.model, r.build) for r in self.box.replicas.values())
 
     def _start_failed(self, model: str, build: Build, failure: EffectFailed) -> None:
-        """Record that an engine did not start. If only its settings can be at fault, and no other engine serves with
-        them, restore the settings that served last; engines with these then get the held requests."""
+        """Record that an engine did not start. If only the settings can be at fault, and no other engine serves with
+        them, restore the settings that served last; engines with the restored settings then get the held requests."""
         deployment = next((d for d in self._workload.deployments if d.model == model), None)
         served = None
         if deployment is not None and failure.of_settings and not self._serves(model, build):
@@ -316,7 +316,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         elif deployment is None or deployment.settings == build.settings:
             now_s = self._clock()
             self.failures.model_failed(model, build.version, failure.reason, now_s, blame=failure.blame, at_start=True)
-        self._wake.set()  # the retry may have other settings
+        self._wake.set()  # the retry may use other settings
 
     def _moves(self, plan_input: PlanInput, allocation: Allocation) -> tuple[Move, ...]:
         return handover.moves(
@@ -330,7 +330,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         )
 
     def _take_policy_in_force(self, now_s: float) -> None:
-        """Update the current policy; re-evaluate it when the store's settings change or a window fires."""
+        """Evaluate the policy in force anew when the store's settings change or a window begins or ends."""
         settings = (self._workload.windows, self._workload.policy, self._workload.policy_since_s)
         fired = self._in_force.until_s is not None and self._in_force.until_s <= now_s
         if settings != self._settings or fired:
@@ -340,10 +340,10 @@ class SchedulerLoop(cluster_state.ClusterState):
     def _cancel_steps(self, now_s: float) -> None:
         """Cancel starts of jobs that should not run any more, and steps that the loop would not begin now.
 
-        A drain is the one long step of a release: the engine answers its requests before it sleeps. During a drain it
-        can be reopened at no cost, so a reversed mode or new requests need not wait for a sleep and a wake. Ranks may
-        load their model for minutes: a long start gives way as a running job would. To decide, the planner plans as if
-        these steps had not begun."""
+        A drain may take long, because the engine answers its requests before it sleeps. Until then the engine can be
+        reopened at no cost, so a reversed mode or new requests need not wait for a sleep and a wake. Ranks may load
+        their model for minutes: a long start gives way like a running job. To decide, the planner plans as if these
+        steps had not begun."""
         policy, doubtful = self._in_force.policy, []
         runs = {job.id for job in self._workload.jobs if job.phase != "paused"}
         steps = [(runner, step) for runner in self._running.values() for step in runner.running_steps]
@@ -372,13 +372,13 @@ class SchedulerLoop(cluster_state.ClusterState):
                 self._transitions[holder].target = devices
 
     def _requested(self) -> tuple[str, str]:
-        """The origin of the hand-over that begins now (a key's name, "box", "window <id>" or "scheduler") and its
-        request."""
+        """Return requester (name of a key, "box", "window <id>" or "scheduler") and request of the hand-over that
+        begins now."""
         if (request := self._inbox.newest_request(self._settled)) is not None:
             return request
         now = self._in_force
         if now.window is not None and now.since_s != self._window_since_s:
-            # The first hand-over of the window; later ones follow demand and the queue again.
+            # The window causes only its first hand-over; demand and the queue cause later hand-overs.
             self._window_since_s = now.since_s
             return f"window {now.window.id}", f"mode {now.policy.kind}"
         return "scheduler", "demand and queue"
@@ -419,7 +419,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             return
         if move.side == "free":
             if holder.kind == "replica":
-                self._transitions[holder].target = ()  # a cancelled drain keeps its devices, but this one failed first
+                self._transitions[holder].target = ()  # a cancelled drain keeps its devices; a failed drain does not
             self.failures.moves[move.name] += 1
             wait_s = self.failures.backoff_s(self.failures.moves[move.name])
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
@@ -440,8 +440,8 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._clear_in_progress(holder)
 
     def _try_again(self, holder: Holder) -> None:
-        """Let the loop observe the holder, and retry. Readings are discarded during a hand-over, so without this an
-        engine that died in the failed step was drained forever."""
+        """Let the loop observe the holder, and retry. Observations are discarded during a hand-over, so without this
+        call an engine that died in the failed step would be drained forever."""
         self.observe_again_s = 0.0
         self._clear_in_progress(holder)
 
@@ -459,7 +459,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         box: Box | None = None,
         moving: dict[Holder, cluster_state.Transition] | None = None,
     ) -> PlanInput:
-        """The planner's input: the current state, with every moving holder shown at its target."""
+        """Return the planner's input: the current state, with every moving holder at its target."""
         box, moving = box or self.box, self._transitions if moving is None else moving
         busy = {d for m in moving.values() for d in m.target}
         busy |= {d for d, holder in box.holders.items() if holder in moving}

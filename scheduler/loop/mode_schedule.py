@@ -1,12 +1,12 @@
 """Evaluates mode windows: modes that begin and end by the clock ("serve by day, train by night").
 
 A window begins when its cron expression fires in its time zone, and puts its policy in force. It ends when its second
-expression fires or after a duration; without either it lasts until another window begins. Beginnings and ends are
-edges. Rules, which also hold after a box was off during an edge:
+expression fires or after a duration; else it lasts until another window begins. An edge is the beginning or end of a
+window. These rules also apply if the box was off during an edge:
 
-- a mode set by hand after the latest edge holds until the next edge;
-- else the open window that began last holds (of several that began together, the last in the list);
-- with no window open, the mode last set by hand holds.
+- a mode set by hand after the latest edge is in force until the next edge;
+- else the open window that began last is in force (if several began together, the last in the list);
+- with no window open, the mode last set by hand is in force.
 
 croniter computes local time with zoneinfo: a time that daylight saving skips fires when the clocks go forward; a time
 that occurs twice fires at its first occurrence (at both if the hour is "*").
@@ -32,9 +32,9 @@ _NAMES = re.compile("jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|mon|tue|wed
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`cron`, `until`: five fields (minute hour day-of-month month day-of-week). `tz`: IANA name, "Europe/Berlin".
+    """`cron`, `until`: five fields (minute hour day-of-month month day-of-week). `tz`: IANA name, e.g. "Europe/Berlin".
 
-    `for_s`: length in seconds; at most one of `until` and `for_s`. `id`: its name for users.
+    `for_s`: length in seconds; at most one of `until` and `for_s`. `id`: name for users.
     """
 
     cron: str
@@ -59,17 +59,17 @@ class Window:
             raise InvalidSchedule(f"a window lasts {self.for_s:g} s; expected from a minute to a year", "for_s")
 
     def last_s(self, now_s: float) -> float | None:
-        """The latest beginning at or before now; None if there was none within a year."""
+        """The window's latest beginning at or before now; None if it did not begin within the last year."""
         # get_prev is strictly before its start, but a firing at this very second counts.
         found_s = _fires_s(self.cron, self.tz, now_s + 1, "get_prev")
         return found_s if now_s - found_s < _MAX_S else None
 
     def next_s(self, now_s: float) -> float:
-        """The first beginning after now."""
+        """The window's first beginning after now."""
         return _fires_s(self.cron, self.tz, now_s, "get_next")
 
     def end_s(self, began_s: float) -> float | None:
-        """End of the window that began then; None if it lasts until another window begins."""
+        """When the window that began at `began_s` ends; None if it lasts until another window begins."""
         if self.for_s is not None:
             return began_s + self.for_s
         return None if self.until is None else _fires_s(self.until, self.tz, began_s, "get_next")
@@ -78,7 +78,7 @@ class Window:
 @dataclass(frozen=True, slots=True)
 class InForce:
     """The policy in force, since when, until which edge (None without windows), and from which window (None: set by
-    hand). `overridden`: the window that would hold if no mode had been set by hand since the latest edge.
+    hand). `overridden`: the window that a mode set by hand since the latest edge overrides.
     """
 
     policy: Policy
@@ -89,7 +89,7 @@ class InForce:
 
 
 def in_force(windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s: float) -> InForce:
-    """The policy in force now. `set_by_hand` was set at `set_s`."""
+    """Return the policy in force now. `set_by_hand`: policy that a user set at `set_s`."""
     edge_s, next_edges = float("-inf"), []
     began_s, holds = float("-inf"), None
     for window in windows:
@@ -115,7 +115,7 @@ def in_force(windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s
 
 
 def check_cron(cron: str, param: str) -> None:
-    """Raise InvalidSchedule unless this is a cron expression that fires."""
+    """Raise InvalidSchedule unless this is a cron expression that fires at some date."""
     # croniter also accepts "R" (random at each evaluation) and "H"; a schedule must give the same result every time.
     plain = re.fullmatch(r"[\d*/,\-#lL ]+", _NAMES.sub("1", cron)) is not None
     if len(cron.split()) != 5 or not plain or not croniter.is_valid(cron):
@@ -131,8 +131,8 @@ def check_cron(cron: str, param: str) -> None:
 
 
 def _fires_s(cron: str, tz: str, from_s: float, way: Literal["get_next", "get_prev"]) -> float:
-    """The nearest firing, without the repetition in an hour that occurs twice: croniter fires in both, which is right
-    for "every half hour" but wrong for "at half past two"."""
+    """Return the nearest firing. In an hour that occurs twice, croniter fires both times, which is right for "every
+    half hour" but wrong for "at half past two": then skip the second firing."""
     step = getattr(croniter(cron, datetime.fromtimestamp(int(from_s), ZoneInfo(tz))), way)
     firing: datetime = step(datetime)
     if not cron.split()[1].startswith("*"):

@@ -1,15 +1,15 @@
 """Decides how many replicas of each model should be awake, and which model gets the next one when devices are scarce.
 
-Growth is immediate, and the count never falls below that learned from the last half hour. Shrinking starts when the
-devices have idled for longer than a hand-over there and back would cost training (the rent exceeds the price), at the
-earliest after `give_back_after_s`. An operator's number (`idle_sleep_s`) applies as given: one replica stays awake for
+Growth is immediate, and the count never falls below the count learned from the last half hour. Shrinking starts when
+the devices have idled for longer than a hand-over there and back would cost training, at the earliest after
+`give_back_after_s`. An operator's number (`idle_sleep_s`) applies as given: one replica stays awake for
 that long after the last request, then all sleep except the minimum.
 
 The learner keeps awake the cheapest number of replicas that would have met the target. A device needs seconds to change
-sides, and requests that arrive meanwhile need awake engines. Idle engines cost training, missing engines make requests
-late, and no constant suits all traffic. So every choice ("n always, more on backlog") is simulated on a small queueing
-model (`Shadow`) with the costs of the box. In force is the cheapest choice with at most `late_requests_share` of the
-requests late, with exponential forgetting; a cheaper one takes over only if it saves more than the change costs.
+its holder, and requests that arrive meanwhile need awake engines. Idle engines cost training, missing engines make
+requests late, and no constant suits all traffic. So every choice ("n always, more on backlog") is simulated on a
+queueing model (`Shadow`) with the costs of the box. In force is the cheapest choice with at most `late_requests_share`
+of the requests late, with exponential forgetting; a cheaper choice replaces it if it saves more than the change costs.
 
 The model: each replica has one queue of prompts, and each request goes to the replica that is free first. A prompt
 takes its tokens divided by the measured rate, and a request is late if its prompt is done later than the target after
@@ -36,8 +36,8 @@ KNOWN_REQUESTS, KNOWN_S = 30.0, 120.0
 
 
 class Slot(NamedTuple):
-    """A request for one awake replica: the `nth` (from 0) of its model. wanted: False if no demand needs it, and it
-    only fills devices that belong to serving anyway."""
+    """A request for one awake replica, the `nth` (from 0) of `model`. wanted: False if no demand needs the replica, and
+    it only fills devices that belong to serving anyway."""
 
     model: str
     nth: int
@@ -45,13 +45,13 @@ class Slot(NamedTuple):
 
 
 def usable(deployment: DeploymentView, now_s: float) -> bool:
-    """Whether new replicas of the model may start. Open ones stay open during its backoff."""
+    """Whether new replicas of the model may start. Open replicas stay open during the model's backoff."""
     return deployment.not_before_s <= now_s and deployment.max_replicas > 0
 
 
 def load(deployment: DeploymentView, config: SchedulerConfig) -> float:
-    """Replicas needed for the requests in flight and held: by their number or by their prompts in caches, whichever is
-    more. Waiting prompts count as backlog instead.
+    """Number of replicas needed for all requests at engines and gateways: by their count or by their cached prompt
+    tokens, whichever is more. Waiting prompts count as backlog instead.
 
     While the measured time per further token is above its target, each replica counts as carrying proportionally fewer
     requests, since the time of a decoding step grows with its batch. One evaluation at most doubles the count.
@@ -65,11 +65,11 @@ def load(deployment: DeploymentView, config: SchedulerConfig) -> float:
 
 
 def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
-    """Replicas that the current demand needs, regardless of earlier demand."""
+    """Number of replicas that the current demand needs, regardless of earlier demand."""
     demand, filled = deployment.demand, load(deployment, config)
     count = math.ceil(filled) if deployment.standby is None else deployment.standby.for_load(filled)
     if deployment.prefill_tokens_per_s and deployment.ttft_target_s and demand.waiting_tokens:
-        # Part of the target: the rest covers requests that arrive while a replica wakes.
+        # The backlog gets only part of the target: requests that arrive while a replica wakes need the rest.
         backlog_s = demand.waiting_tokens / deployment.prefill_tokens_per_s
         standby = deployment.standby or Standby(deployment.max_replicas)
         count = max(count, standby.for_backlog(backlog_s, deployment.ttft_target_s))
@@ -88,7 +88,7 @@ def follow(
     hysteresis: Hysteresis, want: int, now_s: float, rest_s: Callable[[int], float]
 ) -> tuple[Hysteresis, float | None]:
     """Grow to `want` at once; shrink to the peak of `want` since it fell, once the spare replicas have idled for
-    `rest_s(spare)`. Also returns the time of that shrinking, if nothing changes before."""
+    `rest_s(spare)`. Also return when it will shrink if nothing changes before."""
     if want >= hysteresis.replicas:
         return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0), None
     since_s = now_s if hysteresis.low_since_s is None else hysteresis.low_since_s
@@ -109,10 +109,10 @@ def required(
     *,
     switch_device_s: float = 0.0,
 ) -> tuple[Hysteresis, list[float | None]]:
-    """The replicas this model should have now (in the returned hysteresis), and times at which to re-evaluate without
-    an event.
+    """Return the model's new hysteresis, with the number of replicas it should have now, and times at which to evaluate
+    again without an event.
 
-    switch_device_s: device seconds of training that releasing devices and taking them again would cost.
+    switch_device_s: device seconds of training lost by giving up devices and taking them back.
     """
     want = wanted_now(deployment, now_s, config)
     if deployment.idle_sleep_s is not None and deployment.asleep(now_s):
@@ -123,7 +123,7 @@ def required(
         want = max(want, min(deployment.standby.replicas, deployment.max_replicas))
 
     def rest_s(spare: int) -> float:
-        # Rent or buy: a hand-over pays once the devices have idled for as long as it costs.
+        # A hand-over pays off once the devices have idled for as long as it costs training.
         pays_after_s = switch_device_s / (spare * deployment.tensor_parallel)
         least_s = min(deployment.idle_after_s, config.give_back_after_s)
         return max(least_s, min(pays_after_s, config.give_back_at_latest_s))
@@ -164,7 +164,7 @@ def slots(
     ranked: list[tuple[bool, int, tuple[int, float, str], Slot]] = []
     for d in deployments:
         most = d.max_replicas if usable(d, now_s) else len(since_s.get(d.model, ()))
-        # A model without demand gets no replica; one with demand may fill devices that belong to serving anyway.
+        # A model without demand gets no replica; a model with demand may fill devices that belong to serving anyway.
         for nth in range(most if (needed := hysteresis[d.model].replicas) else 0):
             # Later replicas ignore turns and requests: a model with a replica does not wait, and an order that changes
             # with time moved the second replicas of three models back and forth forever.
@@ -174,7 +174,7 @@ def slots(
 
 
 class Shadow:
-    """Simulation of one choice. `free`: heap of the times at which each awake replica has computed its prompts."""
+    """Simulates one choice. `_free`: heap with the time at which each awake replica has computed its prompts."""
 
     def __init__(self, choice: Standby, target_s: float, config: SchedulerConfig, devices: int):
         self.choice, self._target_s, self._config, self._devices = choice, target_s, config, devices
@@ -184,11 +184,11 @@ class Shadow:
 
     @property
     def stop_s(self) -> float:
-        """Device seconds of training that a change to its current number of replicas costs."""
+        """Device seconds of training that a change of the number of replicas costs now."""
         return self._config.job_pause_s * max(self._devices - self._level.replicas, 1)
 
     def live(self, now_s: float, passed_s: float, works_s: Sequence[float], load: float, most: int) -> None:
-        """Advance by `passed_s`, in which these prompts arrived."""
+        """Advance the simulation by `passed_s`, in which prompts of `works_s` seconds each arrived."""
         if self._opens_s <= now_s:
             self._opens_s = math.inf
             self._spread(now_s)
@@ -232,7 +232,7 @@ class Shadow:
 
 
 class Bounds(NamedTuple):
-    """devices: as a number of replicas. least, most: replicas. target_s: for the time to first token."""
+    """devices: number of replicas that fit. least, most: replica counts. target_s: for the time to first token."""
 
     devices: int
     least: int
@@ -241,7 +241,7 @@ class Bounds(NamedTuple):
 
 
 class StandbyLearner:
-    """The standby learner of one model. Owned by the receiver of load reports, which calls `seen` for each report."""
+    """Learns how many replicas of one model stay awake. Its owner receives load reports, and calls `seen` for each."""
 
     def __init__(self, config: SchedulerConfig, bounds: Bounds):
         self.bounds, self._late_share = bounds, config.late_requests_share
@@ -250,18 +250,18 @@ class StandbyLearner:
         self._shadows = [Shadow(choice, bounds.target_s, config, bounds.devices) for choice in choices]
         self._in_force = next((shadow for shadow in self._shadows if shadow.choice.replicas), self._shadows[-1])
         self._at_s: float | None = None
-        self._seen_s = self._requests = 0.0  # since the first request; decays exponentially
+        self._seen_s = self._requests = 0.0  # seconds since the first request, and requests; both decay exponentially
 
     @property
     def best(self) -> Standby:
         return self._in_force.choice
 
     def seen(self, now_s: float, works_s: Sequence[float], load: float = 0.0) -> Standby:
-        """Learn from a report, and return the standby to keep from now on.
+        """Learn from a load report, and return the new standby.
 
         Args:
             works_s: seconds that one replica needs for each prompt that arrived since the last report.
-            load: replicas that the requests in flight fill.
+            load: number of replicas that the requests in flight fill.
         """
         passed_s = 0.0 if self._at_s is None else max(now_s - self._at_s, 0.0)
         self._at_s, fade = now_s, math.exp(-passed_s / MEMORY_S)

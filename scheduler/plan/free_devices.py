@@ -1,6 +1,6 @@
 """Chooses exact devices: best fit over nodes, then direct links and NUMA inside a node.
 
-The free devices are a temporary value of one planning round.
+The set of free devices lives for one planning round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from scheduler.core.workload import Device, node_of
 
 
 class FreeDevices:
-    """Devices not yet assigned, by node. The time of a choice is linear in the number of nodes."""
+    """Unassigned devices, by node. The time of `choose` grows linearly with the number of nodes."""
 
     def __init__(self, devices: Iterable[Device]):
         self._nodes: dict[str, dict[str, Device]] = {}
@@ -30,7 +30,7 @@ class FreeDevices:
                 self._nodes.pop(node, None)
 
     def _tightest(self, count: int, nodes: Collection[str]) -> dict[str, Device] | None:
-        """The free devices of the node that has the fewest, but at least `count`, among these nodes or all."""
+        """Return the free devices of the node with the fewest, but at least `count`, among these nodes or all."""
         tightest: dict[str, Device] | None = None
         for node, left in self._nodes.items():
             size = len(left)
@@ -48,12 +48,12 @@ class FreeDevices:
         near: Collection[str] = (),
         only: FreeDevices | None = None,
     ) -> tuple[str, ...] | None:
-        """The best `count` devices of one node, in index order; None if no node has that many. Does not take them.
+        """Return the best `count` devices of one node, in index order, without taking them; None if no node has enough.
 
         Args:
-            nodes: take them from one of these; empty: from any.
-            near: devices to prefer with their node (those the holder has now).
-            only: a subset to try before all free devices (those that no holder has to leave first).
+            nodes: allowed nodes; empty: any node.
+            near: preferred devices, on the preferred node (the holder's current devices).
+            only: a subset to try first (devices that no holder has to leave).
         """
         own = Counter(node_of(d) for d in near if self.has([d]) and (not nodes or node_of(d) in nodes))
         kept = [node for node in own if len(self._nodes[node]) >= count]
@@ -67,8 +67,8 @@ class FreeDevices:
 
 
 def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[str, ...]:
-    """`count` of one node's devices: with the most direct links, then the fewest NUMA nodes, then the most devices of
-    `prefer`, then the tightest NUMA node. Nodes are small (up to 16 devices): a group grows from each device."""
+    """Pick `count` of one node's devices: with the most direct links, then the fewest NUMA nodes, then the most devices
+    in `prefer`, then the tightest NUMA node. Nodes are small (up to 16 devices): a group grows from each device."""
     if count < len(devices):
         on_numa = Counter(d.numa_node for d in devices)
 
@@ -77,7 +77,7 @@ def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[st
             numa = {d.numa_node for d in group}
             return (
                 -sum(len(d.linked & ids) for d in group),
-                sum(len(d.linked & ids) for d in devices if d.id not in ids),  # links that it breaks
+                sum(len(d.linked & ids) for d in devices if d.id not in ids),  # number of direct links that it breaks
                 len(numa),
                 -len(ids & prefer),
                 sum(on_numa[n] for n in numa),
@@ -93,7 +93,7 @@ def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[st
 
 
 def _grown(seed: Device, devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
-    """`count` devices grown from this one: next the best linked device, then the nearest."""
+    """Return `count` devices, starting with `seed`: always add the best linked device, else the nearest."""
     group, rest = [seed], [d for d in devices if d is not seed]
     while len(group) < count:
         ids = {d.id for d in group}

@@ -1,8 +1,8 @@
-"""plan(plan_input, now) -> allocation: which holder gets which exact devices. Pure; its only memory is an argument.
+"""plan(plan_input, now) -> allocation: which holder gets which exact devices. Hysteresis is part of the input.
 
-Order of the decision: how many devices serving claims (policy, demand, floor) -> how many training gets (queue) -> the
-rest is lent to models with demand or stays with open engines -> exact devices, moving as little as possible: a holder
-of unchanged size keeps its devices, a sleeping engine wakes where it sleeps.
+It decides in this order: how many devices serving claims (policy, demand, floor) -> how many training gets (queue) ->
+the rest is lent to models with demand or stays with open engines -> exact devices, moving as little as possible: a
+holder of unchanged size keeps its devices, a sleeping engine wakes where it sleeps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STARVED = "Its devices are lent to the engine that samples its training answers
 
 
 def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = None) -> Allocation:
-    """The allocation for this input. The same input and time always give the same result."""
+    """Return the allocation for this input. The same input and time always give the same result."""
     round_ = Round(plan_input, now_s, config or SchedulerConfig())
     jobs = round_.assign()
     round_.keep_open()
@@ -62,7 +62,7 @@ class Round:
     `keep_open`, `defer` and `let_sleep`.
 
     hysteresis: by model, updated to now. notes: by model, why it gets fewer replicas than needed. reviews: times at
-    which a count may change without an event. out: replicas by id, open or asleep. groups: by job.
+    which a count may change without an event. out: open and sleeping replicas by id. groups: devices by job.
     """
 
     def __init__(self, plan_input: PlanInput, now_s: float, config: SchedulerConfig):
@@ -80,7 +80,7 @@ class Round:
         self.by_model: dict[str, list[ReplicaView]] = {}
         for replica in plan_input.replicas:
             self.by_model.setdefault(replica.model, []).append(replica)
-        # A new engine has to replace them, but none may start during a backoff.
+        # A new engine has to replace these replicas, but no engine may start during a backoff.
         self.outdated = {
             r.id: r
             for r in plan_input.replicas
@@ -98,7 +98,7 @@ class Round:
     def count(
         self, limits: Mapping[str, int], side_by_side: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
-        """(replicas per model that serving is entitled to, the same with lent ones, devices per job).
+        """Return (replicas per model by serving's claim, also with those on lent devices, devices per job).
 
         limits: replicas per model that fit side by side on nodes, if known. side_by_side: devices by job, for jobs that
         cannot get more on one node.
@@ -126,7 +126,7 @@ class Round:
         return claimed, serving, jobs
 
     def _without_engine(self, serving: Mapping[str, int], jobs: queue.Queue) -> list[JobView]:
-        """Jobs that get devices while the engine that should sample for them gets none."""
+        """Return the jobs that get devices while the engine that should sample for them gets none."""
         return [
             job
             for job in self.plan_input.jobs
@@ -137,7 +137,7 @@ class Round:
     def _remember(self) -> None:
         """Update every model's hysteresis to now."""
         is_open = {r.model for r in self.plan_input.replicas if r.state == "open" or r.busy == "coming"}
-        # Devices come from running jobs, and a move of devices stops all ranks of the jobs involved.
+        # A hand-over takes devices from running jobs, and stops all ranks of these jobs.
         stops_s = (
             len(j.devices) * (self.config.job_pause_s if j.pause_s is None else j.pause_s)
             for j in self.jobs.values()
@@ -162,7 +162,7 @@ class Round:
             self.reviews += [*reviews, deployment.not_before_s]
 
     def _serving_capacity(self) -> int:
-        """Devices that serving may claim before training gets any."""
+        """Number of devices that serving may claim before training gets any."""
         total = self.total
         if self.policy.kind == "split":
             return max(total - (self.policy.train_devices or 0), min(self.policy.serving_floor, total))
@@ -172,7 +172,7 @@ class Round:
         return total
 
     def _training_budget(self, replicas: Mapping[str, int]) -> tuple[int, str]:
-        """Devices that training may have, and a phrase on what holds the others."""
+        """Return how many devices training may have, and a phrase on what holds the other devices."""
         total, policy = self.total, self.policy
         kept, floor = self._serving_capacity(), min(policy.serving_floor, total)
         if policy.kind == "serve":
@@ -188,7 +188,7 @@ class Round:
         return total - claimed, f"serving needs {claimed} of {total} devices now{self._of_idle(replicas)}"
 
     def _of_idle(self, replicas: Mapping[str, int]) -> str:
-        """A phrase on how many of those devices no request needs now. It names no model: owners of jobs read it."""
+        """Return how many of these devices no request needs now, in words for owners of jobs: no model is named."""
         needed = {d.model for d in self.deployments.values() if d.demand.requests or d.floor_replicas}
         kept = self._cost({model: count for model, count in replicas.items() if model not in needed})
         if not kept:
@@ -202,8 +202,8 @@ class Round:
     def _replicas(
         self, capacity: int, limits: Mapping[str, int], *, eager: bool, base: Mapping[str, int] | None = None
     ) -> dict[str, int]:
-        """Replicas per model within `capacity` devices, on top of `base`. eager: also replicas without demand, because
-        the devices belong to serving anyway.
+        """Return replicas per model within `capacity` devices, including `base`. eager: also plan replicas without
+        demand, because the devices belong to serving anyway.
         """
         counts = dict(base or {})
         stuck = sum(len(j.devices) for j in self.jobs.values() if j.keeps_devices(self.now_s))
@@ -236,24 +236,24 @@ class Round:
     # --- exact devices ------------------------------------------------------------------------------------------
 
     def assign(self) -> queue.Queue:
-        """Count and place until every counted replica and job has devices. Returns training's queue."""
+        """Repeat counting and placing until every counted replica and job has devices. Returns the queue of jobs."""
         limits: dict[str, int] = {}
         side_by_side: dict[str, int] = {}
         unplaced: list[str] = []
         for _ in range(len(self.deployments) + _ROUNDS):
             claimed, serving, jobs = self.count(limits, side_by_side)
             unplaced, short = self.place(serving, jobs.sizes), self.short(jobs.sizes)
-            # Serving is entitled to its claim; a job does not move for a replica on lent devices.
+            # Jobs move only for replicas that serving is entitled to, not for replicas on lent devices.
             owed = any(count < claimed.get(model, 0) for model, count in self.placed(unplaced).items())
             if (short or owed) and any(job.movable for job in self.jobs.values()):
-                # Enough devices, but not side by side: move movable jobs if that helps.
+                # There are enough devices, but not on one node: move movable jobs if that helps.
                 if not self.place(serving, jobs.sizes, keep_jobs=False) and not self.short(jobs.sizes):
                     unplaced = []
                     break
                 unplaced = self.place(serving, jobs.sizes)
             if not unplaced and not short:
                 break
-            # These stay unplaced in this round: others get the devices counted for them.
+            # These holders get no devices in this round: others get the devices counted for them.
             limits |= self.placed(unplaced)
             side_by_side |= short
         for model in {*unplaced, *limits}:
@@ -262,19 +262,19 @@ class Round:
         return jobs
 
     def placed(self, models: Iterable[str]) -> dict[str, int]:
-        """Number of placed replicas of each of these models."""
+        """Return the number of placed replicas by model."""
         counts = Counter(r.model for r in self.out.values())
         return {model: counts[model] for model in models}
 
     def short(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Number of devices by job, for jobs that got fewer side by side than planned."""
+        """Return the number of devices by job, for jobs that got fewer on one node than planned."""
         counts = {j: len(self.groups.get(j, ())) for j in sizes if not self.jobs[j].busy}
         return {j: count for j, count in counts.items() if count < sizes[j]}
 
     def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool = True) -> list[str]:
         """Fill `out` and `groups`; return the models with a replica that got no devices.
 
-        serving: replicas per model. sizes: devices per job. keep_jobs: jobs of unchanged size keep their devices.
+        serving: replicas per model. sizes: devices per job. keep_jobs: True if jobs of unchanged size keep devices.
         """
         self.out, self.groups, self.new = {}, {}, 0
         coming = [r.devices for r in self.plan_input.replicas if r.busy == "coming"]
@@ -296,7 +296,7 @@ class Round:
                 self.take(job.devices)
         for job_id, size in sizes.items():
             if job_id not in self.groups and len(self.usable_on) > 1:
-                self.place_job(job_id, size)  # engines can move to other devices, this job cannot
+                self.place_job(job_id, size)  # unlike engines, this job cannot move to other devices
         counts = self.keep_replicas(serving)
         unplaced = []
         for model in sorted(serving, key=lambda m: (-self.deployments[m].tensor_parallel, m)):
@@ -325,7 +325,7 @@ class Round:
         self.take(replica.devices)
 
     def keep_replicas(self, serving: Mapping[str, int]) -> dict[str, int]:
-        """Keep open replicas on their devices, the longest open first. Of each model, drop one outdated replica at a
+        """Keep open replicas on their devices, the longest open first. Drop at most one outdated replica per model at a
         time, and only while no replica of the model is moving."""
         counts = dict.fromkeys(serving, 0)
         rank = {"coming": 0, None: 1, "leaving": 2}
@@ -351,12 +351,12 @@ class Round:
         return counts
 
     def fits(self, replica: ReplicaView) -> bool:
-        """Whether it matches, or can be changed to match, the current build of its deployment."""
+        """Whether the replica has, or can change to, the current build of its deployment."""
         return replica.id not in self.outdated and _set_up_for(self.deployments[replica.model], replica)
 
     def add_replicas(self, deployment: DeploymentView, count: int) -> bool:
-        """Add `count` replicas: sleeping ones on their own devices, then new ones. False if there are no devices for
-        one."""
+        """Add `count` replicas: wake sleeping replicas on their devices, then start new replicas. False if devices are
+        lacking."""
         if count <= 0:
             return True
         own = self.by_model.get(deployment.model, [])
@@ -449,7 +449,7 @@ class Round:
             if replica.busy == "leaving":
                 self.note_replica(replica, "asleep")
         rest = [r for r in rest if r.busy is None and r.model in self.deployments and self.fits(r)]
-        # A "starting" replica without a hand-over is left over from a crash: stop it.
+        # A "starting" replica without a hand-over is a leftover of a crash: stop it.
         rest = [r for r in rest if r.state != "starting" and self.usable.issuperset(r.devices)]
         used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}
         rest.sort(key=lambda r: (-used[r.model], -r.since_s, r.id))

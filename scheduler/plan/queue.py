@@ -1,6 +1,6 @@
-"""Decides how many devices each training job gets, and why others get none, in one sentence each.
+"""Decides how many devices each training job gets, and writes a sentence on why a job gets none.
 
-Strict order: priority; jobs that would miss their deadline by further waiting, nearest deadline first; fair share
+Strict order: priority; jobs that would miss their deadline if they waited longer, nearest deadline first; fair share
 between owners (each owner's first job before any owner's second); running jobs; submission. In that order every job
 takes the largest size it may run at: a later job never passes one that could run, and later jobs use the remaining
 devices (backfill). Running jobs are preemptible by default, so the head of the queue never starves behind backfilled
@@ -17,8 +17,8 @@ from scheduler.core.workload import JobView, node_of
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """sizes: devices by job id, for jobs that get some. waiting: by job id, the reason why it gets none. reviews: times
-    at which this may change without an event."""
+    """sizes: number of devices by job id, for jobs that get devices. waiting: by job id, why the job gets no devices.
+    reviews: times at which the result may change without an event."""
 
     sizes: dict[str, int]
     waiting: dict[str, str]
@@ -31,8 +31,7 @@ size."""
 
 
 def urgent_from_s(job: JobView) -> float | None:
-    """Time at which the job becomes urgent: at the deadline if its remaining work is unknown. None without a
-    deadline."""
+    """Return when the job becomes urgent: at its deadline if the remaining work is unknown. None without a deadline."""
     if job.deadline_s is None:
         return None
     left_s = (job.remaining_device_s or 0.0) / job.sizes[-1]
@@ -40,7 +39,7 @@ def urgent_from_s(job: JobView) -> float | None:
 
 
 def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
-    """The order of service. Stable: a job moves forward only when earlier jobs end or its deadline nears."""
+    """Return the jobs in queue order. A job moves forward only when earlier jobs end or its deadline nears."""
     nth: dict[str, int] = {}
     seen: dict[tuple[str, int], int] = {}
     for job in sorted(jobs, key=lambda j: (j.submitted_s, j.id)):
@@ -66,7 +65,7 @@ def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
 
 
 def positions(jobs: Sequence[JobView], now_s: float) -> list[tuple[JobView, str | None]]:
-    """Every job in queue order, with the reason why it waits as one of Slurm's codes; None while it has devices.
+    """Return every job in queue order, with Slurm's code for the reason why it waits; None while it has devices.
 
     JobHeldUser: paused by request. BeginTime: in backoff after a failure. Priority: other jobs are ahead. Resources: it
     is next and waits for devices, or for something that the box lacks.
@@ -88,7 +87,7 @@ def _largest_node(job: JobView, free: Mapping[str, int]) -> int:
 
 
 def _reserve(job: JobView, size: int, free: dict[str, int]) -> None:
-    """Take devices where the placement will take them: on its current node, else on the tightest node with enough."""
+    """Take devices as the placement will: on the job's current node, else on the tightest node with enough."""
     here, nodes = {node_of(d) for d in job.devices}, job.nodes or tuple(free)
     fitting = [node for node in nodes if free.get(node, 0) >= size] or nodes
     if fitting:
@@ -97,13 +96,13 @@ def _reserve(job: JobView, size: int, free: dict[str, int]) -> None:
 
 
 def _ahead(job: JobView, ahead: JobView) -> str:
-    """A phrase on the jobs ahead. The job's owner reads it: it must not name another owner's job."""
+    """Return a phrase on the jobs ahead. The waiting job's owner reads it, so it must not name another owner's job."""
     return f"job {ahead.id} and others ahead of it" if ahead.owner == job.owner else "jobs ahead of it"
 
 
 def _barred(job: JobView, now_s: float) -> tuple[str, str, float | None] | None:
-    """(code, sentence) why the job gets no devices, however many are free, and when this ends by itself; None if it may
-    get some."""
+    """Return (code, sentence) on why the job gets no devices however many are free, and when this ends by itself; None
+    if it may get devices."""
     if job.phase == "paused":
         why = "Paused by request; `appliance job resume` queues it again."
         return "JobHeldUser", why, None
@@ -127,14 +126,14 @@ def allot(
     usable_on: Mapping[str, int],
     side_by_side: Mapping[str, int] | None = None,
 ) -> Queue:
-    """Sizes within `budget` devices.
+    """Decide the number of devices of each job within `budget` devices.
 
     Args:
-        budget: devices that training may have. Jobs that must not be preempted keep their devices even beyond it.
-        dwell_s: a running job does not grow before this long after its last start.
+        budget: devices that training may have. Jobs that must not be preempted may exceed the budget.
+        dwell_s: seconds after its last start before a running job may grow.
         why: what holds the other devices, e.g. "mode serve gives training no devices".
         usable_on: usable devices by node; a job gets devices of one node only.
-        side_by_side: devices by job on one node, where the placement found fewer than planned.
+        side_by_side: number of devices on one node by job, for jobs that could not be placed as planned.
     """
     free = dict(usable_on)
     sizes: dict[str, int] = {}
@@ -184,7 +183,7 @@ def _at_least(job: JobView) -> str:
 
 
 def _too_few(job: JobView, total: int, largest: int, budget: int, why: str) -> str:
-    """A sentence if the job would get no devices even alone; else "". largest: devices of its largest node."""
+    """Return a sentence if the job would get no devices even alone; else "". largest: devices of its largest node."""
     least = job.sizes[0]
     if least > total:
         return f"Needs {least} devices; only {total} of the box work."

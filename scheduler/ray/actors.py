@@ -1,5 +1,5 @@
-"""Starts, finds, calls and watches named detached actors. They outlive the controller. Calls through a `Supervisor` end
-when its actor is gone or silent for too long.
+"""Starts, finds, calls and watches named detached actors, which outlive the controller. Calls through a `Supervisor`
+end when its actor is gone or silent for too long.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from train.plan.errors import RankFailed, TrainError
 
 log = logging.getLogger(__name__)
 
-REPLICA, RANK = "replica:", "rank:"  # prefixes of actor names, followed by the id of a replica or device
+REPLICA, RANK = "replica:", "rank:"  # prefixes of actor names; the id of a replica or device follows
 UNNAMED_TIMEOUT_S = 30.0
-# A supervisor is pinged every PROVE_EVERY_S, and has HUNG_S to reply: one that is stopped (SIGSTOP) or starved of CPU
-# may recover, and killing it kills its engine or rank.
+# A supervisor is pinged every PROVE_EVERY_S, and has HUNG_S to reply: a stopped (SIGSTOP) or CPU-starved supervisor may
+# recover, and killing it kills its engine or rank.
 PROVE_EVERY_S = 5.0
 HUNG_S = 30.0
 ANSWER_S = 20.0
@@ -44,8 +44,8 @@ IDLE_HUNG_S = 5.0
 
 
 def named_actor(body: type, name: str, ray_node_id: str, *arguments: Any) -> Any:
-    """Start or find a thin supervisor on a node: named and detached. The scheduler, not Ray, restarts it, and the
-    lease's reservation holds its resources."""
+    """Start or find a thin supervisor, a named detached actor, on a node. The scheduler, not Ray, restarts the actor,
+    and the lease's reservation holds its resources."""
     actor = ray.remote(body).options(
         name=name,
         get_if_exists=True,
@@ -70,13 +70,13 @@ async def actor_names() -> list[str]:
 
 
 class Silent(EffectFailed):
-    """A supervisor that should answer at once did not."""
+    """A supervisor did not answer within its time limit."""
 
 
 class Supervisor:
-    """An actor's handle, and whether its process lives. Once `over`, always over: callers that need it again create or
-    find another. `answered`: False while its process may still be starting, which has no time limit. `reported`:
-    whether it has reported its status.
+    """An actor's handle, and whether its process lives. `over` never becomes False again: callers then create or find
+    another supervisor. `answered`: False while the process may still be starting, which has no time limit. `reported`:
+    True once it has reported its status.
     """
 
     def __init__(self, actor: Any, name: str):
@@ -89,7 +89,7 @@ class Supervisor:
         return self._over.done()
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the actor. Raises SupervisorDied if it dies or never answers, and errors of the method."""
+        """Call a method of the actor. Raises the method's errors; SupervisorDied if the actor dies or never answers."""
         if self._over.done():
             raise SupervisorDied(self.name, self._over.result())
         answer = asyncio.ensure_future(getattr(self.actor, method).remote(*arguments, **named))
@@ -108,8 +108,8 @@ class Supervisor:
             answer.cancel()
 
     async def status(self, *, patient: bool = False) -> dict[str, Any]:
-        """Read its status. If it has reported before, it has `LOOK_S` to answer, unless `patient`. Raises Silent, and
-        the errors of `call`."""
+        """Read the actor's status. An actor that has reported before has `LOOK_S` to answer, unless `patient`. Raises
+        Silent, and the errors of `call`."""
         seconds = LOOK_S if self.reported and not patient else ANSWER_S
         status = await within(self.call("status"), self.name, seconds)
         self.reported = True
@@ -125,19 +125,19 @@ class Supervisor:
             except TimeoutError:
                 return self.kill(f"it did not answer for {HUNG_S:.0f} s and was killed")
             except ActorUnavailableError:
-                pass  # it may become reachable again
+                pass  # the node may become reachable again
             except RayError as error:
                 return self.end(first_line(error))
             await asyncio.sleep(PROVE_EVERY_S)
 
     def kill(self, why: str) -> None:
-        """Kill its process, and with it everything on its lifeline."""
+        """Kill the actor's process, and with it all processes on its lifeline."""
         log.info("%s: %s", self.name, why)
         ray.kill(self.actor)
         self.end(why)
 
     def end(self, why: str) -> None:
-        """Mark it as over: it is gone, or will not be called any more."""
+        """Mark the supervisor as over: it is gone, or will not be called any more."""
         if not self._over.done():
             self._over.set_result(why)
         if self._attending is not asyncio.current_task():
@@ -145,7 +145,7 @@ class Supervisor:
 
 
 async def within(answer: Awaitable[Any], name: str, seconds: float = ANSWER_S) -> Any:
-    """Await an answer of the actor `name` that should come at once. Raises Silent after a time limit: a stopped
+    """Await an answer that the actor `name` should give at once. Raises Silent after a time limit: a stopped
     supervisor must not block its caller."""
     try:
         async with asyncio.timeout(seconds):
@@ -172,7 +172,7 @@ def _failed(error: BaseException) -> EffectFailed:
 
 
 def blame_of(error: BaseException) -> Blame:
-    """The blame for an error of a supervisor, rank or engine."""
+    """Return whose fault an error of a supervisor, rank or engine is."""
     if isinstance(error, EngineOutOfMemory) or (isinstance(error, ChildDied) and error.starved):
         return "memory"
     if isinstance(error, RankFailed):

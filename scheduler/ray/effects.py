@@ -3,8 +3,8 @@ detached actor per engine, to which the gateways route. groups.py has the verbs 
 its rank), nodes.py tracks the nodes (node.py is the actor on each).
 
 Ray places processes, and is never in the data path. Actors are named and outlive the controller, so a restarted
-controller finds them again in `observe`; a process on a device proves who holds it. Only this package of `scheduler`
-imports Ray, `serve` and `train`.
+controller finds them again in `observe`; the process on a device proves who holds the device. Only this package of
+`scheduler` imports Ray, `serve` and `train`.
 """
 
 from __future__ import annotations
@@ -44,53 +44,53 @@ from serve.engine.replica import Replica
 
 log = logging.getLogger(__name__)
 
-STOP_SLACK_S = 15.0  # extra time for a supervisor to end an engine that did not stop in time
+STOP_SLACK_S = 15.0  # seconds for a supervisor to end an engine that did not stop in time
 
 
 class Routing(Protocol):
     """The gateways' routing table of replicas; implemented by the controller's bus."""
 
     async def open(self, replica_id: str, model: str, version: str, address: str) -> None:
-        """Add the replica to the routing table; returns when every gateway has it. address: see Replica.status."""
+        """Add the replica to the routing table; return when all gateways know it. address: see Replica.status."""
 
     async def drain(self, replica_id: str) -> None:
-        """Send no new requests; returns when every gateway reports none in flight."""
+        """Send the replica no new requests; returns when every gateway reports no request in flight."""
 
     async def withhold_adapters(self, replica_id: str) -> None:
-        """Send no new requests for LoRA adapters; returns when every gateway has confirmed it."""
+        """Send the replica no new requests for LoRA adapters; returns when every gateway has confirmed this."""
 
     def offer_adapters(self, replica_id: str) -> None:
-        """Send requests for adapters again."""
+        """Send the replica requests for adapters again."""
 
     def version(self, replica_id: str) -> str:
-        """The version of an open replica in the routing table; "" if it is not open."""
+        """The replica's version in the routing table; "" if the replica is not open."""
 
     def avoid(self, replica_id: str, avoided: bool) -> None:
-        """Prefer other replicas of its models, because its engine gives no sign of life; False ends this."""
+        """Prefer other replicas of the model, because this replica's engine gives no sign of life; False ends this."""
 
     def close(self, replica_id: str) -> None:
         """Forget a replica that is gone."""
 
 
 class Versions(Protocol):
-    """The stored bytes of model versions."""
+    """The store of model versions."""
 
     async def in_memory(self, model: str, version: str) -> Path:
-        """The version's directory in shared memory, read from disk if necessary. It stays there until `taken` has been
-        called as often as this. Raises LookupError."""
+        """Return the version's directory in shared memory, read from disk if necessary. It stays there until each call
+        has a matching `taken`. Raises LookupError."""
 
     def taken(self, model: str, version: str) -> None:
-        """Release the version: an engine of the model has loaded and now holds it, or will not load it."""
+        """Release the version, because an engine of the model has loaded and now holds it, or will not load it."""
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
-        """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ... Raises
-        NotServable, and LookupError for a model that is gone."""
+        """Return the fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ...
+        Raises NotServable, and LookupError for a model that is gone."""
 
 
 @dataclass(slots=True)
 class _Engine:
-    """The controller's record of an engine. watcher: task that waits for its end. hanging: it gives no sign of life, so
-    gateways prefer others. stopping: its end is no failure. died: cause of its death and blame."""
+    """The controller's record of an engine. watcher: task that waits for its end. hanging: True if it gives no sign of
+    life, so that gateways prefer others. stopping: its end is no failure. died: cause and blame."""
 
     supervisor: Supervisor
     node_config: NodeConfig | None = None
@@ -189,7 +189,7 @@ class RayEffects(Groups):
         return None
 
     async def _while_alive(self, replica_id: str, work: Coroutine[Any, Any, Any], when: str) -> Any:
-        """Await `work`. Raises EffectFailed as soon as the engine dies."""
+        """Await and return `work`. Raises EffectFailed as soon as the engine dies."""
         engine, task = self._engines.get(replica_id), asyncio.ensure_future(work)
         watcher = engine and engine.watcher
         try:
@@ -210,7 +210,7 @@ class RayEffects(Groups):
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
             detail = await self._load("swap", replica_id, model, version)
-        except BaseException:  # also when the time limit of the step has passed
+        except BaseException:  # also cancels `work` when the step's time limit has passed
             self._routing.offer_adapters(replica_id)
             raise
         if self._routing.version(replica_id):
@@ -226,7 +226,7 @@ class RayEffects(Groups):
             raise EffectFailed("there is no such engine")
         async with self._version_on_node(model, version, engine.node_config) as path:
             if method == "swap":
-                # Adapters fit only the weights they were trained on, so the engine first finishes its adapter requests.
+                # An adapter fits only its base version, so the engine first finishes its adapter requests.
                 withheld = self._routing.withhold_adapters(replica_id)
                 await self._while_alive(replica_id, withheld, "before it loaded the new weights")
             with errors_as_failures():
@@ -248,7 +248,7 @@ class RayEffects(Groups):
             raise failed
 
     def _replica_spec(self, plan: ReplicaView, node_config: NodeConfig, path: Path) -> ReplicaSpec:
-        """The spec passed to the engine process."""
+        """Return the spec for the engine process."""
         devices = [self._nodes.device(device_id) for device_id in plan.devices]
         try:
             settings = dict(self._versions.engine_settings(plan.model, len(devices)))
@@ -280,7 +280,7 @@ class RayEffects(Groups):
 
     @contextlib.asynccontextmanager
     async def _version_on_node(self, model: str, version: str, node_config: NodeConfig) -> AsyncIterator[Path]:
-        """The version's directory on the engine's node, held there until the engine has loaded it."""
+        """Yield the version's directory on the engine's node; hold it until the engine has loaded the version."""
         try:
             at_home = await self._versions.in_memory(model, version)
         except (LookupError, OSError) as error:
@@ -297,7 +297,7 @@ class RayEffects(Groups):
             return await engine.supervisor.call(method, *arguments)
 
     def _find_engine(self, replica_id: str) -> _Engine | None:
-        """The known record of the engine, or a new one by the name of its actor."""
+        """Return the engine's record, or create a record if its named actor exists."""
         known = self._engines.get(replica_id)
         if known is not None and not known.supervisor.over:
             return known
@@ -313,7 +313,7 @@ class RayEffects(Groups):
             engine.watcher = asyncio.create_task(self._wait_dead(replica_id, engine))
 
     async def _wait_dead(self, replica_id: str, engine: _Engine) -> Blame:
-        """Wait for the death of the engine and report it; return the blame."""
+        """Wait for the engine's death, report it, and return the blame."""
         blame: Blame = "own"
         try:
             dead = await engine.supervisor.call("wait_dead")
@@ -329,7 +329,7 @@ class RayEffects(Groups):
         return blame
 
     async def observe_replicas(self) -> tuple[ReplicaView, ...]:
-        """Every replica with an actor, whoever started it."""
+        """Return every replica that has an actor, even if another controller started it."""
         names = [name.removeprefix(REPLICA) for name in await actor_names() if name.startswith(REPLICA)]
         views = await asyncio.gather(*map(self._observe_replica, names))
         return tuple(view for view in views if view is not None)
@@ -352,18 +352,18 @@ class RayEffects(Groups):
         if status.get("silent", False) != engine.hanging:
             engine.hanging = not engine.hanging
             self._routing.avoid(replica_id, engine.hanging)
-        if state not in ("dead", "starting"):  # a failed start raises in its own step
+        if state not in ("dead", "starting"):  # a failed start raises in the step that starts it
             self._watch(replica_id, engine)
-        elif engine.watcher is not None:  # its cause will be known in a moment
+        elif engine.watcher is not None:  # its watcher will report the cause in a moment
             await asyncio.wait({engine.watcher}, timeout=LOOK_S)
         if state == "ready" and (routed := self._routing.version(replica_id)):
             state = "open"
-            if routed != status["version"]:  # a swap that the engine finished after its step had ended
+            if routed != status["version"]:  # the engine finished a swap after the step had ended
                 await self._routing.open(replica_id, status["model"], status["version"], status["address"])
         devices = tuple(f"{node}/{index}" for index in status["devices"])
         model, version, settings, (failed, blame) = status["model"], status["version"], status["settings"], engine.died
         return ReplicaView(replica_id, model, version, state, devices, settings=settings, failed=failed, blame=blame)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Resident memory of each engine, by replica id, as it last reported."""
+        """Return the resident memory in bytes that each engine last reported, by replica id."""
         return {replica_id: engine.rss_bytes for replica_id, engine in self._engines.items()}

@@ -33,20 +33,20 @@ from weights.format.names import Name, decode_name
 
 log = logging.getLogger(__name__)
 
-FRESH_S = 10.0  # limit for replacing dead supervisors; Ray frees a dead one's name within a second
+FRESH_S = 10.0  # time limit for replacing a dead supervisor; Ray frees its name within a second
 FRESH_EVERY_S = 0.05
 _OVER = {"event": "over"}
 
 
 class Jobs(Protocol):
-    """The source of specs for a job's ranks, and the receiver of their events; the controller's JobRuns documents each
+    """Provides specs for a job's ranks, and receives the ranks' events. The controller's JobRuns documents each
     method."""
 
     async def prepare(self, job_id: str) -> None: ...
 
     def spec(self, job_id: str, device_kind: str) -> TrainSpec:
-        """The spec of the job's ranks. Its versions stay in shared memory until `taken`. Raises LookupError if the job
-        cannot run any more."""
+        """Return the spec of the job's ranks. The versions that it names stay in shared memory until `taken`. Raises
+        LookupError if the job cannot run any more."""
 
     def newest_snapshot(self, job_id: str) -> Path | None: ...
 
@@ -62,13 +62,13 @@ class Jobs(Protocol):
 
 
 class Groups:
-    """The verbs on groups, and the observation of groups."""
+    """Starts, suspends, stops and observes groups."""
 
     def __init__(self, nodes: Nodes, jobs: Jobs, report_change: Callable[[], None]):
         self._nodes, self._jobs, self._report_change = nodes, jobs, report_change
         self._hosts: dict[str, Supervisor] = {}
         self._groups: dict[str, _RunningGroup] = {}
-        self._in_hand: set[str] = set()  # jobs whose ranks a verb is starting or ending
+        self._in_hand: set[str] = set()  # jobs whose ranks a verb is now starting or ending
         self._touched: set[str] = set()  # jobs that verbs handled since the last observation began
 
     @contextlib.contextmanager
@@ -124,7 +124,7 @@ class Groups:
         }
 
     def _new_group(self, job_id: str, node_config: NodeConfig) -> tuple[Group, ResultTransfer | None]:
-        """A group for the job, and the transfer of its results if its node is not home."""
+        """Return a new group for the job, and a transfer of its results if its node is not home."""
         on_event, transfer = partial(self._jobs.on_event, job_id), None
         if node_config.name != self._nodes.home.name:
             transfer = ResultTransfer(self._nodes, node_config.name, job_id, on_event)
@@ -142,7 +142,7 @@ class Groups:
             await running.watcher
             if report is None and running.ended is not None and running.ended.outcome == "failed":
                 raise EffectFailed(running.ended.error, running.ended.blame)
-            if running.ended is not None:  # it ended before the suspension: the next observation reports it
+            if running.ended is not None:  # the group ended before the suspension: the next observation reports the end
                 running.devices = ()
                 return {"ended": running.ended.outcome}
             self._groups.pop(job_id, None)
@@ -190,7 +190,7 @@ class Groups:
         self._report_change()
 
     def _host(self, device_id: str) -> Supervisor:
-        """Find or create the supervisor of a device; one that is known to be dead is replaced."""
+        """Find or create the supervisor of a device; replace a supervisor that is known to be dead."""
         host = self._hosts.get(device_id)
         if host is None or host.over:
             node_config = self._nodes.config_of((device_id,))
@@ -201,7 +201,7 @@ class Groups:
         return host
 
     async def _living_host(self, job_id: str, device_id: str) -> Supervisor:
-        """A device's supervisor that has just answered: the cached handle may be that of a dead one."""
+        """Return a device's supervisor that has just answered, because the cached supervisor may be dead."""
         until_s = time.monotonic() + FRESH_S
         while True:
             host = self._host(device_id)
@@ -219,8 +219,8 @@ class Groups:
             await asyncio.sleep(FRESH_EVERY_S)
 
     async def _statuses(self, *, patient: bool = False) -> dict[str, dict[str, Any]]:
-        """By device, the status (RankHost.status) of supervisors that answer. A silent supervisor is left out if it has
-        reported before and `patient` is not set; otherwise EffectFailed is raised."""
+        """Return, by device, the status (RankHost.status) of supervisors that answer. Omit a silent supervisor that has
+        reported before unless `patient`; raise EffectFailed for other silent supervisors."""
         device_ids = [name.removeprefix(RANK) for name in await actor_names() if name.startswith(RANK)]
         statuses = await asyncio.gather(*(self._rank(device_id, patient) for device_id in device_ids))
         return {device_id: status for device_id, status in zip(device_ids, statuses, strict=True) if status}
@@ -245,8 +245,8 @@ class Groups:
     async def observe_groups(self) -> tuple[GroupView, ...]:
         """Every group that was started and is not cleaned up yet.
 
-        Adopts ranks whose controller died: they continue training if all ranks of their world live, else they end.
-        Either way their events since then are processed.
+        Adopts ranks whose controller died: they continue training if all ranks of their world live, else they end. In
+        both cases their events since the death are processed.
         """
         # A world that a verb ends during the reading looks like one without a controller.
         self._touched = set(self._in_hand)
@@ -256,7 +256,7 @@ class Groups:
                 worlds.setdefault(status["job_id"], {})[device_id] = status
         for job_id, statuses in worlds.items():
             if job_id in self._touched or job_id in self._groups:
-                continue  # known, or a verb began in the meantime
+                continue  # known already, or a verb began in the meantime
             await self._adopt(job_id, statuses)
         return tuple(
             GroupView(job_id, running.devices, ended=running.ended, run=running.run)
@@ -276,7 +276,7 @@ class Groups:
 class _RunningGroup:
     group: Group
     run: str  # see GroupView
-    devices: tuple[str, ...]  # device of each rank; empty once they left
+    devices: tuple[str, ...]  # device of each rank; empty once all ranks have ended
     transfer: ResultTransfer | None = None  # set if the ranks are on another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
@@ -284,13 +284,13 @@ class _RunningGroup:
 
 
 def is_whole(statuses: Collection[Mapping[str, Any]]) -> bool:
-    """Whether these ranks (see RankHost.status) are all ranks of one world, dead or alive."""
+    """Whether these statuses (RankHost.status) cover all ranks of one world, dead or alive."""
     world = sorted((status["world_size"], status["rank"]) for status in statuses)
     return world == [(len(world), rank) for rank in range(len(world))]
 
 
 class _Host:
-    """A RankHost behind its supervisor. The rank dies with the supervisor."""
+    """Calls a RankHost through its supervisor. The rank dies with the supervisor."""
 
     def __init__(self, supervisor: Supervisor):
         self._supervisor = supervisor
@@ -306,7 +306,7 @@ class _Host:
 async def outfit(
     nodes: Nodes, node_config: NodeConfig, spec: TrainSpec, snapshot: Path | None
 ) -> tuple[TrainSpec, Path | None]:
-    """Copy the files of a job to this node; return the spec for its ranks there and the path of its snapshot. Raises
+    """Copy the job's files to this node; return the spec for ranks there and the path of the job's snapshot. Raises
     EffectFailed.
     """
     job_id = spec.job_id
@@ -354,8 +354,8 @@ class ResultTransfer:
         """Forward the last events after the ranks have ended. Returns "", or a sentence about a result that was not
         copied.
 
-        Their node then frees their files, except the folder and snapshots of a suspended job, which speed up a return
-        to this node.
+        The ranks' node then frees their files, except the folder and snapshots of a suspended job, which speed up a
+        return to this node.
         """
         self._events.put_nowait(_OVER)
         await asyncio.wait({self._transfer})
@@ -408,7 +408,7 @@ class ResultTransfer:
 
 
 def name_at(path: Path) -> Name:
-    """The name of the version at `path` in a store (see weights.format.names.Name.key)."""
+    """Return the name of the version at `path` in a store (see weights.format.names.Name.key)."""
     model, version = decode_name(path.parent.name), decode_name(path.name)
     assert model is not None and version is not None, path
     return Name(path.parent.parent.name.removesuffix("s"), model, version)

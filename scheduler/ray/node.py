@@ -1,10 +1,10 @@
-"""The actor pinned to one node of the box: configuration, warm parents, adapters for its engines, and copies of other
-nodes' versions, adapters, snapshots and job data. A box of one node has only the actor of the home node, next to the
-controller. Engines and ranks run outside it and continue when it dies and restarts. Rules of copies:
+"""The actor pinned to one node of the box. It has the node's configuration, warm parents, adapters for its engines, and
+copies of other nodes' versions, adapters, snapshots and job data. A box of one node has only the actor of the home
+node, next to the controller. Engines and ranks run outside it and continue when it dies and restarts. Rules for copies:
 - The node that needs a copy reads it from the other node's agent in chunks, which travel through Ray's object store.
 - A copy is verified against its checksums before it can be found.
-- It stays leased for its holder ("serve <model>", "job <id> base") until the holder takes another copy or releases it,
-  or home deletes the original.
+- A copy stays leased for its holder ("serve <model>", "job <id> base") until the holder takes another copy or releases
+  it, or home deletes the original.
 - Copies at home are pinned until a tier has them. Other nodes may evict copies of data that home has.
 """
 
@@ -45,11 +45,11 @@ ADAPTER_TIMEOUT_S = 60.0
 JOB_DATA = ("train.jsonl", "valid.jsonl", "tokens")
 """Files in a job's folder to copy."""
 KEPT_SNAPSHOTS = 2
-CHUNK_BYTES = 8 << 20  # two chunks per copy are in Ray's object store of 80 MiB
+CHUNK_BYTES = 8 << 20  # at most two chunks per copy are in Ray's object store of 80 MiB at once
 
 
 def stored_bytes(directory: Path) -> int | None:
-    """Bytes of a version or snapshot by its manifest, for the history; None if it cannot be read."""
+    """Return the size of a version or snapshot by its manifest, for the history; None if it is unreadable."""
     try:
         return Manifest.read(directory).nbytes
     except (WeightsError, OSError):
@@ -58,8 +58,8 @@ def stored_bytes(directory: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """Paths and settings of a node. `address`: its address on the nodes' network; loopback on a box of one node.
-    `jobs_dir`: folders of the jobs that run here. `numa_bind`: processes run on the processors near their devices."""
+    """Paths and settings of a node. `address`: its address in the nodes' network; loopback on a box of one node.
+    `jobs_dir`: folders of the jobs that run here. `numa_bind`: run processes on processors near their devices."""
 
     name: str
     address: str
@@ -86,7 +86,7 @@ class NodeConfig:
         return self.run_dir / "r" / f"{replica_id}.sock"
 
     def numa_nodes(self, devices: Iterable[Device]) -> tuple[int | None, ...]:
-        """The NUMA node for the process of each of these devices; None: any."""
+        """Return the NUMA node for each device's process; None: any node."""
         return tuple(device.numa_node if self.numa_bind else None for device in devices)
 
     def warm_socket(self, name: str) -> str:
@@ -95,14 +95,14 @@ class NodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """Report of a node, every second. leaves: nothing new may start there. memory: reading of its host."""
+    """A node's report, sent every second. leaves: True if nothing new may start there. memory: reading of its host."""
 
     leaves: bool
     memory: MemoryReading
 
 
 class Node(NodeAgent):
-    """Body of the actor `node:<name>`. `source` in its methods: the agent of the node to copy from."""
+    """Methods of the actor `node:<name>`. `source`: the agent of the node to copy from."""
 
     def __init__(self, node_config: NodeConfig):
         super().__init__(list(node_config.warm))
@@ -131,7 +131,7 @@ class Node(NodeAgent):
 
     async def end(self) -> None:
         """End Ray and all its processes on this node, because the node was removed from the box."""
-        os.kill(os.getppid(), signal.SIGKILL)  # the raylet: all its processes die with it, including this one
+        os.kill(os.getppid(), signal.SIGKILL)  # the raylet: all its processes, including this actor, die with it
 
     async def report(self) -> NodeReport:
         return NodeReport(self._leaves, await asyncio.to_thread(read_memory))
@@ -158,17 +158,17 @@ class Node(NodeAgent):
     # --- copies
 
     async def files(self, directory: Path) -> list[str]:
-        """Names of the files in a directory of this node, with those in folders below it. Raises FileNotFoundError."""
+        """Return the names of the files in and below a directory of this node. Raises FileNotFoundError."""
         directory = directory.resolve(strict=True)
         return sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
 
     async def read(self, path: Path, offset: int) -> bytes:
-        """The next chunk of a file of this node; empty at its end."""
+        """Return the next chunk of a file of this node; empty at the end of the file."""
         return await asyncio.to_thread(_chunk, path, offset)
 
     async def take(self, source: Any, name: Name, remote: Path, holder: str) -> Path:
-        """Lease `name` for `holder` in this node's shared memory, copied from `remote` if it is missing. Returns its
-        path here. Raises CopyFailed, weights' errors, OSError."""
+        """Lease `name` for `holder` in this node's shared memory, copying it from `remote` if missing. Returns its
+        path. Raises CopyFailed, weights' errors, OSError."""
         lease = await self.leased(source, name, remote)
         old, self._held[holder] = self._held.get(holder), lease
         if old is not None:
@@ -176,14 +176,14 @@ class Node(NodeAgent):
         return lease.path
 
     async def leased(self, source: Any, name: Name, remote: Path) -> Lease:
-        """A lease on this node's copy, copied first if missing. Raises like `take`."""
+        """Return a lease on this node's copy; copy it first if it is missing. Raises like `take`."""
         store = self._store
         async with self._copying:
             return store.lease(await self._found_or_copied(store, source, name, remote, pinned=False))
 
     async def keep(self, source: Any, name: Name, remote: Path) -> Path:
-        """At home: copy a result of another node here and pin it; returns its path. A snapshot that does not fit in
-        shared memory goes to the job's own store on disk, like those of ranks at home. Raises like `take`."""
+        """At home: copy another node's result here and pin it; return its path. A snapshot that does not fit in shared
+        memory goes to the job's store on disk, like snapshots of ranks at home. Raises like `take`."""
         store = self._store
         async with self._copying:
             try:
@@ -203,7 +203,7 @@ class Node(NodeAgent):
             unpin(StoredVersion.read(path))
 
     async def take_job(self, source: Any, remote: Path) -> Path:
-        """Path of the job's folder with its data on this node, copied from `remote` if missing. Raises like `take`."""
+        """Return the path of the job's folder here; copy it from `remote` if missing. Raises like `take`."""
         folder = self._jobs_dir / remote.name
         async with self._copying:
             if not folder.exists():
@@ -216,7 +216,7 @@ class Node(NodeAgent):
         return folder
 
     async def forget_job(self, job_id: str, leases_only: bool) -> None:
-        """Release the job's leases here; unless `leases_only` (it may return), delete its snapshots and folder."""
+        """Release the job's leases here; unless `leases_only` (the job may return), delete its snapshots and folder."""
         for holder in [holder for holder in self._held if holder.startswith(f"job {job_id} ")]:
             self._held.pop(holder).release()
         if leases_only:
@@ -225,12 +225,12 @@ class Node(NodeAgent):
         await asyncio.to_thread(shutil.rmtree, self._jobs_dir / job_id, ignore_errors=True)
 
     async def holds_jobs(self) -> bool:
-        """Whether a job runs here, or results of one are not yet copied home."""
+        """Whether a job runs here or has results that are not yet copied home."""
         return any(holder.startswith("job ") for holder in self._held)
 
     async def forget(self, names: list[Name]) -> None:
-        """Remove this node's copies of names that home has deleted, whoever holds them. A copy with readers stays until
-        the last has left, and may be evicted then."""
+        """Remove this node's copies of names that home has deleted, despite their holders. A copy with readers stays
+        until its last reader closes it, and may be evicted then."""
         async with self._copying:
             store = self._store
             for name in names:
@@ -243,14 +243,14 @@ class Node(NodeAgent):
                     await asyncio.to_thread(store.remove, stored)
 
     async def of_store(self, method: str, *arguments: Any) -> Any:
-        """Call this node's store: `idle_bytes`, or `evict` with a number of bytes."""
+        """Call a method of this node's store: `idle_bytes`, or `evict` with a number of bytes."""
         return await asyncio.to_thread(getattr(self._store, method), *arguments)
 
     async def _found_or_copied(
         self, store: WeightStore, source: Any, name: Name, remote: Path, *, pinned: bool
     ) -> StoredVersion:
-        """The version in `store`, copied into it first if missing. Call it holding `_copying`, so that concurrent
-        callers copy only once."""
+        """Return the version in `store`; copy it there first if missing. Callers hold the lock `_copying`, so that
+        concurrent callers copy only once."""
         stored = await asyncio.to_thread(store.find, *name)
         if stored is not None:
             return stored
@@ -280,7 +280,7 @@ async def copy_directory(source: Any, remote: Path, target: Path, names: Sequenc
                 while coming is not None:
                     chunk = await coming
                     offset += len(chunk)
-                    # Fetch the next chunk while writing this one, but none after a short chunk: sealing replaces a
+                    # Fetch the next chunk while writing this chunk, but stop at a short chunk: sealing replaces a
                     # manifest by a longer one.
                     coming = source.read.remote(remote / name, offset) if len(chunk) == CHUNK_BYTES else None
                     await asyncio.to_thread(file.write, chunk)
@@ -300,5 +300,5 @@ def _forget_snapshots(store: WeightStore, job_id: str, keep: int) -> None:
     of_job = [stored for stored in store.list("snapshot") if stored.model == job_id]
     of_job.sort(key=lambda stored: step_of(stored.version), reverse=True)
     for stored in of_job[keep:]:
-        with contextlib.suppress(StoreError):  # leased by a copy to disk: removed next time
+        with contextlib.suppress(StoreError):  # a copy to disk leases it: removed next time
             store.remove(stored)

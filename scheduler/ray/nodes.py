@@ -1,4 +1,4 @@
-"""Tracks all nodes of the box and their devices, and calls their agents.
+"""Tracks all nodes of the box and their devices, and calls the nodes' agents.
 
 A node joins through Ray's own clustering (`ray start --address`) and announces itself with an actor `node:<name>`
 pinned to it. When Ray reports it dead, its devices leave the inventory at once.
@@ -31,12 +31,12 @@ from weights.memory.lease import StoredVersion
 log = logging.getLogger(__name__)
 
 NAMESPACE = "appliance"
-DEVICE_RESOURCE = "device:"  # prefix of Ray resources that name a node's devices and so identify the node
+DEVICE_RESOURCE = "device:"  # prefix of a Ray resource for each device, which identifies the node
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
-ANSWER_S = 1.0  # limit for a node's answer to a poll
-FORGET_S = 10.0  # limit for a deletion on another node, which may have to finish a copy first
-START_S = 60.0  # limit for the start of an agent
+ANSWER_S = 1.0  # time limit for a node's answer to a poll
+FORGET_S = 10.0  # time limit for a deletion on another node, which may have to finish a copy first
+START_S = 60.0  # time limit for the start of an agent
 EMPTY_EVERY_S = 0.5
 
 
@@ -47,7 +47,7 @@ class _Known:
     actor: Any
     leaves: bool = False
     memory: MemoryReading | None = None
-    answered_s: float | None = None  # seconds of its last answer; None: it does not answer
+    answered_s: float | None = None  # seconds that its last answer took; None: it does not answer
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -59,7 +59,7 @@ class _Known:
 
 
 class Nodes:
-    """The nodes that the controller knows. `home`: its own node. Ray must be initialised."""
+    """The nodes that the controller knows. `home`: the controller's node. Ray must be initialised."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Nodes:
         on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, change, devices: None,
         removed: Callable[[], Collection[str]] = tuple,
     ):
-        """on_change: called with each node that joined or left, and its devices. removed: returns the names of nodes
-        that were removed from the box and must not join."""
+        """on_change: called with each node that joins or leaves the box, and its devices. removed: returns the names of
+        nodes that were removed from the box and must not join."""
         self.home, self._on_change, self._removed = home, on_change, removed
         self._known: dict[str, _Known] = {}
 
@@ -101,13 +101,13 @@ class Nodes:
                 agents[full.removeprefix(NODE)] = actor
         for name, actor in agents.items():
             if name in removed:
-                # Ray's TLS admits it as long as its certificate is valid: end its Ray whenever it appears.
+                # Ray's TLS admits a removed node while its certificate is valid: end its Ray whenever it appears.
                 log.warning("node was removed from the box: ending its Ray", extra={"node": name})
-                await _answer(actor.end.remote())  # it ends, or the next poll repeats the request
+                await _answer(actor.end.remote())  # if the node does not end, the next poll repeats the request
             elif name not in before:
                 await self._take_in(name, actor, alive)
         for name, known in list(self._known.items()):  # two polls may run at once
-            if name not in agents:  # only its agent died: its engines and ranks continue
+            if name not in agents:  # only the node's agent died: its engines and ranks continue
                 try:
                     known.actor = await _start(known.config, known.ray_id)
                 except (RayError, TimeoutError):
@@ -137,13 +137,13 @@ class Nodes:
                 self._on_change(name, "joined", node_config.devices)
 
     def memory(self) -> dict[str, MemoryReading]:
-        """The last memory report of each node except home."""
+        """Return the last memory report of each node except home."""
         away = (known for name, known in self._known.items() if name != self.home.name)
         return {known.config.name: known.memory for known in away if known.memory is not None}
 
     def status(self) -> list[dict[str, Any]]:
-        """Status of each node at the last poll, home first. answered_s: None if it did not answer. memory: as last
-        reported."""
+        """Return each node's status at the last poll, home first. answered_s: None if it did not answer. memory: last
+        report."""
         home = self.home.name
         return [
             {
@@ -169,17 +169,17 @@ class Nodes:
         return await within(self.on(name, "of_store", method, *arguments), NODE + name)
 
     async def forget(self, names: Collection[Name]) -> None:
-        """Have the other nodes remove their copies of names deleted at home. A node that does not answer is logged, and
-        keeps its copies until it needs the memory or ends."""
+        """Have the other nodes remove their copies of names deleted at home. A node that does not answer is logged; its
+        copies stay until it needs the memory or ends."""
         await self._call_others("forget", list(names), seconds=FORGET_S, left="copies of deleted versions")
 
     async def release_job(self, job_id: str) -> None:
-        """Have the other nodes release the copies that they hold for this job, wherever it ran."""
+        """Have all other nodes release the copies that they hold for this job."""
         await self._call_others("forget_job", job_id, True, seconds=ANSWER_S, left=f"copies for {job_id}")
 
     async def _call_others(self, method: str, *arguments: Any, seconds: float, left: str) -> None:
-        """Call a method on all nodes except home. left: noun for the log, the data that may stay on a node without an
-        answer."""
+        """Call a method on all nodes except home. left: noun, in the log, for data that may stay on a node that does
+        not answer."""
 
         async def call(name: str) -> None:
             try:
@@ -191,33 +191,33 @@ class Nodes:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """All devices: those of home first, then the other nodes' by node name."""
-        there = dict(self._known)  # an atomic copy, because threads call this too
+        """All devices: home's devices first, then the other nodes' devices by node name."""
+        there = dict(self._known)  # an atomic copy, because other threads also read `devices`
         names = sorted(there, key=lambda name: (name != self.home.name, len(name), name))
         return tuple(device for name in names for device in there[name].devices)
 
     def device_count(self, name: str) -> int:
-        """Number of devices of this node; 0 when it is gone."""
+        """Return the node's number of devices; 0 when the node is gone."""
         return sum(device.node == name for device in self.devices)
 
     def alike(self) -> tuple[str, ...]:
-        """Nodes with the same kind of devices as home, home first: a job that home prepared may run on any of them."""
+        """Return the nodes with the same kind of devices as home, home first. Each may run a job that home prepared."""
         kind = self.home.devices[0].kind
         return tuple(dict.fromkeys([self.home.name, *(device.node for device in self.devices if device.kind == kind)]))
 
     def device(self, device_id: str) -> Device:
-        """The device with this id. Raises EffectFailed when it or its node is gone."""
+        """Return the device with this id. Raises EffectFailed when the device or its node is gone."""
         if (device := next((d for d in self.devices if d.id == device_id), None)) is None:
             raise EffectFailed(f"device {device_id} is gone", "outside")
         return device
 
     def config(self, name: str) -> NodeConfig | None:
-        """The configuration of this node; None when it is gone."""
+        """Return the configuration of this node; None when the node is gone."""
         known = self._known.get(name)
         return known.config if known else None
 
     def config_of(self, device_ids: tuple[str, ...]) -> NodeConfig:
-        """The configuration of the node of these devices. Raises EffectFailed when it is gone."""
+        """Return the configuration of the node that has these devices. Raises EffectFailed when the node is gone."""
         return self._of(self.device(device_ids[0]).node).config
 
     def here(self, body: type, name: str, node_config: NodeConfig, *arguments: Any) -> Any:
@@ -225,8 +225,8 @@ class Nodes:
         return named_actor(body, name, self._of(node_config.name).ray_id, *arguments)
 
     async def readings(self, released: Collection[str] = ()) -> tuple[Reading, ...]:
-        """The health of all GPUs, as the drivers of all nodes report it, without nodes that do not answer. released:
-        ids of devices to skip and to close."""
+        """Return the health of all GPUs as their drivers report it, without nodes that do not answer. released: ids of
+        devices to skip and to close."""
         calls = (_answer(known.actor.readings.remote(released)) for known in self._known.values())
         return tuple(one for answer in await asyncio.gather(*calls) for one in answer or ())
 
@@ -235,8 +235,8 @@ class Nodes:
         await self.on(node_config.name, "wait_warm", name, WARM_TIMEOUT_S)
 
     async def bring(self, node_config: NodeConfig, version_dir: Path, holder: str) -> Path:
-        """Copy a version, adapter or snapshot of home, held by the caller, to the node if it is missing. Returns its
-        path there, valid until `holder` takes another."""
+        """Copy a version, adapter or snapshot of home, held by the caller, to the node if missing. Returns its path on
+        the node, valid until `holder` takes another copy."""
         if node_config.name == self.home.name:
             return version_dir
         try:
@@ -247,14 +247,14 @@ class Nodes:
         return await self.on(node_config.name, "take", home, name, version_dir, holder)
 
     async def bring_home(self, node: str, name: Name, remote: Path) -> Path:
-        """Copy the version that the node wrote at `remote` home; returns the new path. Raises EffectFailed."""
+        """Copy home the version that the node wrote at `remote`; return the new path. Raises EffectFailed."""
         there = self._of(node).actor
         kept = await self.on(self.home.name, "keep", there, name, remote)
         await self.on(node, "unpin", remote)
         return kept
 
     async def bring_job(self, node: str, folder: Path) -> Path:
-        """Path of the job's folder on another node, with a copy of the data in `folder` at home."""
+        """Return the path of the job's folder on another node, with a copy of the data that home has in `folder`."""
         return await self.on(node, "take_job", self._of(self.home.name).actor, folder)
 
     def _of(self, node: str) -> _Known:
@@ -275,19 +275,19 @@ async def announce(node_config: NodeConfig) -> None:
 
 
 async def announced_from(node_config: NodeConfig, head: str) -> None:
-    """Announce a node whose Ray has joined the head node at `head`. Call it in a separate process on that node."""
+    """Announce this node, whose Ray has joined the head node at `head`. Call it in a separate process."""
     async with _joined(node_config, head):
         await announce(node_config)
 
 
 async def emptied(node_config: NodeConfig, head: str) -> None:
-    """Report that this node is leaving; return when its devices have no holders and the results of its jobs are copied
-    home. Call it in a separate process on that node."""
+    """Report that this node is leaving; return when its devices have no holders and its jobs' results are copied home.
+    Call it in a separate process."""
     async with _joined(node_config, head):
         node = find_actor(NODE + node_config.name)
         if node is not None:
             await node.leave.remote()
-            await asyncio.sleep(2 * LOOK_EVERY_S)  # until home has read it; otherwise an idle node would count as lost
+            await asyncio.sleep(2 * LOOK_EVERY_S)  # until home has read the report, or an idle node counts as lost
         while await _in_use(node_config.name):
             await asyncio.sleep(EMPTY_EVERY_S)
 
@@ -302,7 +302,7 @@ async def _in_use(node: str) -> bool:
             if engine or status.get("job_id"):
                 return True
         return agent is not None and await agent.holds_jobs.remote()
-    except RayError:  # busy or just dead: the next poll shows which
+    except RayError:  # the agent is busy or has just died: the next poll shows which
         return True
 
 
@@ -325,7 +325,7 @@ async def _start(node_config: NodeConfig, ray_id: str) -> Any:
 
 
 async def _answer(answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
-    """The answer of a node's agent; None if it is dying or busy. A stopped one must not delay other polls."""
+    """Return the answer of a node's agent; None if the agent is dying or busy. A stopped agent delays no other poll."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
@@ -334,7 +334,7 @@ async def _answer(answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
 
 
 async def _alive() -> dict[str, set[str]]:
-    """Resource names of each living node by its Ray id."""
+    """Return the resource names of each living node, by the node's Ray id."""
     nodes = await asyncio.to_thread(ray.nodes)
     return {node["NodeID"]: set(node["Resources"]) for node in nodes if node["Alive"]}
 

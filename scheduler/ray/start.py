@@ -2,12 +2,12 @@
 folder for its logs.
 
 - It leaves out unused parts: the commands for Ray Serve, jobs and states, whose imports take most of the time of `ray
-  start`; the dashboard process, which Ray starts even when disabled; and the server for remote drivers (Ray Client), 90
-  MB with a port (10001) that two boxes would both claim and no option to disable it.
-- When a raylet dies, the kernel kills all processes it started. By themselves, workers notice its end after up to two
-  seconds, agents after a minute.
-- `--block` ends when any process it started ends, for any reason. Ray itself treats exit code 0 and SIGTERM as
-  requested ends, which left a head node without a raylet forever.
+  start`; the dashboard process, which Ray starts even when disabled; and the server for remote drivers (Ray Client),
+  which takes 90 MB and port 10001, so that two boxes would collide, and has no option to disable it.
+- When a raylet dies, the kernel kills all processes it started. Without this, workers notice its end after up to two
+  seconds, and agents after a minute.
+- `--block` ends when any process it started ends, for any reason. Unmodified Ray treats exit code 0 and SIGTERM as
+  requested ends, so a head node could be without a raylet forever.
 - Folders are private to their owner, and logs go to a directory with enough room.
 """
 
@@ -29,7 +29,7 @@ COMMANDS_OF_A_RAYLET = ("--python_worker_command=", "--dashboard_agent_command="
 
 
 def main() -> None:
-    # ray.scripts.scripts skips commands that cannot be imported.
+    # ray.scripts.scripts skips commands whose import fails.
     sys.modules.update(dict.fromkeys(OTHER_COMMANDS))
     from ray._private import node, services
     from ray._private.node import Node
@@ -54,7 +54,7 @@ def _without_ray_client(node: Any) -> None:
 
 
 def _logging_to(logs: Path, init_temp: Callable[..., None]) -> Callable[..., None]:
-    """Put the logs outside the session directory, for which Ray has no option. The session directory is in shared
+    """Put logs outside the session directory, although Ray has no option for this. The session directory is in shared
     memory, where socket paths are short enough."""
 
     def init_with_logs(node: Any, *arguments: Any) -> None:
@@ -71,7 +71,7 @@ def _private_folder(path: str) -> None:
 
 
 def _all_failed(dead_processes: Callable[[Any], list[tuple[str, Any]]]) -> Callable[[Any], list[tuple[str, Any]]]:
-    """Turn requested ends of processes into failures for `ray start --block`, which checks exit codes."""
+    """Make `ray start --block`, which checks exit codes, treat requested ends of processes as failures."""
 
     def dead(node: Any) -> list[tuple[str, Any]]:
         processes = dead_processes(node)
@@ -91,7 +91,7 @@ def _tying(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tied_commands(command: Sequence[str]) -> list[str]:
-    """Tie a raylet's child processes to it by its command line; other command lines stay unchanged."""
+    """Change a raylet's command line so that its child processes die with it; other command lines stay unchanged."""
     return [
         f"{option}{TIE} {argument.removeprefix(option)}"
         if (option := next(filter(argument.startswith, COMMANDS_OF_A_RAYLET), None))

@@ -18,8 +18,8 @@ _SAID = "@@"
 
 @dataclass
 class Row:
-    """The result of one client. checks: by name, "" or why it failed. trouble: why none ran. commit: of the tested
-    code."""
+    """The result of one client. checks: by name, "" or why it failed. trouble: why no check ran. commit: commit of the
+    tested code."""
 
     client: str
     version: str

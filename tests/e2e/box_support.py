@@ -51,7 +51,7 @@ DEMO_DATA = Path(__file__).parents[2] / "appliance" / "demo_data"
 
 
 def gsm8k(kind: str, count: int) -> bytes:
-    """The shortest examples: half the tokens of the first ones, and half the arithmetic of a step."""
+    """The shortest examples, with half the tokens of the first examples, so a step takes half the arithmetic."""
     return "\n".join(sorted((DEMO_DATA / f"gsm8k_{kind}.jsonl").read_text().splitlines(), key=len)[:count]).encode()
 
 
@@ -184,7 +184,7 @@ class WholeBox:
         return self.get(f"/v1/fine_tuning/jobs/{job_id}")
 
     def tried(self, path: str) -> Any | None:
-        """As `admin`, but None if the box answers with an error, as while a killed controller restarts."""
+        """Like `admin`, but returns None if the box answers with an error, e.g. while a killed controller restarts."""
         with self.http() as http:
             answer = http.get(f"/admin/v1/{path}")
         return answer.json() if answer.status_code < 400 else None
@@ -253,7 +253,7 @@ class WholeBox:
         shutil.rmtree(found)
 
     def left(self) -> list[str]:
-        """Processes and files that this box left behind."""
+        """Return the processes and files that this box did not remove."""
         shared = [str(path) for name in self._names() for path in Path("/dev/shm").glob(f"*{name}*")]
         running = [f"process {pid} {command[:120]}" for pid, command in self.running().items()]
         session = BoxPaths.of(self.data_dir).ray_logs

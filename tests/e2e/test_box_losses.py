@@ -93,7 +93,7 @@ def box(request, tmp_path_factory):
 
 
 def answer(box):
-    """Tokens and log-probabilities of an answer; a few identify a random model."""
+    """Return tokens and log-probabilities of an answer; a few tokens identify a random model."""
     made = box.client(max_retries=5).completions.create(
         model="tiny", prompt="the quick brown fox", max_tokens=6, temperature=0, logprobs=1
     )

@@ -159,7 +159,7 @@ def test_box_recovers_from_faults_of_second_machine(machines: Machines) -> None:
             there: list[Callable[[], bool]] = []
 
             def again(job: str = job, step: int = step, there: list[Callable[[], bool]] = there) -> bool:
-                """Whether all is whole and the second machine answers: after a cut, a lost node first looks whole."""
+                """Whether box and second machine have recovered: after a cut, a lost node seems healthy."""
                 machines.supervise()
                 if not whole(home, job) or max(home.losses(job)) <= step:
                     there.clear()

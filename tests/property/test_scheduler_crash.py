@@ -204,7 +204,7 @@ class _JournalOf(MemoryJournal):
             self._check_undone(handover_id)
 
     def _check_undone(self, handover_id: int) -> None:
-        """Check that devices and engines of unfinished moves are released, not left to later rounds."""
+        """Check that unfinished moves released their devices and engines, without help by later rounds."""
         world = self._effects_of_life.world
         record = next(one for one in self.since(handover_id - 1) if one.id == handover_id)
         short = {s.chain for s in record.steps if s.undoes is None and s.state != "done"}

@@ -167,7 +167,7 @@ class SimulatedModelOps:
 
 
 class SimulatedTiers:
-    """A disk that has every version, but no bytes of any."""
+    """A disk tier that lists every version, but has no bytes."""
 
     def status(self) -> list[dict[str, Any]]:
         counts: dict[str, Any] = {"versions": 1, "snapshots": 0, "bytes": 10, "backlog": 0, "backlog_bytes": 0}

@@ -1,9 +1,9 @@
 """Runs engines on one card with the box's own replicas: `python -m benchmarks.gpu.one_card.engines cuda [PART ...]`.
 
-Swaps in a pause, in place and layer by layer, and sleep and wake, with captured graphs: a version must answer like a
-fresh engine. Also owners that share the slots of a batch, kills, adapters, and the same for an engine of two workers.
-Each line ends with "ok" or names the error. Eager or with three captured graphs, never compiled. Quantised versions are
-also compared with their decoded weights.
+With captured graphs, a version must answer like a fresh engine after swaps in a pause, in place and layer by layer, and
+after sleep and wake. Also tests owners that share the slots of a batch, kills and adapters, and all this for an engine
+of two workers. Each line ends with "ok" or names the error. Engines run eagerly or with three captured graphs, never
+compiled. Quantised versions are also compared with their decoded weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.e2e.engine_support import Box, client, greedy_ids, stream_ids
 
 KIND = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 MIB = 2**20
-# Large enough for the kernels: heads of 64, several KV heads; 30 MB of weights.
+# Large enough for the kernels: heads of size 64, several KV heads; 30 MB of weights.
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -60,7 +60,7 @@ def spec_of(box: Box, name: str, path: Path, more: tuple[str, ...] = (), **field
 
 
 def alike(one: list[int], other: list[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -92,8 +92,8 @@ async def turns(box: Box, name: str, family: str, entry: str | None = None, **fi
 
 
 async def quantised(box: Box, form: str, size: int = formats.GROUP, family: str = "llama") -> None:
-    """Sleep and wake a quantised version, whose engine takes no other; count the tokens for which a fresh engine agrees
-    with one of the decoded weights (kernels for few bits differ in rounding)."""
+    """Sleep and wake a quantised version, whose engine cannot swap to others. Count the tokens on which fresh engines
+    of the quantised and the decoded weights agree (low-bit kernels round differently)."""
     versions, means = [], []
     for which, seed in (("a", 1), ("b", 2)):
         plain = box.version(f"{form}-{size}-{family}-plain-{which}", family, seed=seed, **SHAPE)
@@ -141,7 +141,7 @@ async def _turns(box: Box, name: str, versions: tuple[Path, Path], entry: str | 
             said.append(
                 (f"wake {woken['how']}", round(1e3 * woken["seconds"]), woken["fingerprint"]["verdict"], equal, mb)
             )
-        # Under load: the stream ends with tokens of the new version and is never cut.
+        # Under load, the stream must end with tokens of the new version and never be cut off.
         seen: list[int] = []
         streaming = asyncio.create_task(stream_ids(sdk, "starter", ask, 1500, seen))
         while len(seen) < 20:
@@ -158,7 +158,7 @@ async def _turns(box: Box, name: str, versions: tuple[Path, Path], entry: str | 
 
 
 async def kill(box: Box) -> None:
-    """kill -9 the core or the front end: the card must be free when wait_dead returns."""
+    """Kill (-9) the core or the front end: the card's memory must be free when `wait_dead` returns."""
     a = box.version("llama-a", "llama", seed=1, **SHAPE)
     before = used()
     for which in ("core", "front end"):
@@ -179,7 +179,7 @@ async def kill(box: Box) -> None:
 
 
 async def adapters(box: Box) -> None:
-    """Three adapters in two slots, steps scheduled ahead, before and after a sleep: must answer like merged weights."""
+    """Check that three adapters in two slots, with asynchronous steps, answer like merged weights."""
     from tests.e2e.engine_support import save_model
     from tests.e2e.test_engine_adapters import save_adapter
 
@@ -237,7 +237,7 @@ WHAT = {
     **{f"{form}-128": functools.partial(quantised, form=form, size=formats.USUAL_GROUP) for form in FOUR_BITS},
     # On Hopper their kernels are compiled at the first start.
     **{f"{form}-32": functools.partial(quantised, form=form) for form in FOUR_BITS},
-    # Layers with biases, which kernels pad or lay out differently. VLLM_DISABLED_KERNELS leaves those of older GPUs.
+    # Layers with biases, which kernels pad or lay out differently. VLLM_DISABLED_KERNELS forces kernels for older GPUs.
     **{f"{form}-biases": functools.partial(quantised, form=form, family="qwen2") for form in ("fp8", *FOUR_BITS)},
     "kill": kill,
     "adapters": adapters,

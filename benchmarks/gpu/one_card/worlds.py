@@ -1,8 +1,8 @@
 """Runs worlds of one and two ranks on one card with the ranks' own code: `python -m benchmarks.gpu.one_card.worlds`.
 
-Full training and LoRA with each ZeRO stage, offload and tensor parallelism, suspended at two ranks, resumed with one
-and with two again: the losses must equal those of one uninterrupted rank. Then a rank is killed, and a rank stops in a
-collective. Each line ends with "ok" or names the difference. `cpu`: the same on processors, in float32.
+Runs full training and LoRA with each ZeRO stage, offload and tensor parallelism. Suspended at two ranks, and resumed at
+one and at two, they must have the losses of one uninterrupted rank. Then a rank is killed, and a rank stops in a
+collective. Each line ends with "ok" or names the difference. `cpu` runs the same on processors, in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train.control.group import PingLimits
 
 KIND = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 group.ENTRY = "benchmarks.gpu.one_card.entries:rank"
-os.environ.update(kind_of(KIND).rank_environment())  # as in the box's own warm parent
+os.environ.update(kind_of(KIND).rank_environment())  # like the box's own warm parent
 LIMITS = PingLimits(ping_every_s=0.5, ping_timeout_s=30.0, phase_limit_s=60.0)
 MODEL = {
     "hidden_size": 256,
@@ -32,9 +32,9 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-FIRST = 8  # steps in which a fault shows, before rounding errors grow
+FIRST = 8  # number of first steps in which a fault would show, before rounding errors grow
 CASES = {
-    # Full training with each stage; suspended at size 2, resumed at size 1, then at size 2.
+    # Full training with each stage, suspended at size 2, resumed at size 1 and then at size 2.
     "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2, "weight_decay": 0.1},
     "zero3": {"zero_stage": 3},
@@ -109,7 +109,7 @@ async def moved(shop: Workshop, name: str, fields: dict) -> None:
 
 
 async def killed(shop: Workshop) -> None:
-    """Kill one of two ranks in its step. Expected: the world fails within 5 s naming rank 1, the card is free."""
+    """Kill one of two ranks in a step. Expected: the world fails within 5 s, names rank 1 and frees the card."""
     world = await OnCard(shop, spec_of(shop, "killed", zero_stage=2, n_epochs=40), 2, None, LIMITS).start()
     await world.reached(2)
     os.kill(world.pids()[1], signal.SIGKILL)
