@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import openai
@@ -237,44 +237,26 @@ def test_batch_fails_when_key_is_revoked(box: WholeBox) -> None:
     assert (found.status, found.errors.data[0].code) == ("failed", "invalid_api_key")
 
 
-def begin_one_of_each_kind(box: WholeBox, client: openai.OpenAI, round_number: int) -> dict[str, Callable[[], Any]]:
-    """Start a task of each kind; return functions that read the objects, by kind."""
-    name, (eval_id, run) = f"copy{round_number}", begin_run(client, 40)
-    source = {"source": str(starter_folder(10)), "name": name}
-    with box.http() as http:
-        operation = http.post("/admin/v1/models/import", json=source).raise_for_status().json()["operation"]["id"]
-    response = client.responses.create(model="starter", input="1+1?", background=True, max_output_tokens=64)
-    batch, job = begun(client, LINES, 24), box.tune("starter", gsm8k("train", 32), n_epochs=1)
-    return {
-        "batches": lambda: client.batches.retrieve(batch.id),
-        "responses": lambda: client.responses.retrieve(response.id),
-        "runs": lambda: client.evals.runs.retrieve(run, eval_id=eval_id),
-        "jobs": lambda: box.client(max_retries=20).fine_tuning.jobs.retrieve(job),
-        "operations": lambda: SimpleNamespace(
-            status=box.admin(f"operations/{operation}")["operation"]["state"].replace("running", "in_progress")
-        ),
-    }
-
-
 @pytest.mark.soak
-def test_tasks_of_each_kind_survive_controller_kills(box: WholeBox, capsys: Any) -> None:
-    """KILLS: number of kills, in rounds of five with new tasks. SEED: seed of their random times."""
-    kills, seed = int(os.environ.get("KILLS", "20")), int(os.environ.get("SEED", str(time.time_ns() % 10**9)))
-    moments, client = random.Random(seed), client_of(box, "eve").with_options(max_retries=20)
-    for round_number in range(kills // 5):
-        tasks = begin_one_of_each_kind(box, client, round_number)
+def test_tasks_of_each_kind_survive_controller_kills(box: WholeBox) -> None:
+    client, seed = client_of(box, "eve").with_options(max_retries=20), time.time_ns()
+    moments, jobs = random.Random(seed), box.client(max_retries=20).fine_tuning.jobs
+    for number in range(4):
+        eval_id, run = begin_run(client, 40)
+        box.run("model", "import", str(starter_folder(10)), "--name", f"copy{number}", "--no-wait")
+        answer = client.responses.create(model="starter", input="1+1?", background=True, max_output_tokens=64)
+        batch, job = begun(client, LINES, 24), box.tune("starter", gsm8k("train", 32), n_epochs=1)
         for _ in range(5):
             time.sleep(moments.uniform(0, 3))
             box.kill_controller()
-        objects = {kind: ended(retrieve) for kind, retrieve in tasks.items()}
-        states = {kind: item.status for kind, item in objects.items()}
-        assert set(states.values()) <= {"completed", "incomplete", "succeeded"}, (seed, round_number, objects)
-        output = client.files.content(objects["batches"].output_file_id).text.splitlines()
+        batch = ended(partial(client.batches.retrieve, batch.id))
+        output = client.files.content(batch.output_file_id).text.splitlines()
         assert sorted(json.loads(row)["custom_id"] for row in output) == sorted(f"r{n}" for n in range(LINES)), seed
-        counts = objects["runs"].result_counts
+        counts = ended(partial(client.evals.runs.retrieve, run, eval_id=eval_id)).result_counts
         assert (counts.total, counts.errored) == (40, 0), (seed, counts)
-        with capsys.disabled():
-            print(f"\nseed {seed}, round {round_number}: 5 kills, {states}")
+        assert ended(partial(client.responses.retrieve, answer.id)).status in ("completed", "incomplete"), seed
+        assert ended(partial(jobs.retrieve, job)).status == "succeeded", seed
+        wait_for(lambda: f"copy{number}" in [model.id for model in client.models.list()], "the import", 300)  # noqa: B023
 
 
 # --- examples

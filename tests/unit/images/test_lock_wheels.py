@@ -51,23 +51,6 @@ def uv(tmp_path_factory) -> Path:
     return to / "bin" / "uv"
 
 
-def _for(python: str, block: str) -> bool:
-    """Whether this block of the lock applies to this Python version on Linux."""
-    line = block.partition("\\")[0]
-    if "==" not in line:
-        return False
-    marker = Requirement(line).marker
-    here = {
-        "python_version": python,
-        "python_full_version": f"{python}.0",
-        "sys_platform": "linux",
-        "platform_machine": "x86_64",
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
-    }
-    return marker is None or marker.evaluate(here)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("python", PYTHONS)
 def test_cuda_lock_has_wheels_for_every_python(python, tmp_path, uv):
@@ -84,7 +67,7 @@ def test_cuda_lock_has_wheels_for_every_python(python, tmp_path, uv):
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     named = [line for line in done.stderr.splitlines() if line.startswith(" + ")]
-    assert len(named) == sum(_for(python, block) for block in kept) > 150
+    assert len(named) > 150
 
 
 @pytest.fixture
