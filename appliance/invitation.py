@@ -84,7 +84,7 @@ def invite(paths: BoxPaths, name: str, address: str) -> Invitation:
 
 
 def remove(paths: BoxPaths, name: str) -> None:
-    """Remove a node: until it is invited again, the box ends its Ray when it joins. Raises InvitationError."""
+    """Remove a node: until it is invited again, the box ends the node's Ray when it joins. Raises InvitationError."""
     _check(paths, name)
     _write_removed(paths, removed(paths) | {name})
 

@@ -17,7 +17,7 @@ from appliance.cli import output
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An argument of a command. settings: for `ArgumentParser.add_argument`. env: variable with its default."""
+    """An argument of a command. settings: for `ArgumentParser.add_argument`. env: variable that holds its default."""
 
     flags: tuple[str, ...]
     settings: dict[str, Any]

@@ -110,8 +110,8 @@ async def _keep_house(context: ControllerContext, stored: responses.StoredRespon
 
 
 DAY_S = 86400.0
-# Keeps jobs with an unreleased snapshot, or with an existing model (or version, under a name that jobs share). Device
-# time of deleted jobs stays.
+# Keeps jobs with an unreleased snapshot or an existing model; if jobs share the model's name, only jobs that made it
+# or a version. Device time of deleted jobs stays.
 _JOB_GOES = (
     f"NOT {UNFINISHED['jobs']} AND snapshot IS NULL"
     " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"

@@ -45,7 +45,7 @@ def run_trial(
     """Run `module`; return the JSON of its last line and pass each earlier line to `on_event`.
 
     Args:
-        subject: the file for error messages.
+        subject: the file that a TrialEnded names.
         stdin_text: text for its standard input.
 
     Raises TrialEnded, TrialFailed.

@@ -468,7 +468,7 @@ class EvalRow:
 class EvalRunRow:
     """One run of an evaluation over its data. results: {criterion: {"passed", "failed", "rewarded", "reward"}}, where
     "rewarded" counts items with a reward and "reward" is the rewards' sum. usage: {model: counters},
-    counts: judged items by status; all after the last judged item. bytes: of items, samples and results."""
+    counts: judged items by status. These three are as of the last judged item. bytes: of items, samples and results."""
 
     id: str
     eval_id: str

@@ -79,7 +79,7 @@ def confine(readable: Iterable[Path], memory_bytes: int, cpu_s: int) -> None:
     if lack := missing():
         raise OSError(errno.ENOSYS, lack)
     _limit(memory_bytes, cpu_s)
-    # The second also stops core dumps, and other processes of this user from reading its memory through /proc.
+    # The second also stops core dumps, and keeps this user's other processes from reading its memory in /proc.
     for option, value in ((_PR_SET_NO_NEW_PRIVS, 1), (_PR_SET_DUMPABLE, 0)):
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise last_error("prctl")

@@ -239,7 +239,7 @@ class SchedulerLoop(cluster_state.ClusterState):
             self.failures.retry(cause)
         self._take_policy_in_force(now_s)
         self.clear_failures_of_stable_replicas()
-        for d in self._workload.deployments:  # a restarted controller reverts to the settings that served last
+        for d in self._workload.deployments:  # a restarted controller reads them, to revert to what served last
             if d.served not in (None, d.build) and self._serves(d.model, d.build):
                 self._store.model_served(d.model, d.build)
         self._cancel_steps(now_s)

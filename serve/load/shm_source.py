@@ -94,8 +94,8 @@ class VersionSource:
         return self
 
     def locked_runs(self, name: str, start: int, end: int) -> list[tuple[int, int]] | None:
-        """Split bytes [start, end) of a stored tensor into runs that one copy each may cover; None if not all bytes are
-        page-locked. Offsets count from the tensor's start."""
+        """Split bytes [start, end) of a stored tensor into runs, each of which can be copied at once; None if not all
+        bytes are page-locked. Offsets count from the tensor's start."""
         placed = self.layout.find(name)
         runs = self._maps[placed.file].locked_runs(placed.start + start, placed.start + end)
         return runs and [(first - placed.start, last - placed.start) for first, last in runs]

@@ -99,8 +99,8 @@ def bound_forbidden(params: SamplingParams, known: int) -> None:
 
 
 def end_turns_of(llm: Any, template: str) -> None:
-    """Let later requests also end at the token by which `template`, the model's setting, ends a turn. For the
-    checkpoint's template the import has added such a token to generation_config.json."""
+    """Let later requests also end at the token that ends a turn in `template`, the model's setting. If the model keeps
+    its checkpoint's own template, the import has added that token to generation_config.json."""
     tokenizer: Any = llm.get_tokenizer()
     fields = llm.input_processor.generation_config_fields
     ids = fields.get("eos_token_id")

@@ -282,7 +282,7 @@ def test_teacher_answers_become_rows_or_are_counted(box: WholeBox, tmp_path: Pat
 EACH_TIME = ("qwen3",)
 # The parser of gpt-oss accepts only Harmony's tokenizer; no model of muse_glimmer's family runs on a CPU engine.
 NOT_SERVED = {"gptoss", "muse_glimmer"}
-# Templates whose call syntax vLLM can parse, or that we render in our own format.
+# Questions of the training conversations, with their answers.
 ANSWERS = {
     "Answer yes or no: is the lamp red?": "yes",
     "Answer yes or no: is the lamp blue?": "no",

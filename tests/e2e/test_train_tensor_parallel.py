@@ -165,7 +165,7 @@ async def test_shared_model_of_each_kind_moves_between_sizes(shop, fields):
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-async def test_resume_is_bitwise_at_same_layout_else_close(shop):
+async def test_resume_gives_equal_bits_at_same_layout_else_close_losses(shop):
     fields = {"n_epochs": 1, "model": {"num_key_value_heads": 4}, "zero_stage": 1}
     spec, broken = shop.spec("unbroken", tensor_parallel=2, **fields), shop.spec("broken", tensor_parallel=2, **fields)
     unbroken = await shop.run(spec, 4)

@@ -262,7 +262,7 @@ def undisturbed(make: Callable[[], Scenario]) -> Run:
 
 
 def disturbed(make: Callable[[], Scenario], what: str, *hooks: Hook, orphans_finish: bool = False) -> Run:
-    """Run a scenario whose lives have these hooks, and check that it ends like the undisturbed run."""
+    """Run a scenario with these hooks in its controllers' lives, and check that it ends like the undisturbed run."""
     run = Run(make(), list(hooks), orphans_finish).go()
     assert run.end() == undisturbed(make).end(), what
     return run

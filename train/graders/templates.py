@@ -99,7 +99,9 @@ def check(template: str, param: str = "") -> str:
             )
         if namespace == "sample" and (not steps or steps[0] not in SAMPLE_FIELDS):
             known = ", ".join(sorted(SAMPLE_FIELDS))
-            raise InvalidGrader(param, f"the variable sample.{'.'.join(steps)[:_SHOWN]} is not known; it has {known}")
+            raise InvalidGrader(
+                param, f"the variable sample.{'.'.join(steps)[:_SHOWN]} is not known; a sample has {known}"
+            )
     return template
 
 

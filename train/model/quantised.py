@@ -30,7 +30,7 @@ class QuantisedLinear(torch.nn.Linear):
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self._scheme = scheme
-        self._stored: dict[str, tuple[str, torch.dtype | None]] = {}  # stored name and, for bytes, dtype by parameter
+        self._stored: dict[str, tuple[str, torch.dtype | None]] = {}  # parameter: stored name, dtype if kept as bytes
         self.bias = layer.bias
         for stored_name, tensor in get_direct_state_dict(layer).items():
             if stored_name in (_SHAPE, "bias"):

@@ -121,8 +121,8 @@ def place_buffers(module: torch.nn.Module, device: torch.device) -> torch.nn.Mod
 
 
 def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str, Any]]:
-    # ZeRO 1 and 2, and 3 on one device, keep parameters end to end, and on GPUs torch's grouped product wants experts
-    # aligned to 16 bytes (GroupedMMUtils.h): so parameters with other sizes come last.
+    # ZeRO 1 and 2, and ZeRO 3 on one device, lay parameters end to end. On GPUs torch's grouped product needs experts
+    # aligned to 16 bytes (GroupedMMUtils.h). So parameters whose number of elements 8 does not divide come last.
     trained = sorted(trained, key=lambda p: prod(p.shape) % 8 != 0)
     # Norms and biases are not decayed (the convention since GPT-2). Without decay one group makes fewer partitions.
     if spec.weight_decay == 0:

@@ -87,7 +87,7 @@ log = logging.getLogger("appliance.controller")
 
 LINE_BYTES = 64 << 20
 CATCH_UP_S = 2.0  # a change waits at most this long for the gateway, which normally takes milliseconds
-LOOK_EVERY_S = 0.05  # how often a wait checks whether time alone has ended it
+LOOK_EVERY_S = 0.05  # how often a wait checks whether the gateway has been gone too long, which no event reports
 _GENERATIONS_PER_START = 10**9
 
 

@@ -73,7 +73,7 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    """Delete the bytes, then the row: after a crash in between, the row causes another deletion."""
+    """Delete the row and its bytes. The commit comes last: after a crash before it, the row can be deleted again."""
     with context.db.transaction():
         files.delete(context.db, row.id)
         (context.files_dir / row.id).unlink(missing_ok=True)

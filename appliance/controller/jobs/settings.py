@@ -200,7 +200,7 @@ class SettingsRequest:
                 if parts == 1 and layouts[0].risk == capacity.NO_RISK and not warning:
                     break  # sharing a row costs communication in every layer and excludes numbers of devices
         chosen = _Candidate(resolved, [], "")
-        # Requested settings count more than speed: layouts without a warning come first.
+        # A layout with a warning does not keep all requested settings: it comes last, even if it is faster.
         if candidates := [candidate for candidate in candidates if not candidate.warning] or candidates:
             best = capacity.fastest_of([candidate.layouts[0] for candidate in candidates], capacity.NEAR)
             chosen = next(candidate for candidate in candidates if candidate.layouts[0] is best)

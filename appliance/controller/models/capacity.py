@@ -194,8 +194,8 @@ class Estimator:
         return Verdict(not problems, tuple(problems), tuple(instead), numbers, waits, tuple(warnings), fitting)
 
     def _stored(self, fields: Mapping[str, Any], offloaded: int) -> tuple[int, int | None]:
-        """Return the shared memory that a job needs if its ranks take `offloaded` bytes of host memory, and the limit
-        that sends its snapshots to disk (None: they stay in memory)."""
+        """Return the shared memory that a job needs, and the limit that sends its snapshots to disk (None: they stay in
+        memory). offloaded: bytes of host memory that its ranks take."""
         box, versions = self.box, 1 + self.method.policies(fields.get("options", {}))
         results = versions * estimate.version_bytes(self.shape, fields)
         both = results + estimate.snapshot_bytes(self.shape, fields)

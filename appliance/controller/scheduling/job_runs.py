@@ -80,7 +80,7 @@ class JobRuns:
         except LookupError:
             pass
         except IntegrityError as error:
-            log.error("not used as a base for training: %s", error)
+            log.error("the copy on disk is not used as a base for training: %s", error)
         try:
             self._tiers.bring_in(name_of(row))
         except WeightsError as error:

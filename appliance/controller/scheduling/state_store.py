@@ -181,7 +181,7 @@ class SqliteStateStore:
             models.add_settings(self._db, model, settings, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
             AUDIT.insert(self._db, AuditRow("model.settings", model, detail=detail))
-        self._routing.models_changed()  # the gateways' table holds the context
+        self._routing.models_changed()  # the gateways' table holds the model's context length
         return True
 
     def _deployments(self) -> tuple[DeploymentView, ...]:

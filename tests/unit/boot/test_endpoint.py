@@ -34,7 +34,7 @@ async def test_start_on_taken_port_fails_before_ray_starts(tmp_path, foreign, mo
         await box.start()
 
 
-def test_port_taken_of_unusable_host_names_host_or_option():
+def test_port_taken_names_an_unusable_host_and_its_option():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]

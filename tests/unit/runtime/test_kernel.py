@@ -9,7 +9,7 @@ from pathlib import Path
 from runtime.logs import tail
 from runtime.processes.kernel import group_alive, group_pids
 
-# A process whose main thread has ended while another thread holds a lock, like a GPU.
+# A process whose main thread has ended, while another of its threads holds a lock as it would hold a GPU.
 HEADLESS = """
 import ctypes, fcntl, os, sys, threading
 os.setsid()
