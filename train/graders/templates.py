@@ -98,10 +98,8 @@ def check(template: str, param: str = "") -> str:
                 "write literal braces as {{ '{{' }}",
             )
         if namespace == "sample" and (not steps or steps[0] not in SAMPLE_FIELDS):
-            known = ", ".join(sorted(SAMPLE_FIELDS))
-            raise InvalidGrader(
-                param, f"the variable sample.{'.'.join(steps)[:_SHOWN]} is not known; a sample has {known}"
-            )
+            known, unknown = ", ".join(sorted(SAMPLE_FIELDS)), ".".join(steps)[:_SHOWN]
+            raise InvalidGrader(param, f"the variable sample.{unknown} is not known; a sample has {known}")
     return template
 
 

@@ -104,7 +104,7 @@ def test_reinforcement_encode_ends_with_generation_prompt(tmp_path):
     tokenizer = load_tokenizer(str(make_model_dir(tmp_path / "base")))
     (((ids, learnt),),) = REINFORCEMENT.encode(ChatEncoder(tokenizer), asked())
     assert tokenizer.decode(ids).endswith("2 and 2?<|im_end|>\n<|im_start|>assistant\n") and not learnt.any()
-    with pytest.raises(BadRecord, match=f"has {len(ids)} tokens, and 5 are left"):
+    with pytest.raises(BadRecord, match=f"has {len(ids)} tokens; at most 5 are"):
         REINFORCEMENT.check_cut([(ids, learnt)], 5)
 
 
