@@ -117,8 +117,8 @@ class Bus:
         self.generation = first_generation
         self.table: dict[str, Any] = {"models": {}, "keys": {}, "degraded": []}
         self._writer: asyncio.StreamWriter | None = None  # writer of the gateway's connection
-        self._alone_since_s = time.monotonic()  # monotonic time of the last disconnection, while there is no connection
-        self._report = Report()  # the gateway's last one
+        self._alone_since_s = time.monotonic()  # without a connection: monotonic time of its end or of `start`
+        self._report = Report()  # the gateway's last report
         self._arrived: dict[str, Counter[int]] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server
