@@ -33,7 +33,7 @@ from runtime.network import private_socket
 
 
 class ModelLoad(Struct, frozen=True):
-    """Requests for one model. held: requests waiting for a replica. waiting_prompt_tokens: prompt tokens of requests
+    """Requests for one model. held: requests waiting for a replica. waiting_prompt_tokens: prompt tokens of streams
     without a first token yet; prompt_tokens: of all requests. computed_part: tokens computed per estimated prompt
     token. prefill_tokens_per_s: rate of one replica. None: unknown.
 
