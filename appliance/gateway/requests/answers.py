@@ -189,7 +189,7 @@ _NEUTRAL = frozenset(
     "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
     "safety_identifier prompt_cache_key chat_template_kwargs cache_salt".split()
 )
-# An engine's own fields (quotes as above). None is the first of its object, so it is removed with the comma before it.
+# An engine's own fields (quotes as above). Each follows another field, so it is removed with the comma before it.
 _TOKEN_IDS = re.compile(rb',"(?:prompt_token_ids|token_ids)":\[[0-9, ]*\]')
 
 
