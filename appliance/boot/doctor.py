@@ -169,7 +169,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 
 def _hard_limit(name: int) -> int | None:
-    """Return the hard limit of open files, to which the box raises its soft limit; None: unlimited."""
+    """Return the hard limit `name` (RLIMIT_…), to which the box raises its soft limit; None: unlimited."""
     hard = resource.getrlimit(name)[1]
     return None if hard == resource.RLIM_INFINITY else hard
 

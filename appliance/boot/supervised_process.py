@@ -35,7 +35,7 @@ class Probe(NamedTuple):
     socket_path: str | None = None
 
     async def ask(self) -> httpx.Response:
-        """Send the request; any answer will do. Raises httpx.HTTPError."""
+        """Send the request. Raises httpx.HTTPError."""
         # No verification: this is our own process, and its certificate is for the box's name, not for loopback.
         transport = httpx.AsyncHTTPTransport(uds=self.socket_path, verify=False)
         async with httpx.AsyncClient(transport=transport, base_url=self.base_url, timeout=PATIENCE_S) as client:

@@ -30,7 +30,7 @@ _SHARED = {
         OUTPUT,
         opt("--url URL", "A box elsewhere [APPLIANCE_URL]."),
         opt("--api-key KEY", "For --url [APPLIANCE_API_KEY].", env="APPLIANCE_API_KEY"),
-        replace(DATA_DIR, env=""),  # --url has no `env` here: a typed --data-dir wins over the URL's variable
+        replace(DATA_DIR, env=""),  # no `env` here, nor for --url: a typed option wins over both variables
     ),
     "here": (OUTPUT, DATA_DIR),
     "": (),

@@ -72,8 +72,8 @@ Rows = Iterable[Mapping[str, Any]]
 def problems_of(
     findings: Rows, devices: Rows, status: SchedulerStatus, held: Mapping[str, int], degraded: Rows
 ) -> Iterator[Problem]:
-    """Return failed checks of the doctor, and WARNINGS among them; devices lost or cordoned by the box, but not devices
-    drained by a person; models with requests but no open engine, or with engines that do not start; failing tasks."""
+    """Yield failed checks of the doctor, its warnings of devices and WARNINGS; devices lost or cordoned by the box, not
+    those drained by a person; models with requests but no open engine, or whose engines do not start; failing tasks."""
     for finding in findings:
         check, state = finding["check"], finding["state"]
         if state == "fail" or (state == "warn" and check.startswith(("device ", *WARNINGS))):

@@ -111,7 +111,7 @@ async def _keep_house(context: ControllerContext, stored: responses.StoredRespon
 
 DAY_S = 86400.0
 # Keeps jobs with an unreleased snapshot or an existing model; if jobs share the model's name, only jobs that made it
-# or a version. Device time of deleted jobs stays.
+# or one of its versions. Device time of deleted jobs stays.
 _JOB_GOES = (
     f"NOT {UNFINISHED['jobs']} AND snapshot IS NULL"
     " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
@@ -132,7 +132,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
         for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.usage_days, kept.audit_days)
     )
     over = f"(expires_s <= ? OR created_s < ?) AND NOT coalesce({_FILE_NEEDED}, 0)"
-    while (file := FILES.first(db, over, now_s, files_s)) is not None:  # pause: a job may begin before the next
+    while (file := FILES.first(db, over, now_s, files_s)) is not None:  # anew each time: a job may begin meanwhile
         storage.remove(context, file)
     for table, where, before_s in (
         ("idempotency", "created_s < ?", now_s - IDEMPOTENCY_KEEP_S),

@@ -87,7 +87,7 @@ def _tokens(tokenizer: Mapping[str, Any], eos: Sequence[Any]) -> tuple[dict[str,
 
 
 def check_tensors(trial: Mapping[str, Any]) -> None:
-    """Raise NotACheckpoint with the first tensor that the architecture or the files lack."""
+    """Raise NotACheckpoint with the first tensor that config.json or the files lack, or that does not fit."""
     if trial["unchecked"]:
         return
     if lora := [name for name in trial["unknown"] if ".lora_" in name]:

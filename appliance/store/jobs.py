@@ -105,7 +105,7 @@ def list_metered(db: Database, since_s: float) -> list[JobRow]:
 
 
 def gated(db: Database) -> list[str]:
-    """Return ids of ended jobs with an undecided gate, oldest first."""
+    """Return ids of ended jobs with an open gate, oldest first."""
     return db.column(
         "SELECT id FROM jobs WHERE gate IS NOT NULL AND gate ->> '$.activated' IS NULL"
         f" AND phase IN ({sql_list(FINISHED_PHASES)}) ORDER BY seq"

@@ -406,7 +406,7 @@ class WindowRow:
 class CordonRow:
     """Keeps a device out of use. name: the device's UUID, where it has one, else its id "<node>/<index>": when a GPU
     drops off the bus, the driver renumbers those behind it. drain: {"reason", "by", "since_s"} if a person drained it.
-    fault: why the box cordoned it, "" if it did not. retry_s: when the box tests it again; None: a person must."""
+    fault: why the box cordoned it, "" if it did not. retry_s: when the box tries it again; None: a person must."""
 
     name: str
     drain: dict[str, Any] | None = None

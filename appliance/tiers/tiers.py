@@ -324,7 +324,7 @@ class TierFlow:
         tier.used_bytes = sum(manifest.nbytes for manifest in copies.manifests().values())
 
     def _push_all(self, tier: Tier, push: list[Name], stored: dict[Name, StoredVersion], everything: bool) -> bool:
-        """Copy `push` to a tier; return whether it is full. everything: include recently copied jobs."""
+        """Copy `push` to a tier; return whether it is full. everything: include snapshots of recently copied jobs."""
         for name in push:
             job, began_s = (tier.name, name.model), self._tiers.clock()
             if everything or name.kind != "snapshot" or began_s >= self._not_before_s.get(job, 0.0):

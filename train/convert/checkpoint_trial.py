@@ -46,7 +46,7 @@ _SPECULATION = re.compile(r"(^|\.)(?:mtp|mtp_\w+|nextn\w*)\.")
 _OF_EMBEDDINGS = re.compile(r"(^|\.)(?:pooler|lm_head|cls|score|classifier)\.")
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-# Texts with spaces at both ends and between words, lines, indentation, CJK, emoji; in Unicode's composed form.
+# Texts with single and double spaces, lines, indentation, CJK, emoji; in Unicode's composed form.
 TEXTS = (
     "Hello big wide world, it's 12:30.",
     "def f(x):\n    return x + 1\n\n\tdone  twice",

@@ -23,7 +23,7 @@ from runtime.processes.kernel import Bounds
 MAGIC = b"GGUF"
 _FIXED_BYTES = 2 << 30  # memory for torch, transformers and one tensor in float32
 _AVAILABLE_SHARE = 0.9
-_HEADER_CPU_S, _BYTES_PER_CPU_S = 300, 500_000  # CPU-time limit; a model of this size usually takes 0.1 s
+_HEADER_CPU_S, _BYTES_PER_CPU_S = 300, 500_000  # CPU-time limit; so many bytes usually take 0.1 s
 
 
 class _Refused(Exception):

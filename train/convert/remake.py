@@ -103,7 +103,7 @@ def _is_quantised(checkpoint: Path) -> bool:
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Copy all files except weights, such as the tokenizer."""
+    """Copy all files that are not weights, such as the tokenizer's."""
     for path in source.iterdir():
         has_weights = path.suffix == ".safetensors" or path.name.endswith(".index.json")
         if not has_weights and not (target / path.name).exists():

@@ -478,14 +478,14 @@ def _texts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """Return the spellings that templates use for a text."""
+    """Yield the spellings that templates use for a text."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Return the texts, keys and integers of a call's arguments; templates spell other values in several ways."""
+    """Yield the texts, keys and integers of a call's arguments; templates spell other values in several ways."""
     if isinstance(value, str) or type(value) is int:
         yield str(value)
     elif isinstance(value, (dict, list)):

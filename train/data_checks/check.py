@@ -272,7 +272,7 @@ def report_findings(
         if matches := [match for text in (body, shared) for match in personal_data(text)]:
             checks["personal_data"]["kinds"].update(kind for kind, _ in matches)
             kind, value = matches[0]
-            # Reports are stored and displayed, so they contain only the beginning of a secret.
+            # Reports are stored and displayed, so they contain only the beginning of the value.
             flag("personal_data", line, kind=kind, value=f"{value[:3]}… ({len(value)} characters)")
 
     data = check_training_file(path, count=count, counted=1 << 62, refuses=refuses, visit=visit)

@@ -87,7 +87,7 @@ def check(template: str, param: str = "") -> str:
     if "{{" in _VARIABLE.sub(" ", template):
         raise InvalidGrader(
             param,
-            "cannot be read; write a variable as {{ item.a.b }}, or {{ item['a b'] }} for other characters, "
+            "cannot be read; write a variable as {{ item.a.b }}, or {{ item['a b'] }} for names with other characters, "
             "without filters, calls, escapes and expressions, and literal braces as {{ '{{' }}",
         )
     for namespace, *steps in variables(template):

@@ -208,7 +208,7 @@ def merge_into(model: PreTrainedModel, directory: str) -> None:
     """
     config = PeftConfig.from_pretrained(directory)
     if not isinstance(config, LoraConfig) or config.use_dora or config.bias != "none" or config.modules_to_save:
-        raise UnsupportedModel(f"the adapter {directory} has more than plain LoRA factors and cannot be merged")
+        raise UnsupportedModel(f"the adapter {directory} is not plain LoRA and cannot be merged")
     tensors = load_peft_weights(directory, device=HOST_MEMORY)
     weights = dict(model.named_parameters())
     for name in sorted(tensors):

@@ -35,7 +35,7 @@ _FIELDS = get_type_hints(TrainSpec)
 Own = Callable[["Given", dict[str, Any]], None]
 LORA_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
-HIGHEST_RATE = 100.0  # a learning rate may be this many times the automatic one; higher rates ruin a model
+HIGHEST_RATE = 100.0  # times the automatic learning rate of supervised tuning; higher rates ruin a model
 LEAST_STEPS = 50  # fewer steps teach little at any learning rate, because most are warm-up and decay
 ROW_MULTIPLE = 32  # row lengths without packing are multiples of this: kernels compile for every new shape
 SHORTEST_ROW = 128  # in tokens; a device needs as much time for a shorter row
@@ -53,7 +53,7 @@ FULL_EXPONENT, ADAPTER_EXPONENT = 0.5, 0.27
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """Statistics of the training file; token counts may be estimates (data_check). lengths: token counts of a sample of
+    """Statistics of the training file; token counts may be estimates. lengths: token counts of a sample of
     examples, in file order; if empty, rows are assumed full. documents: whether examples longer than a row continue in
     the next row."""
 

@@ -204,7 +204,7 @@ class Run:
         for group in engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
         until_s = time.monotonic() + (KEPT_S if step == self.first_step else 0.0)
-        scale = 1.0 / data.denominator  # the global step's, so that losses of micro-batches add up
+        scale = 1.0 / data.denominator  # the global step's, so that gradients and losses of micro-batches add up
         shared = self._divergence("step", ((row, scale * row.weight) for _, row in data.rows), until_s)
         for number, row in data.rows:
             self._abort_if_wanted("step", until_s)

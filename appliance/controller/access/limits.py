@@ -87,7 +87,7 @@ def _no_room(why: str) -> ApiError:
 
 
 class Quotas:
-    """Checks limits. Raises ApiError: 429 for too many objects, 413 for too many bytes, 507 for a short disk."""
+    """Checks limits. Raises ApiError: 429 for too many objects, 413 for too many bytes, 507 to all on a short disk."""
 
     def __init__(self, db: Database, config: ControllerConfig, disk: Disk):
         self._db, self._config, self.disk = db, config, disk

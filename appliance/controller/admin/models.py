@@ -76,7 +76,7 @@ class Rollback(StrictBody):
 
 
 class Canary(StrictBody):
-    """share: fraction of the requests, 0.1 for one in ten. watch_s: seconds until the canary is promoted."""
+    """share: fraction of the requests, 0.1 for one in ten. watch_s: seconds until it may be promoted."""
 
     version: Text
     share: Annotated[float, Field(gt=0, le=0.9)] = 0.1

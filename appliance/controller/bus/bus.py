@@ -33,7 +33,7 @@ from runtime.network import private_socket
 
 
 class ModelLoad(Struct, frozen=True):
-    """Requests for one model. held: requests waiting for a replica. waiting_prompt_tokens: prompt tokens of requests
+    """Requests for one model. held: requests waiting for a replica. waiting_prompt_tokens: prompt tokens of streams
     without a first token yet; prompt_tokens: of all requests. computed_part: tokens computed per estimated prompt
     token. prefill_tokens_per_s: rate of one replica. None: unknown.
 
@@ -117,8 +117,8 @@ class Bus:
         self.generation = first_generation
         self.table: dict[str, Any] = {"models": {}, "keys": {}, "degraded": []}
         self._writer: asyncio.StreamWriter | None = None  # writer of the gateway's connection
-        self._alone_since_s = time.monotonic()  # monotonic time of the last disconnection, while there is no connection
-        self._report = Report()  # the gateway's last one
+        self._alone_since_s = time.monotonic()  # without a connection: monotonic time of its end or of `start`
+        self._report = Report()  # the gateway's last report
         self._arrived: dict[str, Counter[int]] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server

@@ -118,7 +118,7 @@ class Tasks:
     def __init__(self, db: Database):
         self._db = db
         self._kinds: dict[str, Kind] = {}
-        self._slots: dict[str, asyncio.Semaphore] = {}  # {name: kind}
+        self._slots: dict[str, asyncio.Semaphore] = {}  # {kind name: …}
         self._slots_of_owners: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
         self._live: dict[tuple[str, ...], asyncio.Task[None]] = {}  # {(kind, object id): …}
         self._restarting: set[tuple[str, ...]] = set()  # running tasks that were cancelled in order to restart

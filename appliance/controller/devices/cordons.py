@@ -187,7 +187,7 @@ class DeviceWatch:
             self._lost(node, "its node does not answer any more")
 
     def began(self, present: Collection[str]) -> None:
-        """Mark expected nodes as lost that are not among `nodes`, the nodes at the controller's start."""
+        """Mark expected nodes as lost that are not among `present`, the nodes at the controller's start."""
         for node in NODES.list_all(self._db, "lost IS NULL"):
             if node.id not in present:
                 self._lost(node.id, "its node was not there when the box's controller began")

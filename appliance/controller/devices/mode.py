@@ -44,7 +44,7 @@ def read_mode(db: Database) -> Mode:
 
 
 def write_mode(db: Database, mode: Mode) -> None:
-    """Store a mode set by hand. If a window applies, the mode holds until a window next begins or ends."""
+    """Store a mode set by hand, which holds until a mode window next begins or ends."""
     box.put(db, "mode", asdict(mode))
 
 

@@ -85,7 +85,7 @@ class BusRouting:
         self._avoided: set[str] = set()  # includes closed replicas: engines may hang before a controller starts
         self._names: dict[str, _Callable] = {}
         self._guests: dict[str, list[str]] = {}  # {model: other names that its engines serve}
-        self._sizes: dict[str, EngineSize] = {}  # {model: why its engines do not start}
+        self._sizes: dict[str, EngineSize] = {}  # {model: size of its engines}
         self.policies: dict[str, Policy] = {}
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:

@@ -238,7 +238,7 @@ class EngineSizes:
         )
 
     def devices(self, model: str) -> int:
-        """Return the number of devices of this model's engines."""
+        """Return the number of devices of each engine of this model."""
         row = rows.DEPLOYMENTS.find(self._db, model)
         return row.tensor_parallel if row is not None else 1
 

@@ -122,9 +122,7 @@ class Canaries:
             text = f"{running.version} is the canary of {name}; promote it or roll it back first."
             raise Conflict(text, "version", "canary_running")
         self._check_room(model, stored)
-        created_s = (
-            time.time() if running is None else running.created_s
-        )  # new settings of a running canary keep its counts
+        created_s = time.time() if running is None else running.created_s  # a running canary keeps its counts
         row = CanaryRow(name, version, model.active_version or "", created_s=created_s, **settings)
         CANARIES.put(db, row)
         self._context.scheduler.loop.reset_failures(row.name)
@@ -238,7 +236,7 @@ def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> 
     for name, load in sides:
         if load.requests < row.min_requests:
             return Decision("wait", f"{name} answered {load.requests} of {row.min_requests} requests")
-    # Times are compared only at the end of the canary, so that an engine's slow first requests do not decide.
+    # Times are compared only at the end of the watch, so that an engine's slow first requests do not decide.
     if (left_s := row.created_s + row.watch_s - now_s) > 0:
         return Decision("wait", f"watched for {math.ceil(left_s)} s more")
     for measure, canary_s, active_s in (

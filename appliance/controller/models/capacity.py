@@ -24,7 +24,7 @@ CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 """Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
 context and pinned buffers."""
 _LEAST_TOKENS = 512  # shortest advised row: shorter ones save little and truncate examples
-_MOST_DEVICES = 16  # most devices of one machine
+_MOST_DEVICES = 16  # most devices that a job is advised to use: those of a large machine
 FOUR_BITS = 0.5 + estimate.SCALE_BYTES  # bytes of a quantised weight
 LAYOUT = ("zero_stage", "offload", "activation_checkpointing", "micro_batch")
 """Fields of a TrainSpec that decide where a job's numbers are held and computed, and nothing of what it learns."""
@@ -46,7 +46,7 @@ class BoxFacts:
     store_room_bytes: part of it that a new reservation could get now. node_devices: devices of the largest node, the
     limit for a job or an engine; 0: no limit. host_memory_bytes: memory of one node, None if unknown.
     asleep_per_device: sleeping engines that may hold memory of a device. device_name: from the driver. memory_factor,
-    speed_factor: measured over estimated values of similar jobs here; None: no such jobs."""
+    speed_factor: measured over estimated values of similar jobs here; without any, 1 and None."""
 
     devices: int
     device_kind: str
@@ -309,7 +309,7 @@ class Estimator:
         }
 
     def _instead(self, fields: Mapping[str, Any], sizes: Sequence[int]) -> list[str]:
-        """Return the nearest jobs that fit if this one does not: LoRA, a base of 4 bits, shorter rows, more devices."""
+        """Return up to 3 jobs that fit if this one does not: LoRA, a base of 4 bits, shorter rows, more devices."""
         whole_rows, micro = replace(self, load=None), fields["micro_batch"]
 
         def option(label: str, by: Estimator = whole_rows, sizes: Sequence[int] = sizes, **changes: Any) -> str:

@@ -98,9 +98,7 @@ async def register(
     elif info.get("chat_template") is not None:
         meta = {"chat_template": info["chat_template"]}
     if not serves:
-        meta["quantization"] = info.get(
-            "quantization"
-        )  # the version's format may differ from the model's other versions
+        meta["quantization"] = info.get("quantization")  # may differ from that of the model's other versions
     now_s = time.time()
     version = VersionRow(imported.name, imported.version, source, imported.bytes, now_s, str(imported.path), meta=meta)
     why, code = "", "model_exists"

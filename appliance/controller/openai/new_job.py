@@ -155,7 +155,7 @@ def refused(error: InvalidHyperparameter, where: str) -> BadRequest:
     return BadRequest(message, param, "invalid_hyperparameter")
 
 
-# Event for a job's wandb integration, which is off. A box without W&B accepts the job, so that scripts run unchanged.
+# Event for a job's wandb integration, by wandb_mode. A box without W&B accepts the job, so that scripts run unchanged.
 _WANDB = {
     "online": "W&B gets a run of this job when it starts; its address follows here.",
     "offline": "A W&B run of this job is written on the box when it starts, for `wandb sync`; where follows here.",

@@ -113,7 +113,7 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
     texts = {name: value for name, value in fields.items() if isinstance(value, str)}
     message = texts.get("message", f"The request failed with status {status}.")
     kind, param, code = texts.get("type", ""), texts.get("param"), texts.get("code")
-    if code is None:  # only an engine's error has no text as `code`
+    if code is None:  # as in an engine's error
         if status == 404 and "does not exist" in message:
             code = "model_not_found"
         elif "maximum context length" in message or "max_model_len" in message:

@@ -179,7 +179,7 @@ class Router:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A waiting request. queue: model whose engines the request needs, and whether its class is batch. names, avoided:
-    arguments for `Router.choose`. place: future of the request's replica. number: arrival order."""
+    arguments for `Router.choose`. place: future of its `Choice`. number: arrival order."""
 
     model: str
     queue: tuple[str, bool]

@@ -53,7 +53,7 @@ class KeyUse:
                 self.buckets[name] = before[name] if same else Bucket(limit, now_s)
 
     def take(self, requests: int, tokens: int) -> None:
-        """Spend both amounts; if one is missing, spend none and raise HttpError 429. A negative level refuses 0 too."""
+        """Spend both amounts, or raise HttpError 429 if one is not available. A negative level refuses 0 too."""
         for name, bucket in self.buckets.items():
             if wait_s := bucket.wait_s(requests if name == "requests" else tokens, time.monotonic()):
                 message = f"Rate limit reached: {bucket.limit} {name} per minute. Please try again in {wait_s:.3g}s."

@@ -189,7 +189,7 @@ _NEUTRAL = frozenset(
     "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
     "safety_identifier prompt_cache_key chat_template_kwargs cache_salt".split()
 )
-# An engine's own fields (quotes as above). None is the first of its object, so it is removed with the comma before it.
+# An engine's own fields (quotes as above). Each follows another field, so it is removed with the comma before it.
 _TOKEN_IDS = re.compile(rb',"(?:prompt_token_ids|token_ids)":\[[0-9, ]*\]')
 
 
@@ -225,7 +225,7 @@ class Continuation:
         self._answers = route != CHAT  # True: the last text that the client got is part of the answer, not of reasoning
 
     def resume_body(self, max_model_len: int | None) -> bytes | None:
-        """Return the request to RESUME_PATH for the stream's rest; None if no rest can be continued or is missing.
+        """Return the request to RESUME_PATH for the stream's rest; None if it cannot be continued or is empty.
 
         max_model_len: the model's context in tokens, the limit of a chat without a token limit."""
         # An engine that starts in the middle of a character could not send the character's first bytes.

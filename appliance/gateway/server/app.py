@@ -142,7 +142,7 @@ class App:
             inference = await self._inference(exchange)  # a separate call, so that its variables are freed
             if inference is not None:
                 await inference.answer()
-        elif kind in ("control", "login"):  # a login's body is read before a connection to the controller opens
+        elif kind in ("control", "login"):  # read a login first: no slow client without a key may hold a connection
             login = b"".join([piece async for piece in exchange.pieces()]) if kind == "login" else None
             await self._controller.relay(exchange, login)
         elif kind == "metrics":

@@ -105,7 +105,7 @@ class Controller:
         data: bytes | AsyncIterator[bytes] | None = None,
         wait_s: float = 0.0,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request. Raises HttpError 503 for an unreachable controller, 502 for half an answer, 504 on timeout.
+        """Send a request. Raises HttpError 503 for an unreachable controller, 502 if it breaks off, 504 on timeout.
 
         wait_s: seconds that an unsent request, or a GET, waits for a controller that restarts."""
         state = self._state
