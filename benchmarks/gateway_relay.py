@@ -37,7 +37,7 @@ import uvloop
 from benchmarks._claims import Claim, at_least, at_most, parser, record, stated
 from tests.e2e.box_support import free_port
 
-LEAST_OVER_VLLM_ROUTER = 0.5  # aim: requests per core-second
+LEAST_OVER_VLLM_ROUTER = 0.5  # aim for the ratio of requests per core-second
 MAX_ADDED_P50_MS = 1.5
 GATEWAY = f"{sys.executable} -m appliance.gateway.main --config {{config}}"
 KEY = "sk-benchmark"

@@ -29,7 +29,7 @@ LONGEST_REASON = 700
 
 
 def first_line(reason: str) -> str:
-    """The first line of a failure message, for users; logs have the full message."""
+    """The first line of a failure message, at most LONGEST_REASON characters; logs have the full message."""
     return reason.partition("\n")[0][:LONGEST_REASON]
 
 

@@ -58,7 +58,7 @@ def moves(
     over: Collection[str] = (),
     forced: Collection[str] = (),
 ) -> tuple[Move, ...]:
-    """Return the moves that turn `box` into `wanted` and clean up after crashes; moves that leave devices come first.
+    """Return the moves that turn `box` into `wanted` and clean up dead holders; those that leave devices come first.
 
     Args:
         busy: holders that a hand-over in progress is moving; they are skipped.

@@ -243,7 +243,7 @@ class Round:
         for _ in range(len(self.deployments) + _ROUNDS):
             claimed, serving, jobs = self.count(limits, side_by_side)
             unplaced, short = self.place(serving, jobs.sizes), self.short(jobs.sizes)
-            # Jobs move only for replicas that serving is entitled to, not for replicas on lent devices.
+            # Jobs move for replicas that serving is entitled to, not for replicas on lent devices.
             owed = any(count < claimed.get(model, 0) for model, count in self.placed(unplaced).items())
             if (short or owed) and any(job.movable for job in self.jobs.values()):
                 # There are enough devices, but not on one node: move movable jobs if that helps.

@@ -95,7 +95,7 @@ class NodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A node's report, sent every second. leaves: True if nothing new may start there. memory: reading of its host."""
+    """A node's report, polled every second. leaves: True if nothing new may start there. memory: of its host."""
 
     leaves: bool
     memory: MemoryReading

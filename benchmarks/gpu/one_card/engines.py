@@ -179,7 +179,7 @@ async def kill(box: Box) -> None:
 
 
 async def adapters(box: Box) -> None:
-    """Check that three adapters in two slots, with asynchronous steps, answer like merged weights."""
+    """Check that three adapters in two slots answer like merged weights, before and after a sleep."""
     from tests.e2e.engine_support import save_model
     from tests.e2e.test_engine_adapters import save_adapter
 
