@@ -113,7 +113,7 @@ def _takes(box: Box, wanted: Allocation, leaving: Collection[Holder]) -> Iterato
 
 
 def _first_swaps(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:
-    """Keep only one swap to a version that no open engine has: a bad version would take down all engines."""
+    """Keep only one swap per model to a version that no open engine has: a bad version would take down all engines."""
     open_ = [replica for replica in box.replicas.values() if replica.state == "open"]
     proven = {(replica.model, replica.version) for replica in open_}
     trying = {replica.model for replica in open_ if Holder("replica", replica.id) in busy}

@@ -106,7 +106,7 @@ class EngineControl:
 
         Returns total `seconds`, `pause_s` (while no step ran), `load_s` of the slowest worker, the version's `bytes`,
         each worker's `bytes_read`, `how` the version was loaded, and the verdict on its `fingerprint`. Raises
-        VersionError (engine unchanged) or EngineFailed (kill the engine).
+        WrongState or VersionError (engine unchanged), or EngineFailed (kill the engine).
         """
         async with self._lock:
             self._require("ready", "swap")
@@ -155,7 +155,7 @@ class EngineControl:
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Wake with the weights of `version_path`; if the sleep freed the weights, this may be another version than
-        before. Raises VersionError (engine still asleep) or EngineFailed (kill the engine)."""
+        before. Raises WrongState or VersionError (engine unchanged), or EngineFailed (kill the engine)."""
         async with self._lock:
             self._require("asleep", "wake")
             began_s = time.perf_counter()
