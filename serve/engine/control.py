@@ -2,13 +2,13 @@
 
 Steps of a swap:
 
-    check configuration, tokenizer and every tensor against the engine, which is not changed yet
+    check     configuration, tokenizer and every tensor against the engine, which is not changed yet
     stage     map the new version, and on a GPU lock its pages                      (requests continue)
     pause     hold requests and clear the prefix cache, which the old weights computed
     load      every worker loads its shard (serve.load.loader)
     name      answers name the new version from the next step on
     resume    running requests are recomputed with the new weights and continue
-    the first step checks one token against the version's record (serve.load.version_check)
+    check     one token against the version's record, in the first step (serve.load.version_check)
 
 Rules
 - If a version is refused before the pause, the engine is unchanged. After a failed load or check the weights must not

@@ -2,7 +2,7 @@
 
 Two ways (`how`), depending on the model's layers:
 
-    in-place repeats the recorded first load (serve.load.load_plan): on a GPU into the existing tensors, so that
+    in-place    repeats the recorded first load (serve.load.load_plan): on a GPU into the existing tensors, so that
                 captured graphs stay valid; on the CPU layer by layer, packing each layer for its kernels
     layerwise   vLLM's own reload (vllm/model_executor/model_loader/reload), for unquantised experts and latent
                 attention on GPUs, whose kernels use their own weight layout
@@ -103,7 +103,7 @@ class VersionLoader:
         self._mapped = self._beside.submit(self._open, path, lock=lock)
 
     def staged(self) -> bool:
-        """Return whether the version is mapped. Raises the error of a failed mapping."""
+        """Return whether the version is mapped. Raises the error of a failed mapping, WrongState if none was staged."""
         if self._mapped is None:
             raise WrongState("no version is being staged")
         return self._mapped.done() and self._mapped.result() is not None
