@@ -98,7 +98,7 @@ class Round:
     def count(
         self, limits: Mapping[str, int], side_by_side: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
-        """Return (replicas per model by serving's claim, also with those on lent devices, devices per job).
+        """Return (replicas per model by serving's claim, also with those on lent devices, queue of jobs).
 
         limits: replicas per model that fit side by side on nodes, if known. side_by_side: devices by job, for jobs that
         cannot get more on one node.
