@@ -396,7 +396,7 @@ class Runner:
         raise failure
 
     def _note(self, move: Move, verb: str, state: StepState = "done", detail: Detail = None) -> None:
-        """Journal that a device changed its holder, as a step without duration."""
+        """Journal an acquisition or release of devices as a step without duration."""
         record = self._record(move, verb, self._lease(move), {"devices": list(move.devices)})
         self._end(move, record, state, detail)
 
