@@ -302,7 +302,7 @@ def line(name: str, mode: str, concurrency: int, rows: list[Round]) -> str:
 
 
 def claims(mode: str, concurrency: int, rounds: dict[str, list[Round]]) -> list[Claim]:
-    """Return medians of the ratios in each round, because other load then affects both sides of a ratio."""
+    """Return the medians of each round's CPU ratios, as other load affects both of their sides, and the added p50."""
     found, size, ours = [], f"{mode}, {concurrency} at once", rounds["gateway"]
     for name in rounds.keys() - {"gateway", "direct"}:
         ratio = statistics.median(a.cpu_s / b.cpu_s for a, b in zip(rounds[name], ours, strict=True))
