@@ -86,7 +86,7 @@ class VersionLoader:
     # -- before a pause ------------------------------------------------------------------------------------
 
     def check(self, path: str) -> dict[str, Any]:
-        """Compare a version with the model, without changing the model. Raises a VersionError."""
+        """Compare a version with the model, which stays unchanged; return its bytes. Raises a VersionError."""
         if refusal := self.refusal():
             raise VersionMismatch(f"a running engine cannot load another version: {refusal}")
         source = VersionSource(path)
