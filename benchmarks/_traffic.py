@@ -30,7 +30,7 @@ class Traffic:
     per_s: mean requests per second. prompt, output: mean tokens. gap_cv: coefficient of variation of the gaps between a
     client's requests, 1 for a Poisson process. on_s, off_s: mean seconds that a client is on and off (log-normal);
     off_s is 0 for clients that are always on. swing: peak rate divided by lowest rate in a period of period_s. tail:
-    share of prompts from the Pareto tail with exponent tail_alpha. reasoning: share of fourfold answers.
+    share of prompts from the Pareto tail with exponent tail_alpha. reasoning: share of answers with fourfold mean.
     clock_s: arrivals are rounded down to multiples of clock_s; 0 for exact times.
     """
 

@@ -109,7 +109,7 @@ def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 def grpo(
     model: str, rows: list[Any], steps: int, prompts: int, tokens: int, group: int, rank: int, rate: float, seed: int
 ):
-    """Run GRPOTrainer; return (seconds since the start, mean reward, mean answer tokens, CPU seconds) of each step."""
+    """Run GRPOTrainer; return (wall s, mean reward, mean answer tokens, CPU s) by step, times since the start."""
     sys.path.insert(0, str(FOLDER))
     from datasets import Dataset
     from peft import LoraConfig

@@ -7,7 +7,7 @@ with a split that reached the share in both parts, because a configured split do
     python -m benchmarks.auto_regret [--only NAME ...] [--seeds 110700 110701 ...] [--json FILE]
 
 FILE (default: auto_regret.json beside this script) has a row for each kind and seed. Splits in FILE are not run again,
-because they depend on no policy. Each row is written when its run ends.
+because no change of `auto` affects them. Each row is written when its run ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def best(splits: dict[str, Reached], least: int) -> int:
 
 
 def compared(row: dict[str, Any]) -> tuple[float, float]:
-    """Return, after the first half hour: training divided by the best split's, and the share in time minus its aim."""
+    """Return, after the first half hour: training by the best split's (NaN if 0), and share in time minus its aim."""
     first, after = row["splits"]["first"], row["splits"]["after"]
     share, hours = after[str(best(after, best(first, 1)))]
     in_time, trained = row["auto"]["after"]

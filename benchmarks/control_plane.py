@@ -61,7 +61,7 @@ class Control:
         self.post(f"fine_tuning/jobs/{made['id']}/pause", {})
 
     def list_jobs(self) -> None:
-        """Return all jobs, read like the SDK in pages of 100."""
+        """Read all jobs like the SDK, in pages of 100."""
         after: dict[str, str] = {}
         while (page := self.http.get("fine_tuning/jobs", params={"limit": 100, **after}).json())["has_more"]:
             after = {"after": page["data"][-1]["id"]}

@@ -35,7 +35,7 @@ from weights.format.layout import Layout, TensorSpec
 from weights.format.torch_views import dtype_code
 
 STREAM_TOKENS = 1500
-KV_CACHE_BYTES = 256 * 2**20  # twice the length of one stream of the largest model in float32
+KV_CACHE_BYTES = 256 * 2**20  # twice what one stream of the largest model needs in float32
 
 
 async def gap_around(replica: Replica, sdk, model: str, version: Path) -> tuple[float, float]:

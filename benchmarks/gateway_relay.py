@@ -37,7 +37,7 @@ import uvloop
 from benchmarks._claims import Claim, at_least, at_most, parser, record, stated
 from tests.e2e.box_support import free_port
 
-LEAST_OVER_VLLM_ROUTER = 0.5  # aim: requests per core-second
+LEAST_OVER_VLLM_ROUTER = 0.5  # aim for the ratio of requests per core-second
 MAX_ADDED_P50_MS = 1.5
 GATEWAY = f"{sys.executable} -m appliance.gateway.main --config {{config}}"
 KEY = "sk-benchmark"
@@ -302,7 +302,7 @@ def line(name: str, mode: str, concurrency: int, rows: list[Round]) -> str:
 
 
 def claims(mode: str, concurrency: int, rounds: dict[str, list[Round]]) -> list[Claim]:
-    """Return medians of the ratios in each round, because other load then affects both sides of a ratio."""
+    """Return the medians of each round's CPU ratios, as other load affects both of their sides, and the added p50."""
     found, size, ours = [], f"{mode}, {concurrency} at once", rounds["gateway"]
     for name in rounds.keys() - {"gateway", "direct"}:
         ratio = statistics.median(a.cpu_s / b.cpu_s for a, b in zip(rounds[name], ours, strict=True))

@@ -66,13 +66,13 @@ class Handed:
         return newest or 0
 
     def steps_since(self, began_s: float) -> list[dict[str, Any]]:
-        """Return the hand-over steps that began after this time, in order of their start."""
+        """Return the completed hand-over steps that began at this time or later, in order of their start."""
         found = [step for one in self.box.admin("handovers?limit=20")["data"] for step in one["steps"]]
         done = [step for step in found if step["state"] == "done" and step["started_s"] >= began_s]
         return sorted(done, key=lambda step: step["started_s"])
 
     def round(self, number: int) -> tuple[float, float]:
-        """Return seconds to the first token plus seconds until all ranks train, and plus those to the next step."""
+        """Return two sums of seconds: first token and all ranks training; first token and the end of the next step."""
         first: list[float] = []
         asking = threading.Thread(target=lambda: first.append(self.ask()))
         began_s = time.time()

@@ -56,7 +56,7 @@ def cold(devices: int, jobs: int, seed: int = 0) -> PlanInput:
 
 
 def after(plan_input: PlanInput, allocation: Allocation) -> tuple[PlanInput, Box]:
-    """Return the plan input after this allocation has been carried out."""
+    """Return the plan input and the box after this allocation has been carried out."""
     groups = allocation.groups
     replicas = tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in allocation.replicas)
     jobs = tuple(

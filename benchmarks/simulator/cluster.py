@@ -27,7 +27,7 @@ def is_sooner_there(
     """Whether a newly opened engine would serve a waiting request earlier than its present engine.
 
     pending: prompt tokens of requests without a first token, as (here, there), with this request counted here.
-    inflight: requests, likewise. stuck: no prompt is computed here, because the cache is too full for the first prompt.
+    inflight: requests, likewise. stuck: no prompt is computed here, because its cache or batch is full.
     """
     here, there = pending
     return there + prompt_tokens <= here - prompt_tokens or (stuck and inflight[1] + 1 < inflight[0])

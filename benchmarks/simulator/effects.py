@@ -37,7 +37,7 @@ class VerbTimes:
     wake: copy the weights once over PCIe, plus half a second. start: fork, then as wake. suspend: copy 12 bytes per
     parameter of optimizer state over eight links. start_group: fork the ranks and load the state back. step: one
     training step. A suspension aborts the step in progress, which is repeated later (see train.trainer.train), unless
-    it ends within `patience` or is itself a repetition.
+    it ends within `patience_s` or is itself a repetition.
     """
 
     start_s: float = 2.5
@@ -97,7 +97,7 @@ class SimEffects:
         self._replicas: dict[str, ReplicaView] = {}
         self._group: GroupView | None = None
         self._since_s = 0.0
-        self._left_a_step = False  # whether the last suspension aborted a step: the next step is never aborted
+        self._left_a_step = False  # whether the last suspension aborted a step, whose repetition is never aborted
         self.trained: list[tuple[float, float, int]] = []
 
     def _now(self) -> float:

@@ -102,7 +102,7 @@ class Engine:
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait while no prompt is computed, because the cache is too full for the first request."""
+        """Whether requests wait while no prompt is computed, because the cache or the batch is full."""
         return bool(self.waiting) and self._prefill is None
 
     def take_back(self) -> int:
@@ -137,7 +137,7 @@ class Engine:
         self._prefill, self._left = request, float(self.requests.prompt[request])
 
     def next_event_s(self) -> float | None:
-        """Return the time of the engine's next event. Call it after every change: it sets the rates of `advance`."""
+        """Return when the next event comes (None: idle). Call it after each change: it sets the rates of `advance`."""
         prefilling, batch, model = self._prefill is not None, self._batch, self.model
         if not prefilling and not batch:
             return None

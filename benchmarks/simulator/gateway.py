@@ -20,7 +20,7 @@ QUIET_REPORTS, QUIET_S = 20, 5.0
 class Gateway:
     """Reports load every `REPORT_S`. It nudges the loop when the demand needs another number of replicas, and when a
     request arrives after a pause in which the planner has dropped the replicas. learner: None for a fixed split, which
-    ignores demand; then no load is reported."""
+    ignores demand; then it reports only every `QUIET_S`."""
 
     def __init__(self, store: SimStore, config: SchedulerConfig, learner: StandbyLearner | None):
         self._store, self._config, self._learner = store, config, learner

@@ -195,7 +195,7 @@ class DeviceKind:
         return {}
 
     def foreign(self) -> dict[int, str]:
-        """Describe other users' processes on each device, by index. Call it before the box starts its processes."""
+        """Describe the processes of other programs on each device, by index. Call it before the box starts its own."""
         return {}
 
     # -- in processes that compute: with torch -----------------------------------------------------------------

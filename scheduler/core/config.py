@@ -10,7 +10,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class SchedulerConfig(BaseModel):
-    """All dwell times, timeouts and limits of the scheduler. Each name ends in the unit."""
+    """All dwell times, timeouts and limits of the scheduler. A name ends in the unit, if any."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

@@ -29,7 +29,7 @@ LONGEST_REASON = 700
 
 
 def first_line(reason: str) -> str:
-    """The first line of a failure message, for users; logs have the full message."""
+    """The first line of a failure message, at most LONGEST_REASON characters; logs have the full message."""
     return reason.partition("\n")[0][:LONGEST_REASON]
 
 
@@ -52,7 +52,7 @@ class Failure:
     count: failures by its own fault; reset by a step of progress, or by a replica that stayed open long enough. tries:
     all failures; reset by a lifetime longer than the previous wait. step: last training step before the failure.
     version: the version that failed. reason, blame: why the last try failed, and whose fault it was. lasting: True if
-    the model failed so often, or by its configuration, that the next try will most likely fail too.
+    the model failed so often by its own fault, or by its configuration, that the next try will most likely fail too.
     """
 
     count: int = 0

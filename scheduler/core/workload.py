@@ -131,7 +131,7 @@ class JobView:
 
     @property
     def interruptible(self) -> bool:
-        """Whether the job runs and may be suspended for others. A hand-over to training costs the sum over such jobs.
+        """Whether the job runs and may be suspended for others. A hand-over costs as much as the dearest of such jobs.
         Also true while a hand-over moves the job, so that the hand-over does not change this cost."""
         return self.phase == "running" and self.preemptible
 

@@ -204,8 +204,8 @@ class StateStore(Protocol):
         """Record that the job has ended; the next `load` omits it. May be repeated after a crash."""
 
     def model_trouble(self, model: str, trouble: Failure | None) -> None:
-        """Record that replicas of the model fail until `trouble.not_before_s`; None: recovered. Open replicas stay
-        open."""
+        """Record that replicas of the model fail, with a retry at `trouble.not_before_s`; None: recovered. Open
+        replicas stay open."""
 
     def model_served(self, model: str, build: Build) -> None:
         """Record that an engine of this build has opened: the next `load` returns the build as `served`."""

@@ -58,7 +58,7 @@ def moves(
     over: Collection[str] = (),
     forced: Collection[str] = (),
 ) -> tuple[Move, ...]:
-    """Return the moves that turn `box` into `wanted` and clean up after crashes; moves that leave devices come first.
+    """Return the moves that turn `box` into `wanted` and clean up dead holders; those that leave devices come first.
 
     Args:
         busy: holders that a hand-over in progress is moving; they are skipped.
@@ -113,7 +113,7 @@ def _takes(box: Box, wanted: Allocation, leaving: Collection[Holder]) -> Iterato
 
 
 def _first_swaps(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:
-    """Keep only one swap to a version that no open engine has: a bad version would take down all engines."""
+    """Keep only one swap per model to a version that no open engine has: a bad version would take down all engines."""
     open_ = [replica for replica in box.replicas.values() if replica.state == "open"]
     proven = {(replica.model, replica.version) for replica in open_}
     trying = {replica.model for replica in open_ if Holder("replica", replica.id) in busy}
@@ -396,7 +396,7 @@ class Runner:
         raise failure
 
     def _note(self, move: Move, verb: str, state: StepState = "done", detail: Detail = None) -> None:
-        """Journal that a device changed its holder, as a step without duration."""
+        """Journal an acquisition or release of devices as a step without duration."""
         record = self._record(move, verb, self._lease(move), {"devices": list(move.devices)})
         self._end(move, record, state, detail)
 

@@ -40,7 +40,7 @@ class Inbox:
         return self.generation
 
     def retry(self, cause: Cause) -> None:
-        """Retry at once the jobs and models in backoff for this cause, because the cause is gone."""
+        """Retry at once the jobs and models that may have failed for this cause, because the cause is gone."""
         self._resolved.append(cause)
         self.nudge()
 

@@ -59,7 +59,7 @@ class SchedulerLoop(cluster_state.ClusterState):
         book_engine: Callable[[str, str], bool] = lambda model, node: True,
         too_large: Callable[[str], str] = lambda model: "",
     ):
-        """book_engine: True if host memory has space for one more engine of this model now. The loop calls it before
+        """book_engine: True if this node's host has memory for one more engine of this model. The loop calls it before
         each start and wake, and again in the next round after a refusal. too_large: returns "", or a sentence if no
         host can ever have the memory for an engine of this model, which counts as the model's failure."""
         super().__init__(effects, clock, config or SchedulerConfig(), store)

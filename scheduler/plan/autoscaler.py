@@ -250,7 +250,7 @@ class StandbyLearner:
         self._shadows = [Shadow(choice, bounds.target_s, config, bounds.devices) for choice in choices]
         self._in_force = next((shadow for shadow in self._shadows if shadow.choice.replicas), self._shadows[-1])
         self._at_s: float | None = None
-        self._seen_s = self._requests = 0.0  # seconds since the first request, and requests; both decay exponentially
+        self._seen_s = self._requests = 0.0  # seconds since the first request; requests, decaying exponentially
 
     @property
     def best(self) -> Standby:

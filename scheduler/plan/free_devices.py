@@ -93,7 +93,7 @@ def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[st
 
 
 def _grown(seed: Device, devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
-    """Return `count` devices, starting with `seed`: always add the best linked device, else the nearest."""
+    """Return `count` devices, starting with `seed`: each time add the best linked, of these the nearest."""
     group, rest = [seed], [d for d in devices if d is not seed]
     while len(group) < count:
         ids = {d.id for d in group}

@@ -98,7 +98,7 @@ class Round:
     def count(
         self, limits: Mapping[str, int], side_by_side: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
-        """Return (replicas per model by serving's claim, also with those on lent devices, devices per job).
+        """Return (replicas per model by serving's claim, also with those on lent devices, queue of jobs).
 
         limits: replicas per model that fit side by side on nodes, if known. side_by_side: devices by job, for jobs that
         cannot get more on one node.
@@ -243,7 +243,7 @@ class Round:
         for _ in range(len(self.deployments) + _ROUNDS):
             claimed, serving, jobs = self.count(limits, side_by_side)
             unplaced, short = self.place(serving, jobs.sizes), self.short(jobs.sizes)
-            # Jobs move only for replicas that serving is entitled to, not for replicas on lent devices.
+            # Jobs move for replicas that serving is entitled to, not for replicas on lent devices.
             owed = any(count < claimed.get(model, 0) for model, count in self.placed(unplaced).items())
             if (short or owed) and any(job.movable for job in self.jobs.values()):
                 # There are enough devices, but not on one node: move movable jobs if that helps.

@@ -210,7 +210,7 @@ class RayEffects(Groups):
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
             detail = await self._load("swap", replica_id, model, version)
-        except BaseException:  # also cancels `work` when the step's time limit has passed
+        except BaseException:  # also when the step's time limit has passed
             self._routing.offer_adapters(replica_id)
             raise
         if self._routing.version(replica_id):

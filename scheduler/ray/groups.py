@@ -276,7 +276,7 @@ class Groups:
 class _RunningGroup:
     group: Group
     run: str  # see GroupView
-    devices: tuple[str, ...]  # device of each rank; empty once all ranks have ended
+    devices: tuple[str, ...]  # device of each rank; empty if a suspension found it ended
     transfer: ResultTransfer | None = None  # set if the ranks are on another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None

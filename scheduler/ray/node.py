@@ -95,7 +95,7 @@ class NodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A node's report, sent every second. leaves: True if nothing new may start there. memory: reading of its host."""
+    """A node's report, polled every second. leaves: True if nothing new may start there. memory: of its host."""
 
     leaves: bool
     memory: MemoryReading
@@ -203,7 +203,7 @@ class Node(NodeAgent):
             unpin(StoredVersion.read(path))
 
     async def take_job(self, source: Any, remote: Path) -> Path:
-        """Return the path of the job's folder here; copy it from `remote` if missing. Raises like `take`."""
+        """Return the path of the job's folder here; copy its data from `remote` if missing. Raises like `take`."""
         folder = self._jobs_dir / remote.name
         async with self._copying:
             if not folder.exists():

@@ -10,7 +10,7 @@ class ServeError(Exception):
 
 
 class EngineStartFailed(ServeError):
-    """The forked engine ended or stopped answering before it was healthy; the message ends with the engine's log."""
+    """The forked engine ended, or did not answer, before it was healthy; the message ends with the engine's log."""
 
 
 class EngineRefused(EngineStartFailed):

@@ -45,7 +45,7 @@ CALL_SYNTAX = (
     ("[TOOL_CALLS]", "mistral"),
 )
 
-# Tokens that these vLLM parsers require of a tokenizer: without them no engine starts. Other parsers require no tokens.
+# Tokens that these vLLM parsers require of a tokenizer: no engine starts without them. Others start without theirs.
 NEEDED_TOKENS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]",),

@@ -4,8 +4,8 @@ explicit numbers, because its own memory fraction ignores other engines and trai
 With b bytes per element of the computing dtype, P parameters, V tokens in the vocabulary, h the hidden size and f the
 MLP width that each token passes through:
 
-    weights      b P (as stored if quantised); on a CPU another b V h for the packed copy of a head tied to the
-    embedding adapters     slots x rank x sum of inputs and outputs of all linear layers x b, allocated at the start
+    weights      b P (as stored if quantised); on a CPU another b V h for the packed copy of a tied head
+    adapters     slots x rank x sum of inputs and outputs of all linear layers x b, allocated at the start
     KV cache     2 x layers x heads x head size x b per token. Capacity: on a CPU one full context; on a GPU the rest of
                  `gpu_memory_fraction`, or less if max_asleep_per_device sleeping engines leave less
     activations  for a batch of tokens, and for sampling max_num_seqs rows of V logits

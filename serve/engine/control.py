@@ -2,13 +2,13 @@
 
 Steps of a swap:
 
-    check configuration, tokenizer and every tensor against the engine, which is not changed yet
+    check     configuration, tokenizer and every tensor against the engine, which is not changed yet
     stage     map the new version, and on a GPU lock its pages                      (requests continue)
     pause     hold requests and clear the prefix cache, which the old weights computed
     load      every worker loads its shard (serve.load.loader)
     name      answers name the new version from the next step on
     resume    running requests are recomputed with the new weights and continue
-    the first step checks one token against the version's record (serve.load.version_check)
+    check     one token against the version's record, in the first step (serve.load.version_check)
 
 Rules
 - If a version is refused before the pause, the engine is unchanged. After a failed load or check the weights must not
@@ -106,7 +106,7 @@ class EngineControl:
 
         Returns total `seconds`, `pause_s` (while no step ran), `load_s` of the slowest worker, the version's `bytes`,
         each worker's `bytes_read`, `how` the version was loaded, and the verdict on its `fingerprint`. Raises
-        VersionError (engine unchanged) or EngineFailed (kill the engine).
+        WrongState or VersionError (engine unchanged), or EngineFailed (kill the engine).
         """
         async with self._lock:
             self._require("ready", "swap")
@@ -155,7 +155,7 @@ class EngineControl:
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Wake with the weights of `version_path`; if the sleep freed the weights, this may be another version than
-        before. Raises VersionError (engine still asleep) or EngineFailed (kill the engine)."""
+        before. Raises WrongState or VersionError (engine unchanged), or EngineFailed (kill the engine)."""
         async with self._lock:
             self._require("asleep", "wake")
             began_s = time.perf_counter()

@@ -146,7 +146,7 @@ async def _engine(arguments: AsyncEngineArgs) -> AsyncIterator[Frontend]:
             raise
         raise deaths.cause(deaths.core_of_failed_start(error)) from error
     try:
-        await llm.reset_mm_cache()  # resets the counts of vLLM's warm-up request
+        await llm.reset_mm_cache()  # drops what vLLM's warm-up request cached
         yield llm
     finally:
         llm.shutdown(timeout=config.shutdown_timeout)

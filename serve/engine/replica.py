@@ -141,7 +141,7 @@ class Replica:
         return await self._call("unload_adapter", name=name)
 
     async def status(self) -> dict[str, Any]:
-        """Return EngineControl.status plus `pid`, `devices`, `node`, `address` (path of the Unix socket, or
+        """Return EngineControl.status plus `pid`, `devices`, `node`, `settings`, `address` (path of the Unix socket, or
         https://HOST:PORT on another machine), and `silent`: true if the engine does not respond and the rest is its
         last report. State "dead": no engine runs; "starting": the engine does not serve yet."""
         spec, child = self._spec, self._child

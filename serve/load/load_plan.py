@@ -21,7 +21,7 @@ from serve.core.errors import VersionMismatch
 from serve.load.host_ring import HostRing
 from serve.load.shm_source import VersionSource
 
-# Names of checkpoint tensors that models ignore, because they compute these tensors themselves.
+# Ends of the names of checkpoint tensors that models ignore, because they compute these tensors themselves.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias")
 
 
@@ -74,7 +74,7 @@ class Piece:
 
 @dataclass
 class Target:
-    """A parameter or buffer of the model in the checkpoint's layout, with the pieces that fill the parameter."""
+    """A parameter or buffer of the model in the checkpoint's layout, with the pieces that fill it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -125,7 +125,7 @@ class Target:
 
 
 def _runs(piece: Piece, whole: torch.Tensor, source: VersionSource) -> list[tuple[int, int]] | None:
-    """Return runs [first, last) of the stored tensor's elements, one copy per run; None if not all pages are locked."""
+    """Return runs [first, last) of the stored tensor's elements, one copy each; None unless dense, aligned, locked."""
     if not (piece.source.dense and piece.target.dense and source.aligned(piece.name)):
         return None
     item, start = whole.element_size(), piece.source.offset

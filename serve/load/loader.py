@@ -2,7 +2,7 @@
 
 Two ways (`how`), depending on the model's layers:
 
-    in-place repeats the recorded first load (serve.load.load_plan): on a GPU into the existing tensors, so that
+    in-place    repeats the recorded first load (serve.load.load_plan): on a GPU into the existing tensors, so that
                 captured graphs stay valid; on the CPU layer by layer, packing each layer for its kernels
     layerwise   vLLM's own reload (vllm/model_executor/model_loader/reload), for unquantised experts and latent
                 attention on GPUs, whose kernels use their own weight layout
@@ -86,7 +86,7 @@ class VersionLoader:
     # -- before a pause ------------------------------------------------------------------------------------
 
     def check(self, path: str) -> dict[str, Any]:
-        """Compare a version with the model, without changing the model. Raises a VersionError."""
+        """Compare a version with the model, which stays unchanged; return its bytes. Raises a VersionError."""
         if refusal := self.refusal():
             raise VersionMismatch(f"a running engine cannot load another version: {refusal}")
         source = VersionSource(path)
@@ -103,7 +103,7 @@ class VersionLoader:
         self._mapped = self._beside.submit(self._open, path, lock=lock)
 
     def staged(self) -> bool:
-        """Return whether the version is mapped. Raises the error of a failed mapping."""
+        """Return whether the version is mapped. Raises the error of a failed mapping, WrongState if none was staged."""
         if self._mapped is None:
             raise WrongState("no version is being staged")
         return self._mapped.done() and self._mapped.result() is not None

@@ -38,7 +38,7 @@ Spans = Mapping[str, Iterable[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class ToLock:
-    """Pages to lock. `spans`: byte ranges that a device copies from; `pages`: function that locks the ranges' pages."""
+    """Pages to lock. `spans`: byte ranges that a device copies from; `pages`: locks the ranges' pages."""
 
     spans: Spans
     pages: PageLock

@@ -98,7 +98,7 @@ class FormBackend(GuidanceBackend):
         if request_type == StructuredOutputOptions.STRUCTURAL_TAG:
             grammar = self._tags.compile_grammar(request_type, grammar_spec, stop_token_ids)
             length = self.vocab_size
-        else:  # a copy, because threads share the tokenizer's grammar attribute
+        else:  # a copy, because threads share the backend, which stores the grammar in itself
             grammar = GuidanceBackend.compile_grammar(copy.copy(self), request_type, grammar_spec, stop_token_ids)
             length = self.ll_tokenizer.vocab_size
         bounded = BoundedGrammar(grammar, length)
@@ -144,8 +144,8 @@ class BoundedGrammar:
 
 
 def _cheap(supports: Callable[[StructuredOutputsParams], bool]) -> Callable[[StructuredOutputsParams], bool]:
-    """Return whether xgrammar can handle an answer's grammar together with calls of strict tools; else vLLM gives only
-    the answer's grammar to llguidance, and the model calls no tool."""
+    """Also require that xgrammar handles an answer's grammar, as an alternative to calls of strict tools, at low cost;
+    else vLLM gives only the answer's grammar to llguidance, and the model calls no tool."""
 
     @functools.wraps(supports)
     def run(form: StructuredOutputsParams) -> bool:

@@ -95,7 +95,7 @@ def with_device_at_import(load: Callable[[Any], type], platform: Any, kind: Devi
 
 def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:
     """Make vLLM's platform choose an attention backend that needs a compiler only if no other computes the model, or an
-    engine argument names it. Removed by: FlashInfer's precompiled kernels in the image for GPUs."""
+    engine argument names it. Remove with: FlashInfer's precompiled kernels in the image for GPUs."""
     every = platform.get_valid_backends.__func__
 
     @functools.wraps(every)

@@ -64,7 +64,7 @@ class ShmWorker(Worker):
         self.shm_unmap = loader.unmap
 
     def shm_check(self, path: str) -> dict[str, Any]:
-        """Return how a version can be loaded, or why not: see VersionLoader.check.
+        """Return the bytes of a version that can be loaded, else why it cannot: see VersionLoader.check.
 
         vLLM transmits only the text of a worker's exception, so a refusal is returned as `{"refused": [type, text]}`.
         """

@@ -40,7 +40,7 @@ _SAVED_FROM = frozenset(
     "name_or_path _name_or_path base_model_name_or_path tokenizer_file special_tokens_map_file added_tokens_file "
     "tokenizer_config_file".split()
 )
-# Files that list all tokens. Mistral's tekken.json is handled apart, because it does not list every special token.
+# Files that list tokens. Mistral's tekken.json is handled apart, because it does not list every special token.
 _WITH_TOKENS = ("tokenizer.json", "vocab.json", "added_tokens.json", TOKENIZER_CONFIG, SPECIAL_TOKENS)
 _PIECES, _TEKKEN, _OF_TEKKEN = "tokenizer.model", "tekken.json", "[TOOL_CALLS]"
 _FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")

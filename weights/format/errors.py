@@ -11,7 +11,7 @@ WeightsError
 ├── TierFull                 a tier's disk is full or would have too little free space; nothing was committed
 ├── TierUnavailable          a tier cannot be reached, refuses access, or is another tier than this box wrote to
 └── IntegrityError           bytes do not match their metadata or are not a regular file; has path and file
-    └── ObjectDamaged        an object in a remote tier is missing or truncated; `path` is its key
+    └── ObjectDamaged        an object in a remote tier is missing or truncated; `path` names it
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TierUnavailable(WeightsError): ...
 
 
 class IntegrityError(WeightsError):
-    """`path`, `file`: directory and file with the fault; `reason`: the fault."""
+    """`path`, `file`: directory (or object) and file with the fault; `reason`: the fault."""
 
     def __init__(self, reason: str, *, path: object, file: str | None = None) -> None:
         self.reason, self.path, self.file = reason, str(path), file

@@ -121,7 +121,7 @@ class _Outer(msgspec.Struct):
 
 def aux_files_of(directory: Path) -> dict[str, bytes]:
     """Return the top-level files of `directory` that have one of `AUX_SUFFIXES`. Raises IntegrityError if such a file
-    is a symlink."""
+    is not a regular file or exceeds MAX_AUX_BYTES."""
     contents = {}
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         name = entry.name

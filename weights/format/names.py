@@ -144,8 +144,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write a small file of mode 0600 atomically: readers see the old or the new file, even if two processes write.
-    durable: return once the file is on disk. If it raises OSError, the old file is unchanged."""
-    temporary = path.with_name(f".{path.name.removeprefix('.')}.{uuid.uuid4().hex}")  # sweeps find this prefix
+    durable: return once the file is on disk. If writing raises OSError, the old file is unchanged."""
+    temporary = path.with_name(f".{path.name.removeprefix('.')}.{uuid.uuid4().hex}")  # sweeps know this form
     try:
         write_file(temporary, data)
         if durable:

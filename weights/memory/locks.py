@@ -50,7 +50,7 @@ class DirectoryLock:
 
     @classmethod
     def _take(cls, directory: Path, operation: int) -> DirectoryLock | None:
-        """Take the lock; None if the directory is gone. Raises BlockingIOError if another process holds the lock."""
+        """Take the lock; None if the directory is gone. Raises BlockingIOError if it is locked or was replaced."""
         try:
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):

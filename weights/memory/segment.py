@@ -125,9 +125,9 @@ class Pool:
         return sum(nbytes for _, nbytes in self.files())
 
     def claim(self, nbytes: int, target: Path) -> bool:
-        """Move the segment that fits `nbytes` best to `target` and set its size; False if the pool is empty. Order of
-        preference: the last freed segment of that size (most likely still mapped by a writer); the smallest larger
-        segment, truncated; the largest smaller segment, extended."""
+        """Move the segment that fits `nbytes` best to `target` and set its size; False if there is none, or for less
+        than MIN_SEGMENT_BYTES. Order: the last freed segment of that size (most likely still mapped by a writer); the
+        smallest larger segment, truncated; the largest smaller segment, extended."""
         while nbytes >= MIN_SEGMENT_BYTES and (files := self.files()):
             path, _ = min(reversed(files), key=lambda file: (file[1] < nbytes, abs(file[1] - nbytes)))
             with suppress(FileNotFoundError):

@@ -174,7 +174,7 @@ class WeightStore:
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
-                    # The file system has less space than the budget assumes: evict everything that can be evicted.
+                    # The file system has less space than the budget assumes: evict as many bytes, and empty the pool.
                     with self.mutex():
                         self._sweep_drafts()
                         self._evict(needed_bytes)

@@ -31,7 +31,7 @@ def ranges_of(layout: Layout) -> dict[str, list[Range]]:
 def encode(data: bytes, ranges: Iterable[Range], start: int) -> bytes:
     """Encode the bytes of a file from offset `start` on, with moments as blocks.
 
-    First moment: 255 equal steps between the block's -max and max, rounded to nearest. Second moment: its square root
+    First moment: 254 equal steps between the block's -max and max, rounded to nearest. Second moment: its square root
     in 255 steps, rounded up, so that Adam's divisor never shrinks and no element's update grows.
     """
     encoded, at = bytearray(), 0

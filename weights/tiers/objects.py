@@ -16,7 +16,7 @@ from weights.format.names import replace_file, sync
 
 _MISSING = ("NoSuchKey", "404", "NotFound")
 _FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}")  # prefix of the temporary files of `replace_file`
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}")  # names of the temporary files of `replace_file`
 
 
 @contextmanager

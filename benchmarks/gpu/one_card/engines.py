@@ -1,9 +1,9 @@
 """Runs engines on one card with the box's own replicas: `python -m benchmarks.gpu.one_card.engines cuda [PART ...]`.
 
 With captured graphs, a version must answer like a fresh engine after swaps in a pause, in place and layer by layer, and
-after sleep and wake. Also tests owners that share the slots of a batch, kills and adapters, and all this for an engine
-of two workers. Each line ends with "ok" or names the error. Engines run eagerly or with three captured graphs, never
-compiled. Quantised versions are also compared with their decoded weights.
+after sleep and wake, for engines of one and two workers. Also tests kills, and adapters that share the slots of a
+batch. Each line ends with "ok" or names the error. Engines run eagerly or with three captured graphs, never compiled.
+Quantised versions are also compared with their decoded weights.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ async def kill(box: Box) -> None:
 
 
 async def adapters(box: Box) -> None:
-    """Check that three adapters in two slots, with asynchronous steps, answer like merged weights."""
+    """Check that three adapters in two slots answer like merged weights, before and after a sleep."""
     from tests.e2e.engine_support import save_model
     from tests.e2e.test_engine_adapters import save_adapter
 

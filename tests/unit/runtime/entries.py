@@ -11,7 +11,7 @@ from runtime.devices import kind, kinds
 
 PRELOADED_IN = os.getpid()
 LET_GO: list[int] = []  # pids of processes that ran `before_fork`
-ASKED: list[int] = []  # the kernel, before it computes
+ASKED: list[int] = []  # pids of processes that called `ask_for_instructions`
 ASKED_BEFORE_ENTRY: list[int] = []
 if "warm_parent" in sys.argv[0]:  # pytest imports this module too
     kinds.before_fork = lambda: LET_GO.append(os.getpid())
