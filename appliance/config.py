@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
-from appliance.controller.interfaces.config import ControllerConfig, PublicUrl, is_secure
+from appliance.controller.interfaces.config import ControllerConfig, PublicUrl, Section, is_secure
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
 from scheduler.core.config import SchedulerConfig
@@ -46,11 +46,7 @@ class ConfigError(ValueError):
         super().__init__(_CREDENTIALS.sub("***@", message))
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class BoxSettings(_Section):
+class BoxSettings(Section):
     """Settings of the box itself."""
 
     data_dir: str = Field(DEFAULT_DATA_DIR, min_length=1, description="directory for all data that survives a restart")
@@ -110,7 +106,7 @@ class BoxSettings(_Section):
         return self
 
 
-class GatewaySettings(_Section):
+class GatewaySettings(Section):
     """Settings of the endpoint and its limits."""
 
     access_log: bool = Field(True, description="write one line for each request to logs/access.log")
@@ -131,7 +127,7 @@ class GatewaySettings(_Section):
     holds: HoldLimits = Field(default_factory=HoldLimits, description="limits on requests that wait for a replica")
 
 
-class ObservabilitySettings(_Section):
+class ObservabilitySettings(Section):
     """Export of traces, in addition to logs and metrics."""
 
     otlp_endpoint: str | None = Field(
@@ -142,13 +138,13 @@ class ObservabilitySettings(_Section):
     )
 
 
-class BackupSettings(Location, _Section):
+class BackupSettings(Location, Section):
     """Where `appliance backup make` puts backups."""
 
     keep: int = Field(14, ge=1, description="number of newest backups to keep; older backups are deleted")
 
 
-class PowerSettings(_Section):
+class PowerSettings(Section):
     """Power limits for the GPUs of the box's own machine (docs/operations.md, Power and energy)."""
 
     limits_w: dict[Literal["serve", "train", "split", "auto"], Annotated[float, Field(gt=0)]] = Field(
@@ -157,7 +153,7 @@ class PowerSettings(_Section):
     )
 
 
-class AlertSettings(_Section):
+class AlertSettings(Section):
     """Receivers of alerts about the box's problems (docs/operations.md, Alerts). Without a receiver nothing is sent."""
 
     webhook: str | None = Field(None, pattern=URL, description="URL to which each message is posted as JSON")
@@ -180,7 +176,7 @@ class AlertSettings(_Section):
         return self.webhook is not None or bool(self.email)
 
 
-class TrackingSettings(_Section):
+class TrackingSettings(Section):
     """Experiment trackers that get the metrics of jobs (docs/tracking.md). By default nothing leaves the box."""
 
     mlflow_uri: str | None = Field(
@@ -209,7 +205,7 @@ class TrackingSettings(_Section):
         return (("mlflow",) if self.mlflow_uri else ()) + (("wandb",) if self.wandb_mode else ())
 
 
-class BoxConfig(_Section):
+class BoxConfig(Section):
     """All sections of `appliance.toml`."""
 
     box: BoxSettings = Field(default_factory=BoxSettings)

@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -176,18 +175,9 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         save=tiers.nudge,
     )
     memory = BoxMemory(db, weights, nodes, config.box.memory_reserve_bytes, means)
-    states = SqliteStateStore(
-        db,
-        events,
-        floor,
-        config.serve.max_replicas,
-        routing,
-        QueuedDemand(db, bus, routing, asking),
-        DemandLearning(routing.traffic, bus.take_arrivals, config.scheduler, len(home)),
-        memory,
-        weights,
-        rollouts.starved,
-    )
+    most, queued = config.serve.max_replicas, QueuedDemand(db, bus, routing, asking)
+    learning = DemandLearning(routing.traffic, bus.take_arrivals, config.scheduler, len(home))
+    states = SqliteStateStore(db, events, floor, most, routing, queued, learning, memory, weights, rollouts.starved)
     journal = SqliteJournal(db)
     loop = SchedulerLoop(
         effects,
@@ -252,7 +242,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     # More threads than asyncio's default: requests share them with copies that take minutes.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "controller"))
 
-    tempfile.tempdir = str(paths.uploads)  # uploaded files are spooled there, because /tmp may be in memory
     parts = build(config, paths)
     context, loop, effects = parts.context, parts.context.scheduler.loop, parts.context.scheduler.effects
     # Before the first gateway connects, which would take an empty table of keys as their revocation.

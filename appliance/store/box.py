@@ -22,14 +22,6 @@ def put(db: Database, name: str, value: Any) -> None:
     db.execute("INSERT OR REPLACE INTO box VALUES (?, ?)", [name, json.dumps(value, separators=(",", ":"))])
 
 
-def increment(db: Database, name: str) -> int:
-    """Add one to a counter that starts at 0, and return the new number."""
-    with db.transaction():
-        number = int(get(db, name, 0)) + 1
-        put(db, name, number)
-    return number
-
-
 class SqliteJournal:
     """Implements `scheduler.handover.effects.Journal` in the database.
 

@@ -271,9 +271,16 @@ def encode(value: Any, column: Column) -> Any:
     return value
 
 
+@cache
+def _places(kind: Any, names: tuple[str, ...]) -> list[tuple[int, bool]]:
+    """Return for each field of `kind` its place in a row with these columns, and whether it is JSON."""
+    return [(names.index(name), column.is_json) for name, column in columns_of(kind).items()]
+
+
 def decode(kind: type[Row], row: sqlite3.Row) -> Row:
-    stored = ((row[name], column.is_json) for name, column in columns_of(cast(Any, kind)).items())
-    return kind(*(orjson.loads(value) if is_json and value is not None else value for value, is_json in stored))
+    values = tuple(row)  # by place: a lookup by name compares with every name before it
+    stored = [(values[place], is_json) for place, is_json in _places(cast(Any, kind), tuple(row.keys()))]
+    return kind(*[orjson.loads(value) if is_json and value is not None else value for value, is_json in stored])
 
 
 class Table(Generic[Row]):
@@ -400,7 +407,7 @@ class Table(Generic[Row]):
         )
         rows, size, has_more = list[Row](), 0, False
         for row in cursor:
-            size += sum(len(value) for value in row if isinstance(value, str))
+            size += sum([len(value) for value in row if type(value) is str])
             if has_more := len(rows) == limit or (bool(rows) and size > PAGE_BYTES):
                 break
             rows.append(decode(self._kind, row))

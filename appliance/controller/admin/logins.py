@@ -126,14 +126,12 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
 # --- logins by a provider
 
 
-class OidcFinish(StrictBody):
-    """code, state: values from the provider. binder: value that `begin` returned to this browser. secure: as in
-    SessionBegin."""
+class OidcFinish(SessionBegin):
+    """code, state: values from the provider. binder: value that `begin` returned to this browser."""
 
     code: Word
     state: Word
     binder: Word
-    secure: bool = False
 
 
 def _oidc_routes(context: ControllerContext) -> APIRouter:

@@ -93,7 +93,10 @@ _GENERATIONS_PER_START = 10**9
 
 def first_generation(db: Database) -> int:
     """Return a number above all generations that earlier controllers of this box published."""
-    return box.increment(db, "bus_starts") * _GENERATIONS_PER_START
+    with db.transaction():
+        starts = int(box.get(db, "bus_starts", 0)) + 1
+        box.put(db, "bus_starts", starts)
+    return starts * _GENERATIONS_PER_START
 
 
 class Bus:

@@ -48,7 +48,7 @@ def write_mode(db: Database, mode: Mode) -> None:
     box.put(db, "mode", asdict(mode))
 
 
-def policy_of(mode: Mode, box_floor: int) -> Policy:
+def policy_of(mode: Mode | WindowRow, box_floor: int) -> Policy:
     """Return the planner's policy for a mode. box_floor: devices that serving keeps if the mode sets no number."""
     floor = box_floor if mode.serving_floor is None else mode.serving_floor
     return Policy(mode.policy, mode.train_devices, floor)
@@ -69,9 +69,7 @@ def mode_windows(db: Database, box_floor: int) -> tuple[Window, ...]:
 def window_of(row: WindowRow, box_floor: int) -> Window:
     """Convert a row to a window; raises InvalidSchedule. Cached: the scheduler calls it every round, and
     checking a cron expression costs as much as a round."""
-    floor = box_floor if row.serving_floor is None else row.serving_floor
-    policy = Policy(row.policy, row.train_devices, floor)
-    return Window(row.cron, policy, row.tz, row.until, row.for_s, row.id)
+    return Window(row.cron, policy_of(row, box_floor), row.tz, row.until, row.for_s, row.id)
 
 
 def mode_in_force(db: Database, box_floor: int, now_s: float) -> InForce:

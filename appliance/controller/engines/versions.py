@@ -8,6 +8,7 @@ import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -149,6 +150,7 @@ class AdapterSource(AdapterServer):
         return self._store.lease(await asyncio.to_thread(self._tiers.bring_in, name_of(row)))
 
 
+@dataclass(frozen=True)
 class LibraryOps:
     """Long operations on files of models, on threads. All raise OperationFailed for errors that a user can act on. Rows
     in the store are the callers' responsibility.
@@ -156,16 +158,11 @@ class LibraryOps:
     let_go: releases the box's own leases on a model. elsewhere: makes other nodes remove their copies of deleted
     versions."""
 
-    def __init__(
-        self,
-        library: ModelLibrary,
-        store: WeightStore,
-        flow: TierFlow,
-        let_go: Callable[[str], None],
-        elsewhere: Callable[[list[Name]], Awaitable[None]],
-    ):
-        self.library, self._store, self._flow = library, store, flow
-        self.let_go, self._elsewhere = let_go, elsewhere
+    library: ModelLibrary
+    store: WeightStore
+    flow: TierFlow
+    let_go: Callable[[str], None]
+    elsewhere: Callable[[list[Name]], Awaitable[None]]
 
     async def run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         try:
@@ -182,15 +179,15 @@ class LibraryOps:
         for name in names:
             await self.run(self.library.remove, name.model, name.version)
             await self._forget(name)
-            self._flow.forget(name)
-        await self._elsewhere(names)
+            self.flow.forget(name)
+        await self.elsewhere(names)
 
     async def _forget(self, name: Name) -> None:
         """Remove a version from shared memory. If it has readers, eviction removes it later."""
-        if (stored := await self.run(self._store.find, *name)) is None:
+        if (stored := await self.run(self.store.find, *name)) is None:
             return
         try:
-            await asyncio.to_thread(self._store.remove, stored)
+            await asyncio.to_thread(self.store.remove, stored)
         except VersionNotFound:
             return
         except VersionLeased as error:

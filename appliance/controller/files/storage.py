@@ -1,8 +1,8 @@
 """/v1/files and /v1/uploads (https://platform.openai.com/docs/api-reference/files): files as rows and bytes, sent at
 once or in parts, or made by the box itself.
 
-A file is complete or absent: FastAPI spools it to the box's disk; from there it is copied to `files/.incoming-<id>`,
-synced, and renamed to `files/<id>`. The next start deletes what a crash leaves (`sweep`).
+A file is complete or absent: it is written to `uploads/.incoming-…` as it arrives, synced, and moved to `files/<id>`.
+The next start deletes what a crash leaves (`sweep`).
 
 Parts of an upload may arrive concurrently and in any order, and survive a restart; one that is sent twice is two parts.
 `complete` names them in file order and copies them into one file; until then the disk holds both.
@@ -15,11 +15,11 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal, cast
 from urllib.parse import quote
 
 import orjson
@@ -30,6 +30,7 @@ from pydantic import Field, StringConstraints
 
 from appliance.controller.access.limits import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.forms import INCOMING_PREFIX, IncomingFile
 from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, new_row, object_of, part
 from appliance.controller.http.routers import FORM_BYTES, StrictBody, takes, unaudited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
@@ -45,7 +46,6 @@ from train.methods.method import Method
 from weights.format.names import replace_file
 
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
-INCOMING_PREFIX = ".incoming-"
 _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
 APART_FROM_BYTES = 1 << 20
@@ -82,8 +82,8 @@ def remove(context: ControllerContext, row: FileRow) -> None:
 def sweep(context: ControllerContext) -> None:
     """Delete half-written files, and bytes of uploads and batches that have ended; call it at start. Other bytes
     without a row stay: the database that has their rows may be restored."""
-    of_parts = context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*")
-    for half in (*of_parts, *context.files_dir.glob(f"{INCOMING_PREFIX}*")):
+    name = f"{INCOMING_PREFIX}*"
+    for half in (*context.uploads_dir.rglob(name), *context.files_dir.glob(name)):
         half.unlink()
     for folder in list(context.uploads_dir.iterdir()):
         upload = uploads.find(context.db, folder.name)
@@ -146,9 +146,9 @@ def make_result(db: Database, files_dir: Path, content: bytes, filename: str, ow
     return file_id
 
 
-def sha256_of(path: Path) -> str:
+def digest_of(path: Path, name: str = "sha256") -> str:
     with open(path, "rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
+        return hashlib.file_digest(source, name).hexdigest()
 
 
 async def checked(
@@ -235,8 +235,9 @@ def file_routes(context: ControllerContext) -> APIRouter:
         if (anchor is None) is not (keep_s is None):
             raise InvalidValue("expires_after has an anchor and seconds, or neither.", "expires_after")
         with growing(context.files_dir, file_id) as (incoming,):
-            sha256, _ = await to_thread.run_sync(_copied, [file.file], incoming)
-            by = caller.owner, caller.key_id
+            content = cast(IncomingFile, file.file)
+            await to_thread.run_sync(content.move, incoming)
+            by, sha256 = (caller.owner, caller.key_id), content.sha256.hexdigest()
             arrived = row_of(incoming, filename, purpose, sha256, *by, keep_s, file_id)
             row = await described(context, incoming, arrived)
 
@@ -277,20 +278,6 @@ def file_routes(context: ControllerContext) -> APIRouter:
         return {"id": row.id, "object": "file", "deleted": True}
 
     return router
-
-
-def _copied(sources: Iterable[BinaryIO], target: Path) -> tuple[str, str]:
-    """Write the sources one after the other to a new file, synced on return. Returns its SHA-256 and MD5 in hex."""
-    sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
-    handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with disk_may_be_full(), os.fdopen(handle, "wb", buffering=0) as out:
-        for source in sources:
-            while piece := source.read(_COPY_BYTES):
-                sha256.update(piece)
-                md5.update(piece)
-                out.write(piece)
-        os.fsync(out.fileno())
-    return sha256.hexdigest(), md5.hexdigest()
 
 
 def checked_filename(name: str, param: str = "file") -> str:
@@ -352,7 +339,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
         incoming = context.uploads_dir / row.id / f"{INCOMING_PREFIX}{part_id}"
         incoming.parent.mkdir(mode=0o700, exist_ok=True)
         try:
-            await to_thread.run_sync(_copied, [data.file], incoming)
+            await to_thread.run_sync(cast(IncomingFile, data.file).move, incoming)
             size = incoming.stat().st_size
             with db.transaction():
                 row = _pending(context, row.id, caller)  # the upload may have ended while its bytes arrived
@@ -389,15 +376,15 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
     with growing(context.files_dir, file_id) as (incoming,):
         join = partial(_join, row, context.uploads_dir / row.id, body.part_ids, incoming)
         try:
-            sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
+            await to_thread.run_sync(join, limiter=context.file_threads)
         except FileNotFoundError:
             _pending(context, row.id, caller)  # the upload has ended meanwhile, and its parts were deleted
             raise
-        if body.md5 is not None and body.md5.lower() != md5:
+        if body.md5 and body.md5.lower() != (md5 := await to_thread.run_sync(digest_of, incoming, "md5")):
             why = f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected."
             raise BadRequest(why, "md5", "checksum_mismatch")
         # An admin may complete another owner's upload; its owner stays the same.
-        by = row.owner, row.key_id
+        by, sha256 = (row.owner, row.key_id), await to_thread.run_sync(digest_of, incoming)
         file = row_of(incoming, row.filename, row.purpose, sha256, *by, row.file_keep_s, file_id)
         file = await described(context, incoming, file)
         with db.transaction():
@@ -424,8 +411,8 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
     return row
 
 
-def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
-    """Join the parts at `target`; return as `_copied` does. Raises BadRequest."""
+def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> None:
+    """Join the parts in a new file, synced on return. Raises BadRequest."""
     sizes = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
     if unknown := [part_id for part_id in part_ids if part_id not in sizes]:
         raise BadRequest(f"{shown(unknown[0])} is not a part of {row.id}.", "part_ids", "part_not_found")
@@ -433,12 +420,12 @@ def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tu
         why = f"The parts named hold {size} bytes together; {row.bytes} were announced."
         raise BadRequest(why, "part_ids", "upload_size_mismatch")
 
-    def parts() -> Iterator[BinaryIO]:
+    with disk_may_be_full(), open(target, "xb") as out:
         for part_id in part_ids:
-            with open(folder / part_id, "rb") as part:  # one part at a time: there may be 10,000
-                yield part
-
-    return _copied(parts(), target)
+            with open(folder / part_id, "rb") as part:
+                shutil.copyfileobj(part, out, _COPY_BYTES)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def _view(context: ControllerContext, row: UploadRow) -> dict[str, Any]:

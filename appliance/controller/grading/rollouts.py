@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +35,21 @@ from weights.memory.store import WeightStore
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Rollouts:
     """nudge: called when a job starts or stops waiting for samples."""
 
-    def __init__(
-        self,
-        db: Database,
-        store: WeightStore,
-        jobs_dir: Path,
-        routing: BusRouting,
-        asking: Asking,
-        grading: Grading,
-        nudge: Callable[[], Any],
-    ):
-        self._db, self._store, self._jobs_dir = db, store, jobs_dir
-        self._routing, self._asking, self._grading, self._nudge = routing, asking, grading, nudge
-        self._followed: dict[str, asyncio.Task[None]] = {}
-        self._news = asyncio.Event()  # set by the next `follow`
-        self._drawn: dict[str, SamplesFile] = {}  # {job: file being drawn}
-        self._weights: dict[str, int] = {}  # {job: step of its newest weights}
+    db: Database
+    store: WeightStore
+    jobs_dir: Path
+    routing: BusRouting
+    asking: Asking
+    grading: Grading
+    nudge: Callable[[], Any]
+    _followed: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)  # set by the next `follow`
+    _drawn: dict[str, SamplesFile] = field(default_factory=dict)  # {job: file being drawn}
+    _weights: dict[str, int] = field(default_factory=dict)  # {job: step of its newest weights}
 
     def starved(self, row: JobRow) -> bool:
         """Return whether the job's ranks wait for the samples being drawn. A job that released its devices meanwhile
@@ -64,11 +61,11 @@ class Rollouts:
         """Note that the job's weights after this step are in shared memory."""
         self._weights[job_id] = step
         self.follow()
-        self._nudge()
+        self.nudge()
 
     def follow(self) -> None:
         """Keep a coroutine for each job that trains on its own answers; called periodically."""
-        rows = {row.id: row for row in jobs.list_unfinished(self._db) if row.wanted == "run"}
+        rows = {row.id: row for row in jobs.list_unfinished(self.db) if row.wanted == "run"}
         for job_id, task in list(self._followed.items()):
             if job_id not in rows or task.done():
                 task.cancel()
@@ -93,19 +90,19 @@ class Rollouts:
                 self._weights[job_id] = max(step, self._weights.get(job_id, -1))
                 if plan is None or not missing:
                     if self._drawn.pop(job_id, None) is not None:
-                        self._nudge()
+                        self.nudge()
                     await news.wait()
                     continue
                 self._drawn[job_id] = missing[0]
-                self._nudge()
-                samples = await self._draw(jobs.get(self._db, job_id), plan, missing[0], step)
+                self.nudge()
+                samples = await self._draw(jobs.get(self.db, job_id), plan, missing[0], step)
                 await asyncio.to_thread(self._write, plan, missing[0], samples)
         finally:
             self._drawn.pop(job_id, None)
 
     def _plan(self, job_id: str) -> SamplesPlan | None:
         """Return the job's plan for samples; None before the job's first start."""
-        folder = self._jobs_dir / job_id
+        folder = self.jobs_dir / job_id
         try:
             return SamplesPlan(TrainSpec.from_dict(json.loads((folder / "spec.json").read_bytes())))
         except (FileNotFoundError, TrainError):  # ranks report unusable data
@@ -113,7 +110,7 @@ class Rollouts:
 
     def _newest(self, plan: SamplesPlan) -> int:
         """Return the step of the newest weights in shared memory; -1 if there are none."""
-        stored = self._store.list(plan.policy_kind, policy_name(plan.spec.job_id))
+        stored = self.store.list(plan.policy_kind, policy_name(plan.spec.job_id))
         return max((step_of(entry.version) for entry in stored), default=-1)
 
     async def _draw(self, row: JobRow, plan: SamplesPlan, file: SamplesFile, step: int) -> Samples:
@@ -122,7 +119,7 @@ class Rollouts:
         whole = plan.policy_kind == "version"
         spec, name = plan.spec, policy_name(row.id)
         version = version_name(step)
-        await self._routing.offer_policy(name, spec.base_model, spec.base_version, version if whole else "")
+        await self.routing.offer_policy(name, spec.base_model, spec.base_version, version if whole else "")
         model, failed = name if whole else f"{name}@{version}", ""
         try:
             async with asyncio.TaskGroup() as group:
@@ -154,7 +151,7 @@ class Rollouts:
             body = judging.sampling_request(
                 model, prompt.tokens, n=count, seed=seed, max_tokens=room, ends=plan.ends, form=form
             )
-            answer = await self._asking.ask(row.key_id, name, judging.URL, body, within_s=judging.ANSWER_WITHIN_S)
+            answer = await self.asking.ask(row.key_id, name, judging.URL, body, within_s=judging.ANSWER_WITHIN_S)
             if answer.error:
                 raise ValueError(answer.error)
             return judging.samples_of(answer.body, count)
@@ -164,12 +161,12 @@ class Rollouts:
         except ValueError as error:
             raise CannotGoOn(f"no engine of {plan.spec.base_model} samples answers: {error}") from error
         answers = [answer for part in parts for answer in part]
-        return answers, await self._grading.verdict(row, prompt, answers)
+        return answers, await self.grading.verdict(row, prompt, answers)
 
     def _write(self, plan: SamplesPlan, file: SamplesFile, samples: Samples) -> None:
         """Write the file, and delete files of steps before the snapshot."""
         samples.write(file.path(plan.spec.run_dir))
-        row = jobs.find(self._db, plan.spec.job_id)
+        row = jobs.find(self.db, plan.spec.job_id)
         first = row.snapshot["step"] if row is not None and row.snapshot is not None else 0
         for path in (Path(plan.spec.run_dir) / FOLDER).glob("*-*.json"):
             if int(path.stem.partition("-")[2]) < first:

@@ -21,11 +21,14 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
 from starlette.types import Receive, Scope
 
-from appliance.controller.access.limits import disk_may_be_full
 from appliance.controller.context.context import SchedulerStatus, record
+from appliance.controller.http.forms import FileForm
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import RESPONSES, BadRequest, BodyTooLarge, Forbidden
 from appliance.controller.interfaces.principal import Principal, read_principal
@@ -123,11 +126,15 @@ class StrictRequest(Request):
         return self.content
 
     async def form(self, **_: Any) -> FormData:  # type: ignore[override]
-        """Return a form: one file, which Starlette spools to the box's disk, and a few short fields. Raises ApiError
-        507."""
-        self.app.state.context.quotas.disk.check(self.announced)
-        with disk_may_be_full():
-            return await super().form(max_files=1, max_fields=16, max_part_size=1024)
+        """Return a form: one file, an `IncomingFile`, and a few short fields. Raises ApiError 507."""
+        context = self.app.state.context
+        context.quotas.disk.check(self.announced)
+        if parse_options_header(self.headers.get("content-type"))[0] != b"multipart/form-data":
+            return await super().form(max_files=0, max_fields=16, max_part_size=1024)
+        try:
+            return await FileForm(context.uploads_dir, self.headers, self.stream()).parse()
+        except MultiPartException as error:
+            raise HTTPException(400, error.message) from error
 
 
 def json_of(text: bytes) -> tuple[Any, str]:

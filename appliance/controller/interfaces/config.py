@@ -10,11 +10,13 @@ Seconds = Annotated[float, Field(gt=0)]
 MIB, GIB = 2**20, 2**30
 
 
-class OwnerBounds(BaseModel):
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class OwnerBounds(Section):
     """Limits on what all keys of one owner may store or run at once; admins have no limits, and a key may override
     limits (`appliance key limit --bound`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     unfinished: int = Field(200, ge=0)
     """Jobs, batches, runs of evaluations, responses in background and uploads that have not ended."""
@@ -27,11 +29,9 @@ class OwnerBounds(BaseModel):
     """All stored responses and chat completions of the owner; beyond it, the oldest are deleted."""
 
 
-class RetentionSettings(BaseModel):
+class RetentionSettings(Section):
     """Days after which housekeeping deletes data; None: never. Where None is not allowed, set a large number. Stored
     responses and chat completions have `responses_kept_days`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     files_days: float | None = Field(None, gt=0)
     """Files of every purpose, except those that an unfinished job or batch reads; a file may have an earlier expiry of
@@ -65,11 +65,9 @@ def is_secure(url: str) -> bool:
     return url.startswith(("https://", "http://127.0.0.1", "http://localhost"))
 
 
-class OidcSettings(BaseModel):
+class OidcSettings(Section):
     """Logins of the web page by an OpenID provider (docs/ui.md), which must allow the redirect URL `public_url` of
     `[box]` plus `/ui`. Without `issuer` there are no such logins."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     issuer: str = ""
     """As the provider writes it, such as `https://login.example.org/realms/us`."""
@@ -99,10 +97,8 @@ class OidcSettings(BaseModel):
         return self
 
 
-class ControllerConfig(BaseModel):
+class ControllerConfig(Section):
     """Every limit and wait of the controller, with its unit in the name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     organization: str = Field("local", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
     """Part of the names of fine-tuned models: ft:<base>:<organization>:<suffix>:<8 characters>."""

@@ -228,7 +228,7 @@ class Batch:
 
     def _file(self, path: Path, name: str) -> FileRow:
         row = self._row
-        filename, sha256 = f"{row.id}_{name}.jsonl", storage.sha256_of(path)
+        filename, sha256 = f"{row.id}_{name}.jsonl", storage.digest_of(path)
         return storage.row_of(path, filename, "batch_output", sha256, row.owner, row.key_id, row.output_keep_s)
 
     async def _store(self, lines: list[dict[str, Any]]) -> None:

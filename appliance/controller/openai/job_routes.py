@@ -27,12 +27,10 @@ from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import JOBS, VALIDATIONS, add_message, pause_reason, set_wanted
 from appliance.controller.models.capacity import Estimator
 from appliance.controller.openai.new_job import (
-    Devices,
     Hyperparameters,
+    JobClaims,
     JobCreate,
-    Moment,
     Name,
-    Priority,
     check_judges,
     insert_job,
     refused,
@@ -343,16 +341,6 @@ VALIDATING = ("Dependency", "Its training file is being checked.")
 SUBMITTED = ("Priority", "The scheduler has not looked at it yet.")
 
 
-class JobUpdate(StrictBody):
-    """Only the given fields change; null removes a bound or the deadline."""
-
-    priority: Priority = 0
-    deadline_s: Moment | None = None
-    preemptible: bool = True
-    min_devices: Devices | None = None
-    max_devices: Devices | None = None
-
-
 def queue_routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
@@ -376,7 +364,7 @@ def queue_routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.patch("/jobs/{job_id}")
     @audited("job.update")
-    async def update(job_id: str, body: JobUpdate, caller: Caller) -> dict[str, Any]:
+    async def update(job_id: str, body: JobClaims, caller: Caller) -> dict[str, Any]:
         row, fields = JOBS.known(db, job_id, caller), body.model_dump(exclude_unset=True)
         if row.finished or row.wanted == "cancel":
             message = f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be changed any more."

@@ -79,12 +79,22 @@ class Gate(StrictBody):
     pass_rate_at_least: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
-class JobCreate(StrictBody):
+class JobClaims(StrictBody):
+    """A job's claims on devices. In a change of a job, null removes a bound or the deadline. deadline_s: seconds since
+    1970."""
+
+    priority: Priority = 0
+    deadline_s: Moment | None = None
+    preemptible: bool = True
+    min_devices: Devices | None = None
+    max_devices: Devices | None = None
+
+
+class JobCreate(JobClaims):
     """OpenAI's request plus our own fields (`extra_body` in the SDK) for how the job may use the box's devices.
 
     publish_as: name of the owner's model, new or existing, that gets a version; None: a separate new model. activate:
-    the version becomes active at once. gate: it becomes active after passing an evaluation. deadline_s: seconds since
-    1970.
+    the version becomes active at once. gate: it becomes active after passing an evaluation.
     """
 
     model: Name
@@ -96,11 +106,6 @@ class JobCreate(StrictBody):
     method: MethodChoice | None = None  # type: ignore[valid-type]
     hyperparameters: Hyperparameters | None = None
     integrations: Annotated[list[Integration], Field(max_length=5)] | None = None
-    min_devices: Devices | None = None
-    max_devices: Devices | None = None
-    priority: Priority = 0
-    deadline_s: Moment | None = None
-    preemptible: bool = True
     publish_as: Name | None = None
     activate: bool = True
     gate: Gate | None = None

@@ -7,7 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -51,126 +51,118 @@ def job_host_bytes(row: JobRow) -> dict[int, int]:
     return {size: by_size.get(str(size), 0) for size in row.allowed_sizes or (1,)}
 
 
+@dataclass(eq=False)
 class SqliteStateStore:
-    """Implements `scheduler.handover.effects.StateStore`. Every call is a few short statements on the database."""
+    """Implements `scheduler.handover.effects.StateStore`. Every call is a few short statements on the database.
 
-    def __init__(
-        self,
-        db: Database,
-        events: JobEvents,
-        serving_floor: int,
-        max_replicas: int,
-        routing: BusRouting,
-        queued_demand: QueuedDemand,
-        learning: DemandLearning,
-        memory: BoxMemory,
-        store: WeightStore,
-        starved: Callable[[JobRow], bool],
-    ):
-        """
-        Args:
-            serving_floor: number of devices that serving keeps in every mode. max_replicas: limit for deployments
-            without one.
-            starved: whether a job's ranks wait for samples (Rollouts.starved).
-        """
-        self._db, self._events, self._routing = db, events, routing
-        self._serving_floor, self._max_replicas = serving_floor, max_replicas
-        self._queued_demand, self._learning, self._memory, self._store = queued_demand, learning, memory, store
-        self._starved = starved
-        self._settings: dict[str, str] = {}
-        self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
-        self._remaining_device_s: dict[str, float] = {}  # {job: value last reported}
+    serving_floor: number of devices that serving keeps in every mode. max_replicas: limit for deployments without one.
+    starved: whether a job's ranks wait for samples (Rollouts.starved).
+    """
+
+    db: Database
+    events: JobEvents
+    serving_floor: int
+    max_replicas: int
+    routing: BusRouting
+    queued_demand: QueuedDemand
+    learning: DemandLearning
+    memory: BoxMemory
+    store: WeightStore
+    starved: Callable[[JobRow], bool]
+    _settings: dict[str, str] = field(default_factory=dict)
+    _demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
+    _remaining_device_s: dict[str, float] = field(default_factory=dict)  # {job: value last reported}
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
         """Requeue jobs that a crash left "running", except those whose ranks still run (`adopted`)."""
-        usage.close_left_open(self._db, set(adopted))
-        for row in JOBS.list_all(self._db, "phase = 'running'"):
+        usage.close_left_open(self.db, set(adopted))
+        for row in JOBS.list_all(self.db, "phase = 'running'"):
             if row.id not in adopted:
                 self.job_waiting(row.id, "the box was restarted")
 
     def load(self, *, free_devices: int) -> Workload:
         planned = list[JobRow]()
-        for row in jobs.list_unfinished(self._db):
+        for row in jobs.list_unfinished(self.db):
             if row.wanted != "cancel":
                 planned += [row] if row.phase != "validating" else []
             elif row.phase != "running":  # a running job stops first, because the workload leaves it out
-                self._events.cancelled(row.id)
-        mode = read_mode(self._db)
-        self._settings = {model: row.digest for model, row in models.settings_in_force(self._db).items()}
-        self._demand = self._queued_demand.demands(free_devices)
+                self.events.cancelled(row.id)
+        mode = read_mode(self.db)
+        self._settings = {model: row.digest for model, row in models.settings_in_force(self.db).items()}
+        self._demand = self.queued_demand.demands(free_devices)
         return Workload(
-            policy=policy_of(mode, self._serving_floor),
+            policy=policy_of(mode, self.serving_floor),
             policy_since_s=mode.since_s,
-            windows=mode_windows(self._db, self._serving_floor),
+            windows=mode_windows(self.db, self.serving_floor),
             jobs=tuple(map(self._job, planned)),
-            deployments=self._learning.learned(self._deployments()),
-            cordoned=frozenset(cordons.read(self._db)),
-            max_asleep=self._memory.max_asleep(),
+            deployments=self.learning.learned(self._deployments()),
+            cordoned=frozenset(cordons.read(self.db)),
+            max_asleep=self.memory.max_asleep(),
         )
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
-        row = jobs.find_unfinished(self._db, job_id)
+        row = jobs.find_unfinished(self.db, job_id)
         if row is None:
             return
-        usage.devices_held(self._db, job_id, len(devices), time.time())
+        usage.devices_held(self.db, job_id, len(devices), time.time())
         if row.phase != "running" or row.devices != list(devices):
-            self._events.started(job_id, list(devices))
+            self.events.started(job_id, list(devices))
 
     def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
-        row = jobs.find_unfinished(self._db, job_id)
+        row = jobs.find_unfinished(self.db, job_id)
         if row is None:
             return
         devices_text = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
         after = f" once the engines on {answering} of them have finished their requests" if answering else ""
         reason = f"The job gets {devices_text}: its ranks start{after}."
         self._add_event(row, reason, reason)
-        jobs.update(self._db, job_id, reason=reason)
+        jobs.update(self.db, job_id, reason=reason)
 
     def job_waiting(self, job_id: str, reason: str) -> None:
-        usage.devices_held(self._db, job_id, 0, time.time())
-        row = jobs.find_unfinished(self._db, job_id)
+        usage.devices_held(self.db, job_id, 0, time.time())
+        row = jobs.find_unfinished(self.db, job_id)
         if row is None:
             return
-        reason = pause_reason(self._db, row) or reason
+        reason = pause_reason(self.db, row) or reason
         if row.wanted == "run":
             self._add_event(row, reason, f"The job waits: {reason}")
         if row.snapshot is None:
-            jobs.set_phase(self._db, job_id, "queued", reason=reason)
+            jobs.set_phase(self.db, job_id, "queued", reason=reason)
         elif row.phase == "running":
-            self._events.suspended(job_id, row.snapshot["step"], reason)
+            self.events.suspended(job_id, row.snapshot["step"], reason)
         else:
-            jobs.set_phase(self._db, job_id, "suspended", reason=reason)
+            jobs.set_phase(self.db, job_id, "suspended", reason=reason)
 
     def _add_event(self, row: JobRow, reason: str, text: str) -> None:
         """Add an event to a job that has not begun if its reason changed in more than numbers: OpenAI's clients see
         the reason nowhere else, and a suspended job has an event of its own."""
         if row.phase == "queued" and _DIGITS.sub("", reason) != _DIGITS.sub("", row.reason or ""):
-            add_message(self._db, row.id, text)
+            add_message(self.db, row.id, text)
 
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
         self._remaining_device_s.pop(job_id, None)
-        usage.devices_held(self._db, job_id, 0, time.time())
-        if jobs.find_unfinished(self._db, job_id) is None:
+        usage.devices_held(self.db, job_id, 0, time.time())
+        if jobs.find_unfinished(self.db, job_id) is None:
             return
         match outcome:
             case "succeeded":
-                self._events.succeeded(job_id)
-                self._routing.models_changed()  # its model must be callable as soon as the job is reported as done
+                self.events.succeeded(job_id)
+                self.routing.models_changed()  # its model must be callable as soon as the job is reported as done
             case "failed":
-                fail(self._db, job_id, TRAINING_FAILED, error)
+                fail(self.db, job_id, TRAINING_FAILED, error)
             case "cancelled":
-                self._events.cancelled(job_id)
+                self.events.cancelled(job_id)
 
     def model_trouble(self, model: str, trouble: Failure | None) -> None:
         """Hold a model's trouble in memory only: failures before a restart predict nothing about tries after it."""
-        self._routing.trouble(model, trouble)
+        self.routing.trouble(model, trouble)
 
     def model_served(self, model: str, build: Build) -> None:
-        DEPLOYMENTS.update(self._db, model, served=asdict(build))
+        DEPLOYMENTS.update(self.db, model, served=asdict(build))
 
     def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
-        with self._db.transaction():
-            rows = MODEL_SETTINGS.list_all(self._db, "model = ?", model)
+        with self.db.transaction():
+            rows = MODEL_SETTINGS.list_all(self.db, "model = ?", model)
             if (rows[0].digest if rows else "") != failed.settings:
                 return True
             before = next((row for row in rows if row.digest == served.settings), None)
@@ -178,18 +170,18 @@ class SqliteStateStore:
                 return False
             number, settings = (before.number, before.settings) if before is not None else (0, {})
             note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
-            models.add_settings(self._db, model, settings, served.settings, "box", time.time(), note)
+            models.add_settings(self.db, model, settings, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
-            AUDIT.insert(self._db, AuditRow("model.settings", model, detail=detail))
-        self._routing.models_changed()  # the gateways' table holds the model's context length
+            AUDIT.insert(self.db, AuditRow("model.settings", model, detail=detail))
+        self.routing.models_changed()  # the gateways' table holds the model's context length
         return True
 
     def _deployments(self) -> tuple[DeploymentView, ...]:
         """Return all names that need their own engines. The demand for an adapter counts for its host."""
         # From an index alone: whole rows of 2,400 models take 50 ms.
-        active = dict(self._db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL"))
-        adapters = {row.name: row for row in callable_adapters(self._db)} | self._routing.policy_adapters()
-        deployed = [row for row in DEPLOYMENTS.list_all(self._db) if row.model in active]
+        active = dict(self.db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL"))
+        adapters = {row.name: row for row in callable_adapters(self.db)} | self.routing.policy_adapters()
+        deployed = [row for row in DEPLOYMENTS.list_all(self.db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
         for adapter in adapters.values():
             if adapter.host not in views:  # its base serves another version or is not deployed
@@ -200,17 +192,17 @@ class SqliteStateStore:
                 host = views[adapters[row.model].host]
                 least = min(max(host.min_replicas, row.min_replicas), host.max_replicas)
                 views[host.model] = replace(host, pinned=host.pinned or bool(row.pinned), min_replicas=least)
-        for canary in models.running_canaries(self._db):
+        for canary in models.running_canaries(self.db):
             # An adapter's canary needs none: the engines of its host serve both versions.
             if canary.model in views and canary.name not in adapters:
                 like = views[canary.model]
                 # No request waits for its engine, so demand alone would not start one.
                 own = {"min_replicas": 1, "max_replicas": max(1, like.max_replicas), "idle_limit_s": None}
                 views[canary.name] = self._on_demand(canary.name, canary.model, canary.version, like, **own)
-        for name, model, version in models.checkpoint_names(self._db):
+        for name, model, version in models.checkpoint_names(self.db):
             if name not in adapters:
                 views[name] = self._on_demand(name, model, version)
-        for name, policy in self._routing.policies.items():
+        for name, policy in self.routing.policies.items():
             if policy.version:  # its engine stops as soon as the samples are there
                 views[name] = self._on_demand(name, policy.base, policy.version, idle_limit_s=POLICY_IDLE_S)
         return tuple(views.values())
@@ -227,32 +219,32 @@ class SqliteStateStore:
 
     def _job(self, row: JobRow) -> JobView:
         # A job too large for the box now keeps its sizes and waits, because devices may return.
-        sizes, with_memory = tuple(row.allowed_sizes or (1,)), self._memory.job_sizes(row)
+        sizes, with_memory = tuple(row.allowed_sizes or (1,)), self.memory.job_sizes(row)
         sizes = tuple(size for size in sizes if size in with_memory) or sizes
-        lacks = self._memory.waits_for(row)
+        lacks = self.memory.waits_for(row)
         if not lacks and row.phase == "queued" and row.snapshot is None:
             needed = (row.estimate or {}).get("memory", {}).get("store_bytes", 0)
-            lacks = capacity.store_full(needed, room) if needed > (room := self._store.room_bytes()) else ""
+            lacks = capacity.store_full(needed, room) if needed > (room := self.store.room_bytes()) else ""
         if row.eta_s is not None and row.devices:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(
             id=row.id,
             sizes=sizes,
             remaining_device_s=self._remaining_device_s.get(row.id),
-            nodes=self._memory.job_nodes(row),
+            nodes=self.memory.job_nodes(row),
             priority=row.priority,
             submitted_s=row.created_s,
             phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",
             preemptible=bool(row.preemptible),
             deadline_s=row.deadline_s,
             owner=row.owner,
-            sampled_by=self._routing.host(policy) if (policy := policy_name(row.id)) in self._routing.policies else "",
-            starved=self._starved(row),
+            sampled_by=self.routing.host(policy) if (policy := policy_name(row.id)) in self.routing.policies else "",
+            starved=self.starved(row),
             lacks=lacks,
         )
 
     def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
-        most = max(row.min_replicas, self._max_replicas) if row.max_replicas is None else row.max_replicas
+        most = max(row.min_replicas, self.max_replicas) if row.max_replicas is None else row.max_replicas
         return DeploymentView(
             model=row.model,
             version=version,

@@ -139,6 +139,7 @@ async def test_upload_continues_after_a_restart(control: Control):
     first = await part(control, upload_id, PIECES[0])
     folder = control.context.uploads_dir / upload_id
     (folder / ".incoming-part_torn").write_bytes(b"half")
+    (control.context.uploads_dir / ".incoming-torn").write_bytes(b"half")
     storage.sweep(control.context)
     assert [entry.name for entry in folder.iterdir()] == [first] and left(control) == [upload_id]
     rest = [await part(control, upload_id, piece) for piece in PIECES[1:]]
