@@ -28,7 +28,6 @@ from fastapi import APIRouter, Form, Query, Request, UploadFile
 from fastapi.responses import FileResponse
 from pydantic import Field, StringConstraints
 
-from appliance.controller.access.limits import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.forms import INCOMING_PREFIX, IncomingFile
 from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, new_row, object_of, part
@@ -376,15 +375,16 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
     with growing(context.files_dir, file_id) as (incoming,):
         join = partial(_join, row, context.uploads_dir / row.id, body.part_ids, incoming)
         try:
-            await to_thread.run_sync(join, limiter=context.file_threads)
+            sha256 = await to_thread.run_sync(join, limiter=context.file_threads)
         except FileNotFoundError:
             _pending(context, row.id, caller)  # the upload has ended meanwhile, and its parts were deleted
             raise
-        if body.md5 and body.md5.lower() != (md5 := await to_thread.run_sync(digest_of, incoming, "md5")):
+        digest = partial(digest_of, incoming, "md5")
+        if body.md5 and body.md5.lower() != (md5 := await to_thread.run_sync(digest, limiter=context.file_threads)):
             why = f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected."
             raise BadRequest(why, "md5", "checksum_mismatch")
         # An admin may complete another owner's upload; its owner stays the same.
-        by, sha256 = (row.owner, row.key_id), await to_thread.run_sync(digest_of, incoming)
+        by = row.owner, row.key_id
         file = row_of(incoming, row.filename, row.purpose, sha256, *by, row.file_keep_s, file_id)
         file = await described(context, incoming, file)
         with db.transaction():
@@ -411,8 +411,8 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
     return row
 
 
-def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> None:
-    """Join the parts in a new file, synced on return. Raises BadRequest."""
+def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> str:
+    """Join the parts in a new file, synced on return; return its SHA-256 in hex. Raises BadRequest."""
     sizes = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
     if unknown := [part_id for part_id in part_ids if part_id not in sizes]:
         raise BadRequest(f"{shown(unknown[0])} is not a part of {row.id}.", "part_ids", "part_not_found")
@@ -420,12 +420,12 @@ def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> No
         why = f"The parts named hold {size} bytes together; {row.bytes} were announced."
         raise BadRequest(why, "part_ids", "upload_size_mismatch")
 
-    with disk_may_be_full(), open(target, "xb") as out:
+    with IncomingFile(folder.parent) as out:
         for part_id in part_ids:
             with open(folder / part_id, "rb") as part:
                 shutil.copyfileobj(part, out, _COPY_BYTES)
-        out.flush()
-        os.fsync(out.fileno())
+        out.move(target)
+        return out.sha256.hexdigest()
 
 
 def _view(context: ControllerContext, row: UploadRow) -> dict[str, Any]:
